@@ -14,7 +14,7 @@ from packax._src.core.integers import numpy_array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
-from packax._src.ops.partitioning import ask_devices, check_decode_types
+from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
@@ -160,7 +160,7 @@ def decode_attention(
             f"forbids: pass ({left}, 0), or causal=False"
         )
     rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
-    operands = [ask_devices(query), key, value, *rows]
+    operands = [require_device_info(query), key, value, *rows]
     if table is not None:
         operands.append(table)
     of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks

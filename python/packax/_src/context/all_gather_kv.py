@@ -1,12 +1,12 @@
-"""Keys and values of all ranks for one rank, gathered by groups of heads, and their gradients
-handed back.
+"""Gathers keys and values of all ranks for one rank, in groups of heads, and sends their gradients
+back.
 
-The gather of a group runs beside the attention of the one before, the reduce-scatter of its
-gradients beside that of the next. XLA left to itself undoes that: it joins the copies behind
-several gathers into one kernel, which then waits for all of them, and drops optimization barriers
-before it does; it has one collective of a kind under way at a time; and it sends late. So keys and
-values of a group travel together, and data says the order: numbers that are 0, and known only when
-something is done (`zero_after`), are added to indices that what follows reads.
+The gather of a group overlaps with the attention of the previous group, and the reduce-scatter of
+its gradients with that of the next. XLA by itself undoes that: it joins the copies after several
+gathers into one kernel, which then waits for all of them, and removes optimization barriers before
+it does so; it runs one collective of a kind at a time; and it sends late. So keys and values of a
+group are sent together, and data dependencies define the order: numbers that are 0, but known only
+when something is done (`dependency_token`), are added to indices that later operations read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from packax._src.core.mask import FIELDS, AttentionMask
 from packax._src.core.sharding import Axes, HeadGroups, Layout
 
 
-class Groups:
-    """A rank's keys and values in use, and the gather under way: never more are held."""
+class KVGatherPipeline:
+    """A rank's keys and values in use, and the gather in flight: never more are in memory."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Groups:
         *,
         backward: bool = False,
         starts: tuple[int, ...] = (0,),
-        beside: int = 0,
+        private_rows: int = 0,
         fetch: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
-        """starts: at which context axes gathers begin, (): keys that only this rank reads; beside:
-        how many rows there are with such; fetch: brings halos instead."""
+        """starts: at which context axes gathers begin, (): keys that only this rank reads;
+        private_rows: how many rows attend such keys; fetch: fetches halos instead."""
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
         private = not starts
@@ -55,29 +55,28 @@ class Groups:
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
-        if (
-            private and backward and self.heads > 1 and fetch is None
-        ):  # around the groups of what is shared
+        # Private heads are attended before and after the shared groups.
+        if private and backward and self.heads > 1 and fetch is None:
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
         elif layout is not None and not private:
-            # What is private hides one gather of all heads.
+            # The attention of private rows overlaps with one gather of all heads.
             among = layout.size(tuple(itertools.chain(*self.steps)))
-            one = head_groups is None and beside >= among * key.shape[1]
+            one = head_groups is None and private_rows >= among * key.shape[1]
             gathers = layout.gathers(self.heads, 1 if one else head_groups, backward, among)
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
         groups = iter(range(self.number))
         self.gathers = [list(itertools.islice(groups, len(gather))) for gather in gathers]
-        # 0 when: the group before is attended; the next one's keys are ready to be sent, and so are
-        # the gradients of the group before; those gradients are summed.
+        # 0 once: the previous group is attended; the next one's keys are ready to be sent, and so
+        # are the gradients of the previous group; those gradients are summed.
         self.attended: jax.Array | None = None
         self.sent: jax.Array | None = None
         self.sent_back: jax.Array | None = None
         self.summed_up: jax.Array | None = None
         self.to_send: list[jax.Array] = []  # what gathers take, and the last scatter
         self.to_send_back: list[jax.Array] = []
-        self.under_way: list[list[jax.Array]] = []  # what gathers bring, by groups
+        self.under_way: list[list[jax.Array]] = []  # the results of gathers, by groups
         for _ in range(min(2, len(self.gathers))):
             self._gather()
 
@@ -88,9 +87,9 @@ class Groups:
         return self._apart(self._in_order(group, 1, self.attended))
 
     def mask(self, mask: AttentionMask, group: int) -> AttentionMask:
-        """For the attention of that group: not before all that runs beside it is ready to go.
+        """The mask for a group's attention, which waits for everything that overlaps with it.
 
-        A block mask of heads becomes that of the group's.
+        A block mask of heads becomes that of the group's heads.
         """
         after = self.attended if self.fetch is not None else None
         order = functools.reduce(_plus, (self.sent, self.sent_back, after), mask.q_order)
@@ -107,7 +106,7 @@ class Groups:
         """
         self.sent = None
         if any(self.under_way):
-            self.attended = zero_after(result)
+            self.attended = dependency_token(result)
         if self.under_way and not self.under_way[0]:
             del self.under_way[0]
             if self.gathers:
@@ -123,7 +122,7 @@ class Groups:
         for axes in reversed(self.steps):
             sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in sums]
         if self.number > 1:
-            self.sent_back, self.summed_up = (zero_after(*x) for x in (parts, sums))
+            self.sent_back, self.summed_up = (dependency_token(*x) for x in (parts, sums))
         return self._apart(sums)
 
     def _gather(self) -> None:
@@ -138,7 +137,7 @@ class Groups:
         )
         self.to_send += pieces
         if groups[0] > 0:
-            self.sent = zero_after(*pieces)
+            self.sent = dependency_token(*pieces)
         for axes in self.steps:
             pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
         if self.fetch is not None:
@@ -174,7 +173,7 @@ class Groups:
         return [take_chunks(_plus(self.kv_plan[:, way], zero), 1, x) for x in pieces]
 
     def rows(self, x: jax.Array, group: int, axis: int, zero: jax.Array | None = None) -> jax.Array:
-        """The heads of x that belong to the group."""
+        """The heads of x that are in the group."""
         if self.number == 1:
             return x
         own = self.heads_of(x.shape[axis], group)
@@ -183,7 +182,7 @@ class Groups:
         return jax.lax.dynamic_slice_in_dim(x, own.start + zero, len(own), axis)
 
     def heads_of(self, heads: int, group: int) -> range:
-        """Of so many heads those that belong to the group."""
+        """Which of `heads` heads are in the group."""
         each = heads // self.heads
         begin, end = (each * n for n in self.ends[group : group + 2])
         return range(begin, end)
@@ -191,7 +190,7 @@ class Groups:
     def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
         """All heads of `like`, summed over the axes that query has and keys do not.
 
-        Where the caller's shard_map has the axis, jax sums: the transpose of a replicated operand.
+        Over axes of the caller's shard_map jax sums, as the transpose of a replicated operand.
         """
         gradient = self.own.put(gradient, like)
         layout = self.layout
@@ -221,8 +220,8 @@ def as_gathered(x: jax.Array, layout: Layout, starts: tuple[int, ...]) -> jax.Ar
     return x.transpose(0, *inner, len(sizes) + 1).reshape(x.shape[0], -1)
 
 
-def zero_after(*results: jax.Array) -> jax.Array:
-    """int32 0, which XLA does not know before the results are there."""
+def dependency_token(*results: jax.Array) -> jax.Array:
+    """int32 0, whose value XLA does not know before the results exist."""
     bits = [
         jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
         for x in results
@@ -235,7 +234,7 @@ def update_at(join: Any, x: jax.Array, more: jax.Array, begin: int, axis: int) -
     """x, from there on joined with others."""
     # Not a concatenation, which would copy the rest. And at a place that XLA does not know: where
     # it does, some of its versions take the update for a result of the kernel's and fail.
-    x, more, at = vary_together(x, more, begin + zero_after(more))
+    x, more, at = vary_together(x, more, begin + dependency_token(more))
     there = jax.lax.dynamic_slice_in_dim(x, at, more.shape[axis], axis)
     return jax.lax.dynamic_update_slice_in_dim(x, join(there, more), at, axis)
 
@@ -245,7 +244,7 @@ def _plus(indices: jax.Array, zero: jax.Array | None) -> jax.Array:
 
 
 class OwnHeads(NamedTuple):
-    """Which of the key/value heads at hand a rank's query heads read."""
+    """Which of the available key/value heads a rank's query heads read."""
 
     number: int | None  # None: all
     first: Any = None

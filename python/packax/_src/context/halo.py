@@ -44,7 +44,7 @@ class Stretch(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Which keys beside its own a rank reads. Static: AttentionMask holds it."""
+    """Which keys of other ranks a rank reads. Static: AttentionMask holds it."""
 
     ranks: int
     chunks: int  # of each rank

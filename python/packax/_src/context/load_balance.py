@@ -43,12 +43,12 @@ class Step(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContextPlan:
-    """What `context_plan` returns: a pytree, so it crosses jit, scan and remat.
+    """What `context_plan` returns: a pytree, so it can be passed through jit, scan and remat.
 
     Attributes:
-        order: (B or 1, length / chunk) int32: place p holds the chunk order[:, p].
-        inverse: the same shape: chunk c stands at place inverse[:, c].
-        kind, ranks, length, chunk: as `context_plan` was told or found, chunk in rows.
+        order: (B or 1, length / chunk) int32: index p holds the chunk order[:, p].
+        inverse: the same shape: chunk c is at index inverse[:, c].
+        kind, ranks, length, chunk: those of `context_plan`, chunk in rows.
         shared: of "local", where chunk is 1: the first so many rows of each rank are its shared
             part, whose keys and values all ranks gather. The others are its private part, which no
             other rank reads. With levels a tuple, a number for each: the first shared[0] rows are
@@ -95,7 +95,7 @@ class ContextPlan:
     ) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
 
-        Gradients travel back by as many. Ranks of a host are neighbours: the host is the first of
+        Gradients send as many back. Ranks of a host are neighbours: the host is the first of
         the context axes. With levels what all ranks gather crosses hosts once: each rank fetches
         what its like hold on other hosts, and then, in its own host, what the others fetched.
 
@@ -155,11 +155,11 @@ class ContextPlan:
         """Every array of `tree` with its rows along `axis` in the plan's order.
 
         Rank r's rows are then the r-th of `ranks` equal pieces: shard that axis over the context
-        axes of the mesh. numpy arrays stay numpy where the plan was made on the host.
+        axes of the mesh. numpy arrays stay numpy arrays if the plan was made on the host.
 
         Raises:
-            ValueError: an array whose `axis` is not as long as the plan, or, where the plan has
-                one order per row of the batch, whose first axis is not that batch.
+            ValueError: an array whose `axis` is not as long as the plan, or, if the plan has one
+                order per batch row, whose first axis is not that batch.
 
         Examples:
             >>> batch = plan.permute(batch)
@@ -171,7 +171,7 @@ class ContextPlan:
         return self._move(tree, self.inverse, axis)
 
     def index(self) -> Any:
-        """(B or 1, length) int32: the index that the row at each place had in the sequence."""
+        """(B or 1, length) int32: the index in the sequence of the row now at each index."""
         numpy = isinstance(self.order, np.ndarray)
         offset = (np if numpy else jnp).arange(self.chunk, dtype=np.int32)
         rows = self.order[:, :, None] * np.int32(self.chunk) + offset[None, None]
@@ -224,7 +224,7 @@ def take_chunks(order: Any, axis: int, x: Any) -> Any:
 
 
 def take_sharded(order: Any, axis: int, x: Any) -> Any:
-    """take_chunks, also where x's type says how it is sharded: that stays."""
+    """take_chunks that keeps the sharding in x's type."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec):
         return take_chunks(order, axis, x)
@@ -249,7 +249,7 @@ def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
 def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
     """Chunks dealt by `keys`, (B or 1, length) int32: how many keys each row attends.
 
-    numpy is worked on by the host, with the same result.
+    With numpy arrays it runs on the host, with the same result.
     """
     length = keys.shape[1]
     chunk = _balanced_chunk(length, ranks, chunk)
@@ -263,14 +263,14 @@ def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
 
 @functools.lru_cache(8)
 def indices(number: int) -> np.ndarray:
-    """0, 1, ... to be read: new memory costs more than the arithmetic on it."""
+    """0, 1, ..., read-only and cached: allocating costs more than computing."""
     index = np.arange(number, dtype=np.int32)
     index.flags.writeable = False
     return index
 
 
 def inverse_of(order: np.ndarray) -> np.ndarray:
-    """(B, n): of permutations."""
+    """(B, n): the inverse of each permutation."""
     inverse = np.empty_like(order)
     for of_row, row in zip(inverse, order, strict=True):
         of_row[row] = indices(len(row))
@@ -278,7 +278,7 @@ def inverse_of(order: np.ndarray) -> np.ndarray:
 
 
 def checksum(ids: Any) -> Any:
-    """(B,) int32 of segment ids (B, length), the same of numpy and of jax."""
+    """(B,) int32 of segment ids (B, length), the same for numpy and jax arrays."""
     if isinstance(ids, jax.Array):
         weights = _weights(jnp.arange(ids.shape[1], dtype=jnp.uint32))
         sums = (ids.astype(jnp.uint32) * weights[None]).sum(axis=1, dtype=jnp.uint32)
@@ -288,7 +288,7 @@ def checksum(ids: Any) -> Any:
 
 
 def _weights(index: Any) -> Any:
-    """Odd numbers, as good as random; so that a sum of ids times these tells any two rows apart."""
+    """Odd pseudorandom numbers, so that a sum of ids times these tells any two rows apart."""
     x = index * np.uint32(2654435761)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(2246822519)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(3266489917)
@@ -301,7 +301,7 @@ def _weights_on_host(number: int) -> np.ndarray:
 
 
 def in_order(kind: str, length: int) -> ContextPlan:
-    """Of one rank: there is nothing to deal."""
+    """The plan for one rank, which moves nothing."""
     order = np.zeros((1, 1), np.int32)
     return ContextPlan(order, order, kind, 1, length, length)
 
@@ -317,7 +317,7 @@ def positive(name: str, number: Any) -> int:
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """x, sharded by no more than its first axis in its type."""
+    """x, with only its first axis sharded in its type."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec[1:]):
         return x

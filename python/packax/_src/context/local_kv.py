@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.context.all_gather_kv import Groups, as_gathered, piece, update_at, zero_after
+from packax._src.context.all_gather_kv import (
+    KVGatherPipeline,
+    as_gathered,
+    dependency_token,
+    piece,
+    update_at,
+)
 from packax._src.context.fetch_halos import fetch, give_back, index, numbers, take_each
 from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
@@ -30,7 +36,7 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
     private.groups.sent = _all_sent(shared)
     out, lse, *top = forward_groups(spec, private.groups, private.rows)
     for part in shared:
-        part.groups.attended = zero_after(lse)
+        part.groups.attended = dependency_token(lse)
         more, more_lse, *more_top = forward_groups(spec, part.groups, part.rows)
         top = [part.place.put(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
         out = part.place.put(jnp.add, out, more, 1)
@@ -58,7 +64,7 @@ def backward(
         own.add(*backward_group(spec, private.groups, next(halves), private.rows, None))
         # Not dq: the other half writes into it, which a look at it would put off.
         made = [(own.keys, "key"), (own.values, "value")]
-        done = zero_after(*[x[0] for x, name in made if name in spec.needs_grad][:1])
+        done = dependency_token(*[x[0] for x, name in made if name in spec.needs_grad][:1])
         for part in shared:
             part.groups.attended = done
     for part in shared:
@@ -69,7 +75,7 @@ def backward(
     private.groups.sent = None
     if shared:
         to_send = [x for part in shared for x in part.groups.to_send_back]
-        private.groups.sent_back = zero_after(*to_send)
+        private.groups.sent_back = dependency_token(*to_send)
     for group in halves:
         own.add(*backward_group(spec, private.groups, group, private.rows, own.dq))
     dq, dk, dv, of_scores, _ = own.whole()
@@ -108,7 +114,7 @@ class First(NamedTuple):
 class _Part(NamedTuple):
     """Keys by groups of heads, and the rows that attend them."""
 
-    groups: Groups
+    groups: KVGatherPipeline
     rows: Rows
     place: First  # of the rows, and of the keys without `give_back`
     give_back: Any  # of gradients of halos, or None
@@ -142,7 +148,7 @@ def _parts(
         with_halos = {"layout": spec.layout, "kv_plan": mask.kv_plan}
         own_query = place.take(query)
         own_key, own_value = (x if edges else place.take(x) for x in (key, value))
-        groups = Groups(
+        groups = KVGatherPipeline(
             spec.layout,
             spec.gather_head_groups,
             own_query,
@@ -151,7 +157,7 @@ def _parts(
             of.kv_plan,
             backward=bool(results),
             starts=of.gathers,
-            beside=private,
+            private_rows=private,
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         own_fixed = fixed
@@ -175,7 +181,7 @@ def _parts(
 def _all_sent(shared: list[_Part]) -> jax.Array | None:
     """0 when the keys of all that is shared are ready to be sent."""
     pieces = [x for part in shared for x in part.groups.to_send]
-    return zero_after(*pieces) if pieces else None
+    return dependency_token(*pieces) if pieces else None
 
 
 def _of_keys(

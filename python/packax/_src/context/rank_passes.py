@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.context.all_gather_kv import Groups
+from packax._src.context.all_gather_kv import KVGatherPipeline
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import OF_HEADS, AttentionSpec, Operands
 from packax._src.ops import head_groups
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
     """out, lse and the largest logits, if requested, of rows that attend keys of all ranks."""
-    groups = Groups(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
+    groups = KVGatherPipeline(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
     return forward_groups(spec, groups, Rows(query, scores, mask, fixed))
 
 
@@ -43,7 +43,7 @@ def backward(
     """The gradients of query, key and value, the rows' part of those of scale and slopes, and that
     of the bias."""
     gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
-    groups = Groups(spec.layout, *gathered, backward=True)
+    groups = KVGatherPipeline(spec.layout, *gathered, backward=True)
     rows = Rows(query, scores, mask, fixed, out, lse, dout, dlse)
     found = Gradients()
     for group in range(groups.number):
@@ -52,7 +52,7 @@ def backward(
     return dq, groups.summed(dk, key), groups.summed(dv, value), *others
 
 
-def forward_groups(spec: AttentionSpec, groups: Groups, rows: Rows) -> list[jax.Array]:
+def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) -> list[jax.Array]:
     """out, lse, and the largest logits, if requested, of all groups."""
     query, scores, mask, fixed = rows[:4]
     out = None
@@ -108,7 +108,7 @@ class Gradients:
 
 
 def backward_group(
-    spec: AttentionSpec, groups: Groups, group: int, rows: Rows, dq: jax.Array | None
+    spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
     """The gradients of query, on the others', of keys and values, and what there is of scores and
     of the bias, or None."""
@@ -129,7 +129,11 @@ def backward_group(
 
 
 def _extras(
-    spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands, groups: Groups, group: int
+    spec: AttentionSpec,
+    scores: ScoreParams,
+    fixed: NonDiffOperands,
+    groups: KVGatherPipeline,
+    group: int,
 ) -> dict[str, jax.Array]:
     """The operands that change scores and probabilities, for the group's heads."""
     return {

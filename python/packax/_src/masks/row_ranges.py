@@ -15,7 +15,7 @@ from packax._src.core.jax_compat import vary_together
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, fill_up
 from packax._src.masks.expressions import And, Limits, Positions
 from packax._src.ops.block_lists import Subtrees, entries, packed
-from packax._src.ops.partitioning import ask_devices
+from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
 from packax._src.ops.xla_mask import query_blocks
 
@@ -95,7 +95,7 @@ def row_ranges_and_bounds(
         q_pos = jnp.stack([high, held.low], axis=1)
     if level > 0 and tree is not False:
         lo, hi, segment_checked = documents_p.bind(
-            ask_devices(held.ids),
+            require_device_info(held.ids),
             kv_ids,
             q_pos if tree is None else held.ids,
             kv_pos if level > 1 and tree is None else kv_ids,
@@ -151,7 +151,7 @@ def bounds_of(
 ) -> dict[str, jax.Array]:
     """BLOCK_ARRAYS."""
     blocks = blocks_p.bind(
-        *vary_together(ask_devices(lo), hi, segment_checked),
+        *vary_together(require_device_info(lo), hi, segment_checked),
         kv_len=kv_len,
         implementation=implementation,
     )

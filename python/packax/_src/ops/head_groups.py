@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, ffi_calls, lowering, primitives
-from packax._src.ops.partitioning import ask_devices
+from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import backward_results, forward_results, new_primitive
 
 _STATIC = ("spec", "names", "heads")
@@ -41,7 +41,7 @@ def _backward_shapes(*avals, spec, names, heads):
 def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """primitives.forward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
-        return primitives.forward(spec, x._replace(query=ask_devices(x.query)))
+        return primitives.forward(spec, x._replace(query=require_device_info(x.query)))
     heads = ffi_calls.HeadGroup(own.start, len(own))
     return forward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
@@ -49,7 +49,7 @@ def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """primitives.backward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
-        return primitives.backward(spec, x._replace(query=ask_devices(x.query)))
+        return primitives.backward(spec, x._replace(query=require_device_info(x.query)))
     heads = ffi_calls.HeadGroup(own.start, len(own))
     return backward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 

@@ -396,7 +396,7 @@ batching.defvectorized(_devices_p)
 mlir.register_lowering(_devices_p, lambda ctx, x: [x])
 
 
-def ask_devices(x: Any) -> Any:
+def require_device_info(x: Any) -> Any:
     """x; a program that contains it is lowered with known devices, so that XLA can divide calls.
 
     Not inside a shard_map over all axes: such a program may be lowered for an abstract mesh.

@@ -16,7 +16,7 @@ from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import primitives
-from packax._src.ops.partitioning import ask_devices
+from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.row_sums import of_attended
 from packax._src.ops.score_mods import (
     NonDiffOperands,
@@ -74,7 +74,7 @@ def backward(
 
 
 def _forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> Arrays:
-    operands = Operands(ask_devices(query), key, value)._replace(
+    operands = Operands(require_device_info(query), key, value)._replace(
         **mask.operands("forward"), **score_operands(spec, scores, fixed)
     )
     return primitives.forward(spec.of_primitive(mask), operands)
@@ -83,7 +83,7 @@ def _forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> Arr
 def _backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    operands = Operands(ask_devices(query), key, value, out, lse, dout, dlse)._replace(
+    operands = Operands(require_device_info(query), key, value, out, lse, dout, dlse)._replace(
         **mask.operands("backward"), **score_operands(spec, scores, fixed)
     )
     dq, dk, dv, *others = primitives.backward(spec.of_primitive(mask), operands)

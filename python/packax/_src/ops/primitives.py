@@ -33,7 +33,7 @@ from packax._src.ops.batching_rules import (
     batching_rule,
     register_batching,
 )
-from packax._src.ops.partitioning import ask_devices
+from packax._src.ops.partitioning import require_device_info
 
 P = jax.sharding.PartitionSpec
 Implementation = Literal["cuda", "xla"]
@@ -66,7 +66,7 @@ def new_primitive(name: str, static: tuple[str, ...]) -> Primitive:
 
     @functools.partial(jax.jit, static_argnames=static)
     def call(first, *operands, **params):
-        return primitive.bind(ask_devices(first), *operands, **params)
+        return primitive.bind(require_device_info(first), *operands, **params)
 
     primitive.def_impl(functools.partial(run_compiled, call))  # a call compiles by itself
     return primitive
