@@ -29,7 +29,9 @@ from context import (
 from context import results as all_results
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowered import calls
 from packax._src.context.halo import Halo
+from paths import DOCS
 from tiers import some
 
 DOCUMENTS = packax.documents(ROWS)
@@ -366,3 +368,42 @@ def test_bfloat16_meets_the_rule_of_the_oracle():
     true = oracle.exact(query, key, value, allowed, scale, dout, dlse)
     plain = oracle.plain(query, key, value, allowed, scale, dout, dlse)
     oracle.check(oracle.Results(*got), true, plain)
+
+
+@pytest.mark.exhaustive
+def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
+    """All rows with the rank's own keys, then the first rows of each chunk with halos."""
+    shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(window(100) & DOCUMENTS, sharding=CONTEXT)
+
+        def loss(*x):
+            return packax.flash_attention(*x, mask).astype(jnp.float32).sum()
+
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes)
+        found = calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    rows = [(target, operands[:2]) for target, _, operands, _ in found]
+    own, edge, halo = (f"{BATCH}x{n}x{{}}x64xbf16" for n in (LENGTH // 2, 128, 256))
+    expected = [[own.format(8), own.format(4)], [edge.format(8), halo.format(4)]]
+    got = [x for target, x in rows if target.startswith("packax_forward")]
+    assert got == expected, rows
+    got = [x for target, x in rows if target.startswith("packax_backward")]
+    half = [own.format(8), own.format(2)]  # of the heads, on both sides of the others
+    assert got == [half, expected[1], half], rows
+
+
+@pytest.mark.exhaustive
+def test_bytes_of_the_guide():
+    """The table of MiB by ranks and windows."""
+    page = (DOCS / "guide" / "context_parallelism.md").read_text()
+    _, table = page.split("| row | ranks | all keys |")
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert len(lines) == 10
+    for row, ranks, every, *windows in lines:
+        ids = np.zeros(int(row[:-1]) << 10, np.int32)
+        for kind, place in (("zigzag", 0), ("balanced", 1)):
+            plan = packax.context_plan(CAUSAL & packax.documents(ids), ranks=int(ranks), kind=kind)
+            expressions = [CAUSAL, *(window(n - 1) for n in (128, 512, 1024, 4096))]
+            found = [plan.traffic(int(ranks), 4096, x)["inside"] / 2**20 for x in expressions]
+            said = [int(every), *(int(x.split(", ")[place]) for x in windows)]
+            assert found == said, (row, ranks, kind)

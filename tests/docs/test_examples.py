@@ -13,9 +13,9 @@ from tiers import some
 from xla_flags import of_devices
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": of_devices(1), "JAX_PLATFORMS": "cpu"},
@@ -51,6 +51,16 @@ def test_generate():
     assert int(counts[0][2]) > 0
     errors = re.findall(r"the full forward draws the same tokens, logits within (\S+)", shown)
     assert len(errors) == 2 and max(map(float, errors)) < 1e-4
+
+
+@pytest.mark.exhaustive
+def test_windows_and_global():
+    """On four fake devices: as one device, and windows fetch less."""
+    shown = run("windows_and_global.py", "--cpu")
+    fetched = dict(re.findall(r"(window|global): a rank fetches (\d+) keys", shown))
+    assert 0 < int(fetched["window"]) < int(fetched["global"])
+    error = re.search(r"4 devices: loss and gradients equal one device's within (\S+)", shown)
+    assert float(error[1]) < 1e-5
 
 
 @pytest.mark.parametrize(
