@@ -20,10 +20,11 @@ from packax._src.core.shapes import TILE, ceil_div
 
 
 class Send(NamedTuple):
-    """A collective permute: rows of the chunks in a slot of some ranks, to a slot of others."""
+    """A collective permute of rows at the end or start of chunks. A slot is the index of a chunk on
+    its rank."""
 
     hop: int  # how many chunks away
-    source: int  # slots
+    source: int  # slot
     target: int
     rows: int
     pairs: tuple[tuple[int, int], ...]  # of ranks: from, to
@@ -34,8 +35,8 @@ class Send(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Of each chunk, the rows from `first` to `rows`, and the keys from `before` in front of it on,
-    so many, that they attend."""
+    """Rows of each chunk, from `first` to `rows`, and the keys that they may attend: the number
+    `keys`, beginning `before` keys in front of the chunk."""
 
     first: int
     rows: int
@@ -44,18 +45,19 @@ class Stretch(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Which keys of other ranks a rank reads. Static: AttentionMask holds it."""
+    """Which keys of other ranks a rank needs, next to its chunks. A static field of the mask."""
 
     ranks: int
     chunks: int  # of each rank
     chunk: int  # rows of one
-    before: int  # keys in front of each chunk, and behind it
-    after: int
-    placed: str  # "in order", "zigzag", or "balanced": by the plan's data
+    before: int  # keys fetched in front of each chunk
+    after: int  # and behind it
+    placed: str  # how ranks get chunks: "in order", "zigzag", or "balanced" (known at run time)
 
     @staticmethod
     def of(expression: Any, placed: str, ranks: int, length: int, chunk: int) -> Halo | None:
-        """Of a mask expression; None: not known, or no less than all keys."""
+        """The halos for a mask of this expression. None: its reach is unknown, or halos would be no
+        fewer rows than all keys."""
         if not hasattr(expression, "reach"):
             raise ValueError(
                 f"expression must be a mask expression, but is {described(expression)}"

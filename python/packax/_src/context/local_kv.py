@@ -1,10 +1,11 @@
-"""What a rank computes with a plan that keeps documents local: only shared rows' keys are gathered.
+"""What a rank computes if it needs only some keys of other ranks: by a local plan, or with halos.
 
-A document lies whole on one rank, or in the shared parts of all ranks, or of those of a host. So
-there is an attention with a mask for each: of all rows of a rank and its own keys, and of its first
-rows and such keys of the ranks that share them. A row is empty in all but one, and adds 0 there.
-The first runs while shared keys are gathered. Of its backward pass, one half of the heads runs then
-too, and the other while shared gradients are reduce-scattered.
+With a local plan, a document is whole on one rank, or in the shared parts of all ranks, or of those
+of a host. So there is one attention, with its mask, for all rows of a rank and the rank's keys, and
+one for its first rows and the shared keys. With halos (halo.py), the second one is for the first
+rows of each chunk and the keys next to them. A row is empty in all masks but one, and adds 0 there.
+The first attention runs while the other keys are fetched. In the backward pass, it runs for half of
+the heads then, and for the other half while gradients of the fetched keys are sent back.
 """
 
 from __future__ import annotations

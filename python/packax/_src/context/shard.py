@@ -4,7 +4,7 @@ Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783,
 The rules of autodiff.py are applied outside: for the backward pass they keep each rank's pieces,
 and the backward gathers again. A group of key/value heads is gathered while the attention of the
 previous group runs, and its gradients are reduce-scattered while the next one runs.
-rank_passes.py does that where all keys are gathered, local_kv.py where a plan keeps most of them.
+rank_passes.py does that if all keys are gathered, local_kv.py if only some of them are needed.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class AttentionMask(NotAnArray):
     block_size: tuple[int, int] | None = None
     # In a part: the context axes at which the gathers of its keys begin; (): the rank's own keys.
     gathers: tuple[int, ...] | None = None
-    # Which keys next to its chunks a rank fetches, a context.halo.Halo; None: a plan says it.
+    # Which keys next to its chunks a rank fetches, as context.halo.Halo; None: no halos.
     halo: tuple[Any, ...] | None = None
     fetched: int = 0  # rows of keys that a rank fetches from others in a pass, for logs
 
