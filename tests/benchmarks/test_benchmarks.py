@@ -290,8 +290,7 @@ from lib.context_cases import CASES
 assert len(CASES) == 16 and {case.seq for case in CASES} == {131072, 524288}
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
-cases = "mean40_2k,window100_1k"
-sys.argv[1:] = ["--quick", "--cases", cases, "--rounds", "1", "--out", sys.argv[1]]
+sys.argv[1:] = ["--quick", "--cases", "mean40_2k", "--rounds", "1", "--out", sys.argv[1]]
 assert context.main() == 0
 """,
         str(tmp_path),
@@ -306,9 +305,28 @@ assert context.main() == 0
     fetched = {name: row["fetched"] for name, row in found["schemes"].items()}
     assert fetched["none"] == fetched["balanced"] == 1024 * 2 * 8 * 16 * 2 / 2**20
     assert 0 < fetched["local"] < fetched["balanced"]
-    window = report["cases"]["window100_1k"]["schemes"]
-    rows = {name: row["fetched"] * 2**20 / (2 * 8 * 16 * 2) for name, row in window.items()}
-    assert (rows["none"], rows["zigzag"]) == (128, 256)  # halos of a tile
+
+
+@pytest.mark.exhaustive
+def test_windows_of_context_parallelism_on_tiny_rows(tmp_path):
+    shown = script(
+        """
+import os, sys
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import context
+
+case = ["--cases", "window100_1k", "--only", "zigzag"]
+sys.argv[1:] = ["--quick", *case, "--rounds", "1", "--out", sys.argv[1]]
+assert context.main() == 0
+""",
+        str(tmp_path),
+    )
+    assert "WRONG" not in shown
+    report = json.loads((tmp_path / "context_cases.json").read_text())
+    (row,) = report["cases"]["window100_1k"]["schemes"].values()
+    halos = 2 * 128 * 2 * 8 * 16 * 2  # bytes of two tiles
+    assert row["fetched"] == round(halos / 2**20, 1)
 
 
 @pytest.mark.exhaustive
