@@ -27,12 +27,22 @@ def is_there(name):
     return bool(list(base.glob(name)))
 
 
+def anchors(page):
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_links(name):
     text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s#]+)", text):
-        if "://" not in target:
-            assert ((ROOT / name).parent / target).is_file(), f"{name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)", text):
+        if "://" in target:
+            continue
+        page = (ROOT / name).parent / target if target else ROOT / name
+        assert page.is_file(), f"{name} links to {target}"
+        if anchor and page.suffix == ".md":
+            assert anchor in anchors(page), f"{name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("name", NAMES)
