@@ -164,10 +164,10 @@ def flash_attention(
         gather_head_groups: with context parallelism, keys and values are gathered in this many
             groups of key/value heads, or in groups of these sizes: one group while attention runs
             on the previous one. The first gather and the last reduce-scatter are not overlapped.
-            None: 1 group on two ranks, where more gain nothing, and where a plan of kind "local"
-            leaves at least as many rows private as shared; otherwise the setting measured best for
-            each pass. It has no effect where nothing or only halos are fetched, and never
-            changes results.
+            None: 1 group on two ranks, where more gain nothing, and where by a plan of kind
+            "local" a rank has at least as many private rows as it gathers shared ones; otherwise
+            the setting measured best for each pass. It has no effect where nothing or only halos
+            are fetched, and never changes results.
         checkpoint_name: an additional name for out and lse, for `jax.checkpoint` policies of a
             program that uses names of its choice.
 
