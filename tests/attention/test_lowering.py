@@ -1,8 +1,7 @@
 """What the compiler gets, with no GPU: targets, attributes, operands.
 
-Guards against an operand or attribute out of the order of docs/internals/ffi.md,
-which C++ would read as
-another.
+Guards against an operand or attribute out of the order of docs/internals/ffi.md, which C++ would
+read as another, and against an operand that is left out.
 """
 
 import functools
@@ -34,7 +33,7 @@ from lowered import (
     text_of,
 )
 from packax._src.core.spec import LINEAR_BIAS
-from packax._src.ops import lowering, primitives
+from packax._src.ops import ffi_calls, lowering, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -150,6 +149,14 @@ def test_fallback_backward():
     _, (attributes, _, results) = options_of(gradient, *abstract())
     assert results == [ABSENT, DELTA]
     assert attributes["needs_grad"] == "1 : i32"
+
+
+def test_operands_that_no_kernel_reads(monkeypatch):
+    """An option that is not passed on would give wrong numbers."""
+    monkeypatch.setattr(ffi_calls, "LINEAR_BIAS", ("scales", "q_bias_pos", "kv_bias_pos"))
+    bias = packax.alibi(np.ones(8))
+    with pytest.raises(AssertionError, match=r"packax_forward_v1 does not take \['slopes'\]"):
+        text_of(lambda *x: step(*x, MASK, bias=bias), *abstract())
 
 
 @pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])

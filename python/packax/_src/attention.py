@@ -1,4 +1,4 @@
-"""`flash_attention`: checks the user's request, once, and fills in defaults."""
+"""`flash_attention`: checks the request once (requests.py) and fills in defaults."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import FIELDS
 from packax._src.core.precision import accumulator
 from packax._src.core.shapes import is_symbolic
 from packax._src.core.spec import TENSORS, differentiable
@@ -86,12 +87,13 @@ def batch_mask(primitive: Primitive, sharded: bool, operands, dims, **params):
 
 
 _TOGETHER = {
+    **dict.fromkeys(FIELDS, "mask"),
     **dict.fromkeys(("slopes", "q_bias_pos", "kv_bias_pos"), "slopes"),
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
-    **dict.fromkeys(TENSORS, "tensors"),
+    **dict.fromkeys((*TENSORS, "before"), "tensors"),
 }
 """Groups of operands that either all have the batch or all have 1. Tensors and dropout_streams
-always have the batch. The others are the mask's."""
+always have the batch."""
 
 
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
@@ -112,7 +114,7 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     expanded = bias_grad and shared[0]
     groups: dict[str, list[int]] = {}
     for n, name in enumerate(every):
-        groups.setdefault(_TOGETHER.get(name, "mask"), []).append(n)
+        groups.setdefault(_TOGETHER[name], []).append(n)
     folded: list[Any] = [None] * len(operands)
     for group, numbers in groups.items():
         of_group = [values[n] for n in numbers]

@@ -156,6 +156,8 @@ def _call(
     names = call_names(direction)
     q_block, kv_block = spec.block_size or (0, 0)
     there = values.names
+    unknown = [x for x in there if x not in names]
+    assert not unknown, f"packax_{direction}_v1 does not take {unknown}: no kernel would read them"
     return ffi_call(
         ctx.replace(avals_in=[getattr(avals, x) if x in there else ABSENT for x in names]),
         f"packax_{direction}_v1",
