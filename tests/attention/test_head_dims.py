@@ -104,7 +104,7 @@ def test_the_scale_is_that_of_the_head_dim(hopper):
 
 
 def test_head_dims_that_no_kernel_takes_are_refused_as_before(hopper):
-    with pytest.raises(NotImplementedError, match="all multiples of 8"):
+    with pytest.raises(NotImplementedError, match="all smaller multiples of 8"):
         text_of(lambda *x: step(*x, MASK, implementation="cuda"), *abstract(dim=20, v_dim=20))
 
 
