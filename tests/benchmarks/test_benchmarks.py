@@ -104,6 +104,7 @@ bar_chart(report, peers, pathlib.Path(sys.argv[2]))
     assert all(picture.startswith(b"\x89PNG") for picture in drawn) and drawn[0] != drawn[1]
 
 
+@pytest.mark.exhaustive
 def test_short_cases_and_head_dims_run_and_are_tabled(tmp_path):
     """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
     same."""
@@ -156,6 +157,7 @@ assert drawn_lengths(10, 1000) == (10,)
 """)
 
 
+@pytest.mark.exhaustive
 def test_flash_attention_3_gets_documents_and_rows():
     """Its package is not here: one with its names, which is right, is compared and timed; another
     is said to be wrong."""
@@ -244,7 +246,6 @@ assert len(calls) == LOOP, calls
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
 def test_a_short_pass_is_timed_in_a_loop():
     """By the worker of versus_wheel.py, whose times are of one pass either way."""
     script("""
@@ -275,7 +276,6 @@ def test_the_program_that_times_kvax_traces():
     assert "OTHER" not in result.stdout
 
 
-@pytest.mark.exhaustive
 @pytest.mark.exhaustive
 def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
     """On two fake devices: every plan is right, and a local one fetches less."""
@@ -329,7 +329,6 @@ assert context.main() == 0
     assert row["fetched"] == round(halos / 2**20, 1)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.exhaustive
 def test_padded_head_dims_are_compared_before_they_are_timed():
     """A padding that is wrong is found, and not timed."""

@@ -10,10 +10,12 @@ import json
 import subprocess
 import sys
 
+import pytest
 from benchmark_scripts import script
 from paths import BENCHMARKS
 
 
+@pytest.mark.exhaustive
 def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
     """On the CPU in float32: packax, also with its results kept, and dense attention agree."""
     options = ["--who", "packax,names,dense,fa3,cudnn", "--profile", "--out", tmp_path]

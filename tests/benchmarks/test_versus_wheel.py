@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import packax
+import pytest
 from paths import BENCHMARKS
 
 # The reference samples the first batch row: what this does to the second only the other package
@@ -36,6 +37,7 @@ def versus(before, out, *arguments):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_and_the_current_package(tmp_path):
     root, wheel = Path(packax.__file__).parent, tmp_path / "packax-0.0.9-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

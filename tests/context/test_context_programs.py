@@ -25,7 +25,8 @@ def run(*arguments: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("plan", ["balanced", pytest.param("local", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plan", ["balanced", "local"])
 def test_the_example_trains_and_equals_one_device(plan):
     pytest.importorskip("optax")
     pytest.importorskip("tqdm")

@@ -34,6 +34,7 @@ def test_pack_documents():
     assert int(fetched[1]) <= 512
 
 
+@pytest.mark.exhaustive
 def test_grpo_tree():
     """A tree has the loss and gradients of its branches as documents."""
     shown = run("grpo_tree.py")
@@ -43,6 +44,7 @@ def test_grpo_tree():
     assert loss < 1e-5 and gradients < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_generate():
     """Decoding from both caches draws the tokens of the full forward."""
     shown = run("generate.py")
