@@ -54,7 +54,7 @@ def added_of(shape, dtype, rate, sizes, rng):
             ("checked by id", (1, 0, 0), np.float32, 0.3, 0.0, TILES),
             ("ranges with empty rows", None, np.float32, 0.5, 0.0, TILES),
         ],
-        *(1, 3),
+        1,
     ),
 )
 def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
@@ -161,7 +161,7 @@ HIDING = [
 
 @pytest.mark.parametrize(
     "case,alone",
-    some(itertools.product(HIDING, [True, False]), 0, 7),
+    some(itertools.product(HIDING, [True, False]), 7),
     ids=lambda x: " ".join(x[:2]) if isinstance(x, tuple) else "alone" if x else "with options",
 )
 def test_additive_masks(case, alone):
