@@ -60,7 +60,7 @@ def close(got, wanted):
             ((2, 1, 2, 2), FULL, (BATCH, HEADS, LENGTH), 0.0, None, 1),
             ((1, 1, 2, 2), FULL, (1, 1, LENGTH), 0.5, "balanced", 1),
         ],
-        *(0, 3),
+        0,
     ),
 )
 def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):

@@ -84,7 +84,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
     [
         pytest.param((1, 1, 8, 1), CONTEXT, "causal", None, marks=EXHAUSTIVE),
         pytest.param((1, 1, 4, 1), CONTEXT, "full", "zigzag", marks=EXHAUSTIVE),
-        ((1, 1, 8, 1), CONTEXT, "documents", "balanced"),
+        pytest.param((1, 1, 8, 1), CONTEXT, "documents", "balanced", marks=EXHAUSTIVE),
         pytest.param((2, 2, 2, 1), FULL, "positions", "balanced", marks=EXHAUSTIVE),
         pytest.param((1, 2, 2, 2), FULL, "documents", "balanced", marks=EXHAUSTIVE),
         pytest.param((1, 2, 2, 2), FULL, "one mask for all", "balanced", marks=EXHAUSTIVE),
@@ -92,7 +92,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         pytest.param((1, 1, 2, 4), FULL, "both ways", "balanced", marks=EXHAUSTIVE),
         pytest.param((1, 2, 4, 1), FULL, "spans", "balanced", marks=EXHAUSTIVE),
         pytest.param((2, 2, 2, 1), FULL, "spans of positions", "balanced", marks=EXHAUSTIVE),
-        ((1, 1, 4, 1), CONTEXT, "spans of positions", "zigzag"),
+        pytest.param((1, 1, 4, 1), CONTEXT, "spans of positions", "zigzag", marks=EXHAUSTIVE),
         ((2, 1, 2, 1), FULL, "offsets", "balanced"),
         pytest.param((2, 2, 1, 2), FULL, "documents", None, marks=EXHAUSTIVE),
         ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced"),
@@ -125,7 +125,7 @@ def test_explicit_axis_types(sharding):
         itertools.product(
             ["replicated", "before the mesh", "as numpy", "otherwise"], ["Auto", "Explicit"]
         ),
-        *(2, 7),
+        7,
     ),
 )
 def test_inputs_of_another_sharding_are_resharded(arrive, kind):
@@ -186,7 +186,7 @@ def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
             (None, (8, 4), None),
             (None, (12, 12), "balanced"),
         ],
-        *(0, 3),
+        0,
     ),
 )
 def test_head_groups(groups, heads, plan):

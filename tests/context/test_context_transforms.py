@@ -54,7 +54,7 @@ PARTIAL_HANGS = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "names,inside,check_vma",
     [
-        (AXES, False, True),
+        pytest.param(AXES, False, True, marks=pytest.mark.exhaustive),
         pytest.param(AXES, True, True, marks=pytest.mark.exhaustive),
         pytest.param(AXES, False, False, marks=pytest.mark.exhaustive),
         pytest.param(("context",), True, True, marks=PARTIAL_HANGS),

@@ -84,7 +84,7 @@ def attended(mask, plan):
 
 
 @pytest.mark.filterwarnings("ignore:prefix")
-@pytest.mark.parametrize("number,kind", some(enumerate(KINDS), 9, 10), ids=KINDS)
+@pytest.mark.parametrize("number,kind", some(enumerate(KINDS), 10), ids=KINDS)
 def test_parts_are_the_expression(number, kind):
     ranks = (4, 8, (2, 4), (2, 2, 2))[number % 4]
     ids = ROWS[1] if kind == "one mask for all" else ROWS

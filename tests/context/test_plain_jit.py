@@ -6,6 +6,7 @@ must not gather, permute or exchange anything, and its results are those of one 
 
 import contextlib
 import functools
+import itertools
 import pickle
 
 import jax
@@ -124,9 +125,12 @@ SCORES = {  # what has a gradient besides query, key and value, and how it may b
 }
 
 
-@pytest.mark.parametrize("heads", some(["tensor", None], 0))
-@pytest.mark.parametrize("name", SCORES)
-def test_gradients_of_scores_on_an_explicit_mesh(name, heads):
+# Each time: one of them eagerly, the others under jit.
+@pytest.mark.parametrize(
+    "name,jitted,heads",
+    some(itertools.product(SCORES, [True, False], ["tensor", None]), 2, 4, 8, 12),
+)
+def test_gradients_of_scores_on_an_explicit_mesh(name, jitted, heads):
     """Whatever types say of the heads, a gradient is sharded as its primal is."""
     mesh = mesh_of("Explicit")
     options, shape, specs = SCORES[name]
@@ -142,13 +146,12 @@ def test_gradients_of_scores_on_an_explicit_mesh(name, heads):
     args = (put(mesh, y, "data", None, heads) for y in (query, key, value))
     with jax.set_mesh(mesh):
         args = tuple(args)
-        for spec in specs:
+        for spec in specs if jitted else specs[:1]:
             placed = put(mesh, x, *spec)
-            for function in (gradients, jax.jit(gradients))[spec != specs[0] :]:
-                got = function(placed, *args)
-                for y, z, primal in zip(got, want, (placed, *args), strict=True):
-                    assert jax.typeof(y) == jax.typeof(primal)
-                    np.testing.assert_allclose(y, z, rtol=1e-4, atol=2e-5)
+            got = (jax.jit(gradients) if jitted else gradients)(placed, *args)
+            for y, z, primal in zip(got, want, (placed, *args), strict=True):
+                assert jax.typeof(y) == jax.typeof(primal)
+                np.testing.assert_allclose(y, z, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", some(["sinks", "slopes", "scale"], 0))
