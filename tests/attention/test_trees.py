@@ -56,7 +56,6 @@ def check(seed, joined, dtype):
             ("alone", "float32"),
             ("window", "float32"),
         ],
-        1,
         3,
     ),
 )

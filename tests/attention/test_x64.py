@@ -62,7 +62,7 @@ def results(case, dtype="float32", **options):
     "name,options",
     [
         *some(((name, {}) for name in MASKS), 3),
-        *some((("padding", options) for options in OPTIONS.values()), 2, 5),
+        *some((("padding", options) for options in OPTIONS.values()), 5),
     ],
     ids=[*MASKS, *OPTIONS],
 )

@@ -91,23 +91,23 @@ def test_blocks_of_siblings_are_skipped(name):
     assert full > 0.85 * trees.blocks_visited(mask)[0]
 
 
-def test_shared_prefix():
+@pytest.mark.parametrize("joined", some(["alone", "causal", "window"], 1))
+def test_shared_prefix(joined):
     """Runs of ids, padding left out; what a tree of the same segments is."""
     groups = [7, 7, 7, -1, 7, 7, 7, 7, 3, 3, 3, -1, 3, 7, 7, 7]
     answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
     segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
     tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
-    for joined in ("alone", "causal", "window"):
-        make = trees.JOINED[joined][0] or packax.full
-        of = packax.masks.shared_prefix(groups, answers) & make()
-        wanted = trees.meaning(tree, joined)
-        np.testing.assert_array_equal(of.as_array(16, 16), wanted)
-        np.testing.assert_array_equal(packax.create_attention_mask(of).as_array()[0], wanted)
-        traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
-        np.testing.assert_array_equal(traced.as_array(16, 16)[0], wanted)
-        depth = trees.depths(trees.attended(tree))
-        np.testing.assert_array_equal(packax.masks.depth_positions(of), depth)
-        assert packax.masks.depth_positions(traced).shape == (1, 16)
+    make = trees.JOINED[joined][0] or packax.full
+    of = packax.masks.shared_prefix(groups, answers) & make()
+    wanted = trees.meaning(tree, joined)
+    np.testing.assert_array_equal(of.as_array(16, 16), wanted)
+    np.testing.assert_array_equal(packax.create_attention_mask(of).as_array()[0], wanted)
+    traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
+    np.testing.assert_array_equal(traced.as_array(16, 16)[0], wanted)
+    depth = trees.depths(trees.attended(tree))
+    np.testing.assert_array_equal(packax.masks.depth_positions(of), depth)
+    assert packax.masks.depth_positions(traced).shape == (1, 16)
 
 
 @pytest.mark.exhaustive

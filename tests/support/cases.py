@@ -322,5 +322,6 @@ AGAIN = {"one_token", "causal_tiles", "causal_long", "causal_tall", "documents_f
 AGAIN |= {"single_tokens", "gqa_1", "gqa_8", "ids_alternate", "positions_prefix"}
 AGAIN |= {"ranges_of_documents", "ranges_of_hulls", "window_of_documents"}
 AGAIN |= {"full", "documents_odd", "gqa_4", "hashed_ids", "cross_documents", "positions_restart"}
+AGAIN |= {"causal", "one_mask_for_all", "ids_reappear", "positions_fall", "ranges_random"}
 EACH_TIME = [place for place, case in enumerate(CASES) if case.name not in AGAIN]
 assert len(BY_NAME) == len(CASES + SPARSE)
