@@ -144,7 +144,7 @@ def started(model, mesh_shape, kind="cpu", times=1):
     table = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH))
     optimizer = optax.sgd(0.1)
     plain = Transformer(model.config, attention=dense)  # the same parameters, sooner made
-    parameters = plain.init(jax.random.key(0), table[tokens], positions, segment_ids)
+    parameters = jax.jit(plain.init)(jax.random.key(0), table[tokens], positions, segment_ids)
 
     def loss(parameters):
         logits = model.apply(parameters, table[tokens], positions, segment_ids)

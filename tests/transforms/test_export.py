@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi
 from packax.integrations import flash_attention_jax
+from tiers import some
 from transformed import HEADS, IDS, KV_HEADS, random
 
 
@@ -45,25 +46,25 @@ def symbolic(dtype, dim, key_length="s"):
     return query, key, key, ids, ids
 
 
-def test_export_with_symbolic_sizes():
+@pytest.mark.parametrize("batch,length", some([(1, 1), (3, 129), (2, 700)], 1))
+def test_export_with_symbolic_sizes(batch, length):
     """One program for every batch and length: forward, backward and mask equal to jit's."""
     program = restored(
         jax.export.export(jax.jit(step), platforms=["cpu"])(*symbolic(jnp.float32, 8))
     )
     rng = np.random.default_rng(0)
-    for batch, length in ((1, 1), (3, 129), (2, 700)):
-        tensors = [
-            rng.standard_normal((batch, length, heads, 8)).astype(np.float32)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        ]
-        ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
-        positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
-        if length == 700:
-            positions.sort()
-        got = program.call(*tensors, ids, positions)
-        expected = jax.jit(step)(*tensors, ids, positions)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    tensors = [
+        rng.standard_normal((batch, length, heads, 8)).astype(np.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
+    positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
+    if length == 700:
+        positions.sort()
+    got = program.call(*tensors, ids, positions)
+    expected = jax.jit(step)(*tensors, ids, positions)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 def test_export_for_cuda(monkeypatch):
@@ -93,7 +94,8 @@ def test_export_for_cuda(monkeypatch):
     assert [str(x.shape) for x in program.out_avals] == [str(x.shape) for x in shapes[:3]]
 
 
-def test_other_calls_with_symbolic_sizes():
+@pytest.mark.parametrize("batch,length,kv_length", some([(1, 2, 1), (3, 130, 261)], 1))
+def test_other_calls_with_symbolic_sizes(batch, length, kv_length):
     """Those of jax.nn, flash-attention-jax and decoding; query and key lengths apart."""
 
     def run(query, key, value, lengths):
@@ -124,15 +126,14 @@ def test_other_calls_with_symbolic_sizes():
     shapes.append(jax.ShapeDtypeStruct(shapes[0].shape[:1], jnp.int32))
     program = restored(jax.export.export(jax.jit(run), platforms=["cpu"])(*shapes))
     rng = np.random.default_rng()
-    for batch, length, kv_length in ((1, 2, 1), (3, 130, 261)):
-        lengths = rng.integers(0, kv_length + 1, batch).astype(np.int32)
-        tensors = [
-            rng.standard_normal((batch, n, heads, 8)).astype(np.float32)
-            for n, heads in ((length, HEADS), (kv_length, KV_HEADS), (kv_length, KV_HEADS))
-        ]
-        got, expected = program.call(*tensors, lengths), jax.jit(run)(*tensors, lengths)
-        for x, y in zip(got, expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    lengths = rng.integers(0, kv_length + 1, batch).astype(np.int32)
+    tensors = [
+        rng.standard_normal((batch, n, heads, 8)).astype(np.float32)
+        for n, heads in ((length, HEADS), (kv_length, KV_HEADS), (kv_length, KV_HEADS))
+    ]
+    got, expected = program.call(*tensors, lengths), jax.jit(run)(*tensors, lengths)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 def test_masks_as_arguments_of_exported_programs():
