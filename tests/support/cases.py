@@ -317,11 +317,12 @@ SPARSE = [
 ]
 BY_NAME = {case.name: case for case in CASES + SPARSE}
 
-# Those that differ from others in lengths, heads or ids alone run exhaustively.
+# Those that differ from others in lengths, heads, ids or the order of positions alone run
+# exhaustively.
 AGAIN = {"one_token", "causal_tiles", "causal_long", "causal_tall", "documents_full"}
 AGAIN |= {"single_tokens", "gqa_1", "gqa_8", "ids_alternate", "positions_prefix"}
 AGAIN |= {"ranges_of_documents", "ranges_of_hulls", "window_of_documents"}
 AGAIN |= {"full", "documents_odd", "gqa_4", "hashed_ids", "cross_documents", "positions_restart"}
-AGAIN |= {"causal", "one_mask_for_all", "ids_reappear", "positions_fall", "ranges_random"}
+AGAIN |= {"causal", "one_mask_for_all", "ids_reappear", "positions_fall"}
 EACH_TIME = [place for place, case in enumerate(CASES) if case.name not in AGAIN]
 assert len(BY_NAME) == len(CASES + SPARSE)
