@@ -217,10 +217,12 @@ def test_maps_of_blocks(dim, blocks, case):
     queries_alone(p)
 
 
-@pytest.mark.parametrize("case", some(TREES, 0))
-def test_packed_trees(case):
+@pytest.mark.parametrize(
+    "dim,case", some([(64, "prompt and answers"), *itertools.product([128], TREES)], 0)
+)
+def test_packed_trees(dim, case):
     """Lists that leave siblings out, full blocks, and the test of a key's subtree in the others."""
-    p = Problem(case, (128, 128), "_block_lists", heads=4, kv_heads=2)
+    p = Problem(case, (dim, dim), "_block_lists", heads=4, kv_heads=2)
     assert p.mask["q_block_lists"][..., 1].any() and (p.mask["q_blocks"][:, 4] & 1).any()
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
