@@ -115,7 +115,8 @@ def _window(size: int) -> Callable[[Any, Tables], Any]:
 def _tree(name: str, tree: PackedTree, dim: int) -> OptionCase:
     return OptionCase(
         f"{name}_d{dim}", tree.tokens, dim, on_path,
-        lambda p, tables: p.causal() & p.tree(tables["segments"], tables["parents"]), tree=tree,
+        lambda p, tables: p.causal() & p.masks.tree(tables["segments"], tables["parents"]),
+        tree=tree,
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ CASES = (
     OptionCase("chunk8k_64k_d128", 65536, 128, chunk(8192), lambda p,
         _: p.causal() & p.chunked(8192)),
     OptionCase("prefix8k_32k_d128", 32768, 128, prefix(8192), lambda p, _: p.prefix(8192)),
-    OptionCase("spans_32k_d128", 32768, 128, spans, lambda p, tables: p.spans(tables["ids"])),
+    OptionCase("spans_32k_d128", 32768, 128, spans, lambda p, tables: p.masks.spans(tables["ids"])),
     OptionCase("softcap_16k_d128", 16384, 128, causal, causal_mask, soft_cap=50.0),
     OptionCase("softcap_16k_d256", 16384, 256, causal, causal_mask, soft_cap=50.0),
     OptionCase("alibi_16k_d128", 16384, 128, causal, causal_mask, alibi=True),
