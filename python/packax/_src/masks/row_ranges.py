@@ -79,8 +79,8 @@ def row_ranges_and_bounds(
     """The computed arrays of a mask, for these rows and all keys in order.
 
     tree: None, or whether there are documents too. With a tree, `held.high` is -1 minus the row,
-    and kv_pos minus the end of the key's subtree (tree.py). parts: None, or a
-    function from row ranges, and the rows that are segment-checked, to the arrays of parts.
+    and kv_pos minus the end of the key's subtree (tree.py). parts: None, or a function from row
+    ranges, and the rows that are segment-checked, to the arrays of parts.
     """
     structure: Any
     # Not the block mask, which may vary by heads.
@@ -149,7 +149,7 @@ def row_ranges_and_bounds(
 def bounds_of(
     lo: Any, hi: Any, segment_checked: Any, kv_len: Any, implementation: Any
 ) -> dict[str, jax.Array]:
-    """BLOCK_ARRAYS."""
+    """BLOCK_ARRAYS by name, of these row ranges."""
     blocks = blocks_p.bind(
         *vary_together(require_device_info(lo), hi, segment_checked),
         kv_len=kv_len,

@@ -17,15 +17,8 @@ from packax._src.core.messages import described
 
 _INT32 = np.iinfo(np.int32)
 _ALIKE = (
-    "q_len",
-    "kv_len",
-    "sharding",
-    "shards",
-    "permuted",
-    "block_size",
-    "gathers",
-    "halo",
-    "fetched",
+    *("q_len", "kv_len", "sharding", "shards", "permuted", "block_size", "gathers"),
+    *("halo", "fetched"),
 )
 
 
