@@ -63,11 +63,14 @@ def attention(case: Case, device: str, peer: str = "fa4") -> Callable[..., torch
 def flash_attention_2(case: Case, device: str) -> Callable[..., torch.Tensor]:
     edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
     longest = max(case.lengths)
+    options: dict[str, Any] = {"scale": case.head_dim**-0.5}
+    if case.window:
+        options |= {"window_size_left": case.window - 1, "window_size_right": 0}
 
     def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = (x.flatten(0, 1) for x in (q, k, v))
         return torch.ops.aten._flash_attention_forward(
-            *rows, edges, edges, longest, longest, 0.0, True, False, scale=case.head_dim**-0.5
+            *rows, edges, edges, longest, longest, 0.0, True, False, **options
         )[0][None]
 
     return packed

@@ -136,12 +136,19 @@ SHARD = (  # a GPU's heads under tensor parallelism
     *(Case(f"mha8_{name}_d128", 1, seq, 8, 8, 128, documents, group="shard")
       for name, seq, documents in (("causal_8k", 8192, 1), ("docs64_32k", 32768, 64))),
 )  # fmt: skip
+PROXY = (  # compared with FlashAttention-2 (docs/internals/proxy.md), with the board
+    Case("docs12_32k_window1k_d128", 1, 32768, 32, 8, 128, 12, window=1024, group="proxy"),
+    Case("docs12_32k_window4k_d64", 1, 32768, 32, 8, 64, 12, window=4096, group="proxy"),
+    *(Case(f"mha16_causal_16k_d{d}", 1, 16384, 16, 16, d, 1, group="proxy") for d in (64, 128)),
+    *(Case(f"causal_16k_d{d}", 1, 16384, 32, 8, d, 1, group="proxy") for d in (96, 192)),
+    *(Case(f"docs12_32k_d{d}", 1, 32768, 32, 8, d, 12, group="proxy") for d in (96, 192)),
+)
 QUICK = (  # to try a program without a GPU
     Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
     Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
 )
-CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *QUICK)
-GROUPS = ("board", "dims", "long", "lengths", "large", "short", "shard", "quick")
+CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *PROXY, *QUICK)
+GROUPS = ("board", "dims", "long", "lengths", "large", "short", "shard", "proxy", "quick")
 
 
 def select(names: str | None) -> list[Case]:

@@ -31,9 +31,10 @@ class Implementation:
 
 def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
     segment_ids = jnp.asarray(case.segment_ids())
-    mask = jax.jit(
-        lambda ids: packax.create_attention_mask(packax.causal() & packax.documents(ids))
-    )(segment_ids)
+    interval = packax.sliding_window(case.window - 1) if case.window else packax.causal()
+    mask = jax.jit(lambda ids: packax.create_attention_mask(interval & packax.documents(ids)))(
+        segment_ids
+    )
     options = (
         {"deterministic": True} if deterministic else {}
     )  # old wheels (versus_wheel.py) have no more
@@ -53,6 +54,8 @@ FA3_HEAD_DIM = 128  # the only one in the wheels of flash-attn3-jax
 
 def not_tried(name: str, case: Case) -> dict[str, str]:
     """Passes that are not tried with a peer, and why."""
+    if case.window:
+        return {"fwd": "windows are timed only for packax and FlashAttention-2"}
     if name == "fa3" and (case.head_dim, case.value_dim) != (FA3_HEAD_DIM, FA3_HEAD_DIM):
         return {"fwd": f"its wheels have head dim {FA3_HEAD_DIM} alone"}
     if name == "cudnn" and case.documents > MOST_DOCUMENTS:

@@ -2,7 +2,7 @@
 
 Output and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and
 its query heads, block by block over a whole row (of very long rows: over one document). It knows
-masks only as "same id and not later".
+masks only as "same id, not later, and in the window".
 """
 
 from __future__ import annotations
@@ -34,17 +34,22 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *(x.astype(jnp.float32) for x in operands), precision=HIGHEST)
 
 
-@jax.jit
-def sampled_rows(query, key, value, cotangent, segment_ids, rows):
+def in_reach(rows, keys, window):
+    """Whether a row attends a key of its document; window: the most keys of a row, 0 for all."""
+    distance = rows - keys
+    return (distance >= 0) & ((distance < window) | (window == 0))
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def sampled_rows(query, key, value, cotangent, segment_ids, rows, *, window):
     """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D)."""
     kv_heads, dim = key.shape[2:]
     scale = dim**-0.5
     q = query[0, rows].reshape(len(rows), kv_heads, -1, dim)
     do = cotangent[0, rows].reshape(len(rows), kv_heads, -1, value.shape[3])
     k, v = key[0], value[0]
-    attends = (segment_ids[0, rows][:, None] == segment_ids[0][None]) & (
-        rows[:, None] >= jnp.arange(k.shape[0])
-    )
+    attends = segment_ids[0, rows][:, None] == segment_ids[0][None]
+    attends &= in_reach(rows[:, None], jnp.arange(k.shape[0]), window)
     scores = jnp.where(attends[:, None, None], einsum("rhgd,khd->rhgk", q, k) * scale, -jnp.inf)
     p = jax.nn.softmax(scores, axis=-1)
     out = einsum("rhgk,khd->rhgd", p, v)
@@ -55,8 +60,8 @@ def sampled_rows(query, key, value, cotangent, segment_ids, rows):
     return out.reshape(len(rows), heads, -1), dq.reshape(len(rows), heads, -1)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
-def head_gradients(query, key, value, cotangent, segment_ids, *, scale):
+@functools.partial(jax.jit, static_argnames=("scale", "window"))
+def head_gradients(query, key, value, cotangent, segment_ids, *, scale, window):
     """dK, dV of one key/value head, (S, D). query, cotangent: (S, G, D); the rest (S, D)."""
     length = key.shape[0]
     pad = -length % BLOCK
@@ -68,7 +73,8 @@ def head_gradients(query, key, value, cotangent, segment_ids, *, scale):
 
     def step(carry: Any, block: Any) -> tuple[Any, None]:
         q, do, ids, rows = block
-        attends = (ids[:, None] == segment_ids[None]) & (rows[:, None] >= jnp.arange(length))
+        attends = ids[:, None] == segment_ids[None]
+        attends &= in_reach(rows[:, None], jnp.arange(length), window)
         scores = jnp.where(attends[:, None], einsum("rgd,kd->rgk", q, key) * scale, -jnp.inf)
         p = jax.nn.softmax(scores, axis=-1)
         dp = einsum("rgd,kd->rgk", do, value)
@@ -95,7 +101,9 @@ class Reference:
         query, key, value, cotangent = inputs
         segment_ids = jnp.asarray(case.segment_ids())
         self.rows = jnp.asarray(np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False)))
-        self.out, self.dq = sampled_rows(query, key, value, cotangent, segment_ids, self.rows)
+        self.out, self.dq = sampled_rows(
+            query, key, value, cotangent, segment_ids, self.rows, window=case.window
+        )
 
         self.window = slice(0, case.seq)
         if case.seq > WHOLE_ROW:
@@ -112,6 +120,7 @@ class Reference:
             cotangent[0, self.window, heads],
             segment_ids[0, self.window],
             scale=case.head_dim**-0.5,
+            window=case.window,
         )
 
     def slices(self) -> dict[str, list[int]]:
