@@ -1,8 +1,9 @@
-"""A Llama in plain JAX, for train_step.py: shapes of Llama-3-8B, layers in a scan, AdamW in
+"""A Llama in plain JAX, for training steps: shapes of Llama-3-8B, layers in a scan, AdamW in
 float32.
 
 Parameters and moments are float32, activations bfloat16. Every layer is rematerialised; the loss
-is summed over chunks of the row, so that no logits of a whole row are in memory.
+is summed over chunks of the row, so that no logits of a whole row are in memory. With several
+attentions, layers use them in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Config:
     hidden: int = 14336
     vocabulary: int = 128256
     rope_base: float = 500000.0
-    chunk: int = 4096  # rows of logits at a time
+    chunk: int = 4096  # rows of logits at a time, on each device
+    shards: int = 1  # of the row
     dtype: Any = jnp.bfloat16
 
     def matrices(self) -> tuple[int, int]:
@@ -101,17 +103,31 @@ def block(
 
 
 def loss(
-    parameters: Tree, batch: Tree, attention: Attention, policy: Any, config: Config
+    parameters: Tree,
+    batch: Tree,
+    attention: Attention | tuple[Attention, ...],
+    policy: Any,
+    config: Config,
 ) -> jax.Array:
     """Mean cross entropy, in nats. batch: tokens, targets, positions, each (batch, length)."""
+    attentions = attention if isinstance(attention, tuple) else (attention,)
     frequencies = config.rope_base ** -jnp.linspace(0, 1, config.head_dim // 2, endpoint=False)
     angles = batch["positions"][..., None, None] * frequencies
 
-    def layer(x: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
-        return block(x, weights, angles, attention, config), None
+    def period(x: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
+        for n, attention in enumerate(attentions):
+
+            def layer(x: jax.Array, weights: Tree, attention: Attention = attention) -> jax.Array:
+                return block(x, weights, angles, attention, config)
+
+            x = jax.checkpoint(layer, policy=policy)(x, jax.tree.map(lambda w, n=n: w[n], weights))
+        return x, None
 
     x = parameters["embedding"].astype(config.dtype)[batch["tokens"]]
-    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, parameters["layers"])
+    periods = jax.tree.map(
+        lambda w: w.reshape(-1, len(attentions), *w.shape[1:]), parameters["layers"]
+    )
+    x, _ = jax.lax.scan(period, x, periods)
     x = normalized(x, parameters["norm"])
     unembedding = parameters["unembedding"].astype(config.dtype)
 
@@ -122,8 +138,12 @@ def loss(
         picked = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
         return total + jnp.sum(jax.nn.logsumexp(logits, 1) - picked), None
 
-    size = min(config.chunk, x.shape[1])
-    rows = (x.reshape(-1, size, config.width), batch["targets"].reshape(-1, size))
+    def by_chunk(x: jax.Array) -> jax.Array:  # of each device's rows
+        size = min(config.chunk, x.shape[1] // config.shards)
+        parts = x.reshape(config.shards, -1, size, *x.shape[2:]).swapaxes(0, 1)
+        return parts.reshape(parts.shape[0], -1, *x.shape[2:])
+
+    rows = by_chunk(x), by_chunk(batch["targets"])
     total, _ = jax.lax.scan(chunk, jnp.zeros((), jnp.float32), rows)
     return total / batch["targets"].size
 

@@ -7,6 +7,7 @@ Its modules are imported in a separate process, so that what they set in jax sta
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -36,6 +37,26 @@ def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
     assert "head dim 128 alone" in rows["fa3"]["failed"]["step"]
     assert rows["cudnn"]["failed"] and "ms" not in rows["cudnn"]
     assert "docs3_0k_2layers cudnn step did not run" in result.stdout
+
+
+@pytest.mark.exhaustive
+def test_windows_by_halo_and_by_all_keys_agree(tmp_path):
+    """Two devices, float32: the same gradients, of fewer keys fetched."""
+    options = ["--tiny", "--length", "2048", "--window", "40", "--documents", "3", "--rounds", "1"]
+    result = subprocess.run(
+        [sys.executable, "train_windows.py", *options, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=600,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "train_windows.json").read_text())
+    halo, gather, whole = (report["ways"][name] for name in ("halo", "gather", "global"))
+    assert halo["fetched"] == [256, 1024] and gather["fetched"] == [1024, 1024]
+    assert abs(halo["loss"] - gather["loss"]) < 1e-5 < abs(halo["loss"] - whole["loss"])
+    assert max(report["differences"].values()) < 1e-4
 
 
 def test_a_wrong_way_is_not_timed():
