@@ -31,7 +31,7 @@ from lib.machine import machine
 from lib.output import default_out, first_line, say, write_json
 from lib.reference import relative
 from lib.timing import interleaved
-from packax._src.ops import rewrites
+from packax._src.ops import lowering
 
 ROWS = ((2048, 1), (16384, 1), (32768, 12), (256, 1))  # tokens, documents
 LIMIT = 1e-2
@@ -42,7 +42,7 @@ Passes = dict[str, Callable[[], Any]]
 def unpadded() -> Iterator[None]:
     """Inside this context nothing is padded at compile time."""
     jax.clear_caches()
-    with mock.patch.object(rewrites, "padded_dims", lambda *_: None):
+    with mock.patch.object(lowering, "padded_dims", lambda *_: None):
         yield
     jax.clear_caches()
 

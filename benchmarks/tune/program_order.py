@@ -10,7 +10,7 @@ it has finished one. The orders of key/value heads and tiles, with tiles by work
 longest document first), are: heads one after another; alternating from tile to tile; alternating
 over the second half of the tiles; and the shipped one, the phases of
 csrc/kernels/portable/kv_ranges.py. The last column is the backward with the query heads of a group
-divided as in python/packax/_src/ops/rewrites.py, if it divides them.
+divided as in python/packax/_src/ops/lowering.py, if it divides them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from lib.cases import Case, select
-from packax._src.ops import rewrites
+from packax._src.ops import lowering
 
 TILE = 128
 BOUNDS = 2.0, 0.5  # steps for the beginning and the end of a program: backward, forward
@@ -114,7 +114,7 @@ def forward(case: Case, order: Order, multiprocessors: int) -> float:
 
 def parts_of(case: Case) -> int:
     shapes = ((case.batch, case.seq, n, case.head_dim) for n in (case.heads, case.kv_heads))
-    return rewrites.parts_of_group(*(SimpleNamespace(shape=shape) for shape in shapes))
+    return lowering.parts_of_group(*(SimpleNamespace(shape=shape) for shape in shapes))
 
 
 def main() -> None:

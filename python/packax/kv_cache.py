@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from packax._src.core.integers import as_int32
+from packax._src.core.arguments import as_int32
 
 __all__ = ["write"]
 

@@ -15,7 +15,7 @@ import packax
 import pytest
 from lowered import calls, text_of
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import primitives, rewrites
+from packax._src.ops import lowering, primitives
 from tiers import some
 
 
@@ -43,18 +43,18 @@ def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
     ),
 )
 def test_when(batch, q_len, kv_len, expected):
-    assert rewrites.worth_packing(*shapes(batch, q_len, kv_len)) is expected
+    assert lowering.worth_packing(*shapes(batch, q_len, kv_len)) is expected
 
 
 def test_one_row_of_many_heads_stays():
-    assert not rewrites.worth_packing(*shapes(1, 16, 16, heads=4096))
+    assert not lowering.worth_packing(*shapes(1, 16, 16, heads=4096))
 
 
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
-    assert not rewrites.worth_packing(*shapes(batch, 16, 16))
-    assert not rewrites.worth_packing(*shapes(2048, length, 16))
-    assert not rewrites.worth_packing(*shapes(2048, 16, length))
+    assert not lowering.worth_packing(*shapes(batch, 16, 16))
+    assert not lowering.worth_packing(*shapes(2048, length, 16))
+    assert not lowering.worth_packing(*shapes(2048, 16, length))
 
 
 B = 7
@@ -95,7 +95,7 @@ def passes(monkeypatch, merged):
         def instead(spec, x, bind=bind, direction=direction):
             seen.append(x.query.shape)
             if merged and x.query.shape[0] > 1:
-                return rewrites.packed(direction, spec, x)
+                return lowering.packed(direction, spec, x)
             return bind(spec, x)
 
         monkeypatch.setattr(primitives, direction, instead)
@@ -144,7 +144,7 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
     operands = Operands(query, key, key, **mask.operands("forward"))
-    q_blocks = rewrites.one_row(AttentionSpec(segment_check=1), operands)["q_blocks"]
+    q_blocks = lowering.one_row(AttentionSpec(segment_check=1), operands)["q_blocks"]
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
     rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
     np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))

@@ -11,7 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
-from packax._src.ops import ffi, primitives, rewrites
+from packax._src.ops import ffi, lowering, primitives
 from tiers import once_each
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -152,7 +152,7 @@ def test_results_and_gradients(monkeypatch, dims, option):
             if (x.query.shape[3], x.value.shape[3]) == wide:
                 seen.append(direction)
                 return bind(spec, x)
-            return rewrites.padded(direction, spec, x, wide)
+            return lowering.padded(direction, spec, x, wide)
 
         monkeypatch.setattr(primitives, direction, instead)
     jax.clear_caches()  # else the program is the one before

@@ -9,7 +9,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import abstract, calls, loss, text_of
-from packax._src.ops import primitives, rewrites
+from packax._src.ops import lowering, primitives
 from tiers import some
 
 
@@ -17,7 +17,7 @@ def parts(kv_len, heads, kv_heads, batch=1):
     query, key = (
         jax.ShapeDtypeStruct((batch, kv_len, n, 64), jnp.bfloat16) for n in (heads, kv_heads)
     )
-    return rewrites.parts_of_group(query, key)
+    return lowering.parts_of_group(query, key)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_when(kv_len, heads, kv_heads, batch, expected):
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
     query, key = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16) for n in (8, 1))
-    assert rewrites.parts_of_group(query, key) > 1
+    assert lowering.parts_of_group(query, key) > 1
     for shape in ((batch, 4096, 1, 64), (1, length, 1, 64)):
         key = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        assert rewrites.parts_of_group(query, key) == 1
+        assert lowering.parts_of_group(query, key) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_gradients(monkeypatch, kind, sizes):
 
     def in_parts(spec, x):
         if x.key.shape[2] == kv_heads:
-            return rewrites.in_parts("backward", spec, x, divided)
+            return lowering.in_parts("backward", spec, x, divided)
         seen.append(x.key.shape[2])
         return bind(spec, x)
 

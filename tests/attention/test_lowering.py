@@ -33,7 +33,7 @@ from lowered import (
     text_of,
 )
 from packax._src.core.spec import LINEAR_BIAS
-from packax._src.ops import ffi_calls, lowering, primitives
+from packax._src.ops import ffi, lowering, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -153,7 +153,7 @@ def test_fallback_backward():
 
 def test_operands_that_no_kernel_reads(monkeypatch):
     """An option that is not passed on would give wrong numbers."""
-    monkeypatch.setattr(ffi_calls, "LINEAR_BIAS", ("scales", "q_bias_pos", "kv_bias_pos"))
+    monkeypatch.setattr(ffi, "LINEAR_BIAS", ("scales", "q_bias_pos", "kv_bias_pos"))
     bias = packax.alibi(np.ones(8))
     with pytest.raises(AssertionError, match=r"packax_forward_v1 does not take \['slopes'\]"):
         text_of(lambda *x: step(*x, MASK, bias=bias), *abstract())

@@ -12,8 +12,8 @@ import packax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from lowered import MASK, Extension, abstract, calls, loss, text_of
-from packax._src.core.precision import checked_precision
 from packax._src.ops import ffi
+from packax._src.requests import checked_precision
 
 
 @pytest.mark.parametrize(

@@ -336,16 +336,16 @@ def test_padded_head_dims_are_compared_before_they_are_timed():
 import jax.numpy as jnp
 import head_dims as program
 from lib.cases import Case
-from packax._src.ops import rewrites
+from packax._src.ops import lowering
 
 case = Case("small", 1, 96, 4, 2, 24, 1)
 report = program.run(case, rounds=1)
 assert not report["wrong"] and set(report["times"]["fwd"]) == {"fallback", "packax"}
 print(program.line(case.name, report))
-padded = rewrites.padded_dims
+padded = lowering.padded_dims
 with program.unpadded():
-    assert rewrites.padded_dims("forward", None, None, False) is None
-assert rewrites.padded_dims is padded
+    assert lowering.padded_dims("forward", None, None, False) is None
+assert lowering.padded_dims is padded
 
 attention = program.packax_attention
 calls = []

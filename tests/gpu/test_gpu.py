@@ -22,7 +22,7 @@ from gpu_runs import (
     run,
     tensors,
 )
-from packax._src.ops import rewrites
+from packax._src.ops import lowering
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
@@ -69,10 +69,10 @@ def test_three_rows_of_different_documents(heads, kv_heads, kind):
 
 @pytest.mark.parametrize("length,heads,kv_heads", ((1100, 8, 1), (2049, 6, 2)))
 def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
-    """So few programs that the backward divides groups (ops/rewrites.py)."""
+    """So few programs that the backward divides groups (ops/lowering.py)."""
     dtype, dims = kind
     x = tensors(1, length, length, heads, kv_heads, dims, dtype)
-    assert rewrites.parts_of_group(x.query, x.key) > 1
+    assert lowering.parts_of_group(x.query, x.key) > 1
     expression = causal_documents(np.arange(length) // 700)
     assert_close(x, run(x, expression), expression.as_array(length, length))
 
@@ -80,11 +80,11 @@ def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
 @pytest.mark.parametrize("q_len,kv_len", ((1, 1), (49, 49), (7, 100)))
 @pytest.mark.parametrize("own", (False, True), ids=("one for all", "one each"))
 def test_many_short_rows_of_a_batch(q_len, kv_len, own, kind):
-    """Which are one row of documents to the kernels (ops/rewrites.py)."""
+    """Which are one row of documents to the kernels (ops/lowering.py)."""
     dtype, dims = kind
     batch = 257
     x = tensors(batch, q_len, kv_len, 4, 2, dims, dtype)
-    assert rewrites.worth_packing(x.query, x.key)
+    assert lowering.worth_packing(x.query, x.key)
     expression = packax.causal()
     if own:
         rng = np.random.default_rng(q_len)

@@ -8,7 +8,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_runs import build, packed, tensors
-from packax._src.ops.ffi_calls import call_names
+from packax._src.ops.ffi import call_names
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([packed(120, 1, -29, 50), packed(200)])

@@ -96,7 +96,7 @@ def test_float32():
 
 
 def test_head_dims_that_are_padded():
-    """Where a GPU has faster kernels of few head dims (packax/_src/ops/rewrites.py)."""
+    """Where a GPU has faster kernels of few head dims (packax/_src/ops/lowering.py)."""
     faster = VARIANTS[0] | {"kernel": "forward_sm90", "cc": 90, "name": "forward_sm90_bf16_64x64"}
     faster |= {"dtype": "bf16", "qk_dim": 64, "v_dim": 64, "arch": "sm_90a"}
     rows = (*VARIANTS, faster)

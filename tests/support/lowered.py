@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from packax._src.ops.ffi_calls import call_names
+from packax._src.ops.ffi import call_names
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # of the fallback kernels, in 16 bits

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 from packax._src.autodiff import attention
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import (
     AttentionSharding,
     checked_head_groups,
@@ -39,6 +38,7 @@ from packax._src.requests import (
     check_bias_with,
     check_mask,
     check_request,
+    checked_precision,
     checked_scale,
     checked_soft_cap,
     validate_score_params,

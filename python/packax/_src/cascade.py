@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.integers import ArrayLike
+from packax._src.core.arguments import ArrayLike
 from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from packax._src.core.integers import numpy_array
+from packax._src.core.arguments import numpy_array
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
     as_array,
+    checked_precision,
     checked_scale,
     checked_soft_cap,
     validate_score_params,

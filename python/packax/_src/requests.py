@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.integers import as_int32
+from packax._src.core.arguments import as_int32, described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.messages import described
 from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
@@ -381,3 +380,48 @@ def _number(name: str, given: Any) -> float:
         return float(given)
     except OverflowError:  # an integer beyond float64
         return math.inf
+
+
+# --- Precision
+
+Precision = jax.lax.Precision
+_config: Any = jax.config  # in some releases its type does not list all attributes
+_Preset = jax.lax.DotAlgorithmPreset
+
+# Presets that are no more precise than these; the others are as precise as float32.
+_AT_LEAST = {
+    Precision.DEFAULT: ("DEFAULT", "ANY_F8", "F16_F16", "BF16_BF16_BF16", "BF16_BF16_F32"),
+    Precision.HIGH: ("TF32_TF32_F32",),
+}
+_MORE = ("_X3", "_X6", "_X9")
+_ACCEPTED = (
+    "None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset for float32 or less, the name of one, "
+    "or a pair of them"
+)
+
+
+def checked_precision(precision: Any) -> jax.lax.Precision:
+    """The lowest sufficient precision of three, of products of float32 operands.
+
+    `DEFAULT` and `HIGH`: on GPUs TF32, 11 bits of each operand; `HIGHEST`: float32. Sums are
+    float32 in any case, and products of bfloat16 and float16 operands are exact in all three. None:
+    that of `jax.default_matmul_precision`.
+    """
+    if precision is None:
+        precision = _config.jax_default_matmul_precision
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
+        first, second = (checked_precision(x) for x in precision)
+        return first if first.value >= second.value else second
+    if precision is None:
+        return Precision.DEFAULT
+    try:
+        return Precision(precision)
+    except (ValueError, TypeError, KeyError):
+        pass
+    name = precision.name if isinstance(precision, _Preset) else precision
+    if not isinstance(name, str) or name not in _Preset.__members__ or name == "F64_F64_F64":
+        raise ValueError(f"precision must be {_ACCEPTED}, but is {precision!r}")
+    for least, names in _AT_LEAST.items():
+        if name.startswith(names) and not name.endswith(_MORE):
+            return least
+    return Precision.HIGHEST

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from packax._src.core.messages import described
+from packax._src.core.arguments import described
 from packax._src.core.shapes import TILE, ceil_div
 
 

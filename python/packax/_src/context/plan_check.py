@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.messages import described
 from packax._src.core.sharding import Layout, layout_of
 
 _PADDING = -1  # of segment ids

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.messages import NotAnArray
+from packax._src.core.arguments import NotAnArray
 from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding
 

@@ -1,4 +1,5 @@
-"""Sizes that every layer uses, and arithmetic on sizes that may be symbolic (jax.export)."""
+"""Sizes and dtypes that every layer uses, and arithmetic on sizes that may be symbolic
+(jax.export)."""
 
 from __future__ import annotations
 
@@ -37,3 +38,13 @@ def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
         return x
     shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
     return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which values of this dtype are summed: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def is_exact(precision: jax.lax.Precision) -> bool:
+    """Whether products of float32 operands must be computed in float32, not TF32."""
+    return precision == jax.lax.Precision.HIGHEST

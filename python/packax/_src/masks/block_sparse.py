@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from packax._src.core.integers import Array, ArrayLike, numpy_of
-from packax._src.core.messages import shown
+from packax._src.core.arguments import Array, ArrayLike, numpy_of, shown
 from packax._src.core.shapes import ceil_div
 from packax._src.masks.expressions import MaskExpression, Positions, pytree
 

@@ -11,10 +11,9 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
-from packax._src.core.integers import Array
+from packax._src.core.arguments import Array, described
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.messages import described
 from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import (
     AttentionSharding,

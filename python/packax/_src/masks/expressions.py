@@ -19,8 +19,7 @@ import jax.export
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from packax._src.core.integers import Array, numpy_of
-from packax._src.core.messages import NotAnArray, described, shown
+from packax._src.core.arguments import Array, NotAnArray, described, numpy_of, shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 
 Reach: TypeAlias = tuple[int | None, int | None]

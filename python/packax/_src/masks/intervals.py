@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of, plus
-from packax._src.core.messages import shown
+from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, numpy_of, plus, shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
     Documents,

@@ -20,7 +20,7 @@ import numpy as np
 
 from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.load_balance import ContextPlan, checksum
-from packax._src.core.integers import plus
+from packax._src.core.arguments import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask, dims_of
 from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE

@@ -22,10 +22,9 @@ from packax._src.context.load_balance import (
     zigzag,
 )
 from packax._src.context.local_plan import local
-from packax._src.core.integers import plus
+from packax._src.core.arguments import described, plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.messages import described
 from packax._src.core.shapes import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks.block_sparse import BlockSparse

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of
-from packax._src.core.messages import described, shown
+from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, described, numpy_of, shown
 from packax._src.masks.expressions import (
     Documents,
     Interval,

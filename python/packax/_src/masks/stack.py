@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.core.arguments import described
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.messages import described
 
 _INT32 = np.iinfo(np.int32)
 _ALIKE = (

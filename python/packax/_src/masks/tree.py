@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.integers import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of, shown
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.messages import shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.expressions import (
     And,

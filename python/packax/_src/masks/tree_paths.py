@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.integers import Array, numpy_of
+from packax._src.core.arguments import Array, numpy_of
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.tree import tree_of
 

@@ -12,8 +12,7 @@ from jax.interpreters import batching
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS
-from packax._src.core.precision import accumulator
-from packax._src.core.shapes import is_symbolic
+from packax._src.core.shapes import accumulator, is_symbolic
 from packax._src.core.spec import TENSORS, differentiable
 
 P = jax.sharding.PartitionSpec

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import ffi, ffi_calls, lowering, primitives
+from packax._src.ops import ffi, lowering, primitives
 from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import backward_results, forward_results, new_primitive
 
@@ -42,7 +42,7 @@ def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """primitives.forward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
         return primitives.forward(spec, x._replace(query=require_device_info(x.query)))
-    heads = ffi_calls.HeadGroup(own.start, len(own))
+    heads = ffi.HeadGroup(own.start, len(own))
     return forward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
@@ -50,7 +50,7 @@ def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """primitives.backward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
         return primitives.backward(spec, x._replace(query=require_device_info(x.query)))
-    heads = ffi_calls.HeadGroup(own.start, len(own))
+    heads = ffi.HeadGroup(own.start, len(own))
     return backward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
@@ -72,13 +72,11 @@ def _backward_apart(*operands, spec, names, heads):
     return [_placed(dq, x.before, heads, x.query.shape[2]), *others]
 
 
-def _slice(x: jax.Array, own: ffi_calls.HeadGroup) -> jax.Array:
+def _slice(x: jax.Array, own: ffi.HeadGroup) -> jax.Array:
     return jax.lax.slice_in_dim(x, own.first, own.first + own.heads, axis=2)
 
 
-def _placed(
-    part: jax.Array, before: jax.Array | None, own: ffi_calls.HeadGroup, heads: int
-) -> jax.Array:
+def _placed(part: jax.Array, before: jax.Array | None, own: ffi.HeadGroup, heads: int) -> jax.Array:
     if before is not None:
         return jax.lax.dynamic_update_slice_in_dim(before, part, own.first, 2)
     behind = heads - own.first - own.heads
@@ -120,19 +118,19 @@ _backward_rule = _register(backward_heads_p, _backward_apart)
 
 def _forward_cuda(ctx, *operands, spec, names, heads):
     avals = Operands.of(names, ctx.avals_in)
-    if spec.implementation == "xla" or ffi_calls.takes_fallback("forward", avals, spec):
+    if spec.implementation == "xla" or ffi.takes_fallback("forward", avals, spec):
         return _forward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
-    ffi.require_kernels("forward", avals.query, avals.value)
-    return ffi_calls.forward(ctx, Operands.of(names, operands), spec, heads)
+    ffi.require_kernels("forward", avals, spec)
+    return ffi.forward(ctx, Operands.of(names, operands), spec, heads)
 
 
 def _backward_cuda(ctx, *operands, spec, names, heads):
     avals = Operands.of(names, ctx.avals_in)
-    fallback = ffi_calls.takes_fallback("backward", avals, spec)
+    fallback = ffi.takes_fallback("backward", avals, spec)
     if spec.implementation == "xla" or fallback or "query" not in spec.needs_grad:
         return _backward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
-    ffi.require_kernels("backward", avals.query, avals.value)
-    return ffi_calls.backward(ctx, Operands.of(names, operands), spec, heads)
+    ffi.require_kernels("backward", avals, spec)
+    return ffi.backward(ctx, Operands.of(names, operands), spec, heads)
 
 
 mlir.register_lowering(forward_heads_p, _forward_cuda, platform="cuda")

@@ -23,8 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from packax._src.core.jax_compat import check_for_nans, run_compiled
-from packax._src.core.precision import accumulator
-from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div
+from packax._src.core.shapes import BLOCK, TILE, TILE_192, accumulator, ceil_div
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops.batching_rules import (
     batch_attention,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.integers import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from packax._src.core.integers import ArrayLike, as_int32
+from packax._src.core.arguments import ArrayLike, as_int32
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.segments.ids import positions as positions_of
 from packax._src.segments.ids import returning, same_shape

@@ -23,14 +23,14 @@ from flax import nnx
 
 from packax._src.attention import flash_attention
 from packax._src.context.load_balance import zigzag
-from packax._src.core.precision import accumulator, checked_precision
+from packax._src.core.shapes import accumulator
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.spans import spans
 from packax._src.ops.merge import merged
-from packax._src.requests import validate_score_params
+from packax._src.requests import checked_precision, validate_score_params
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
     MASKED,

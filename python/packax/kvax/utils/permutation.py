@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.load_balance import ContextPlan
-from packax._src.core.messages import described
+from packax._src.core.arguments import described
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
 

@@ -1,7 +1,9 @@
-"""The user's integer arrays as int32: checked, saturating, in numpy or jax.numpy."""
+"""A caller's arguments: integer arrays as int32, checked or saturating, in numpy or jax.numpy, and
+how errors and reprs describe what came."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -11,8 +13,6 @@ import jax.numpy as jnp
 import jax.typing
 import numpy as np
 from jax.export import is_symbolic_dim
-
-from packax._src.core.messages import described
 
 Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # or nested sequences of integers
@@ -85,3 +85,37 @@ def as_int32(
     if low < INT32.min or high > INT32.max:
         raise ValueError(f"{name} must fit int32, but holds values from {low} to {high}")
     return x.astype(np.int32)
+
+
+# --- Messages
+
+
+def shown(x: Any) -> str:
+    """An array as `int32[2, 64]`, a single number as its value."""
+    if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0:
+        return str(x)
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    return repr(x)
+
+
+def described(x: Any) -> str:
+    """A description of an argument of the wrong type."""
+    if x is None:
+        return "None"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"an array, {shown(x) if x.ndim else f'{x.dtype}[]'}"
+    if inspect.isroutine(x):
+        return f"the function {x.__name__}: call it, as in {x.__name__}(...)"
+    article = "an" if type(x).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(x).__name__}"
+
+
+class NotAnArray:
+    """Makes `np.asarray` raise; it would make an array of one object."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise TypeError(
+            f"{described(self)} is not an array: its as_array() gives the dense boolean, and "
+            "jax.tree.leaves the arrays that it holds"
+        )
