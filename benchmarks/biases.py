@@ -14,12 +14,11 @@ into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
@@ -39,10 +38,12 @@ from lib.bias_cases import (
     packax_function,
     select,
 )
-from lib.bias_reference import Reference, wrong
+from lib.bias_reference import Reference
+from lib.implementations import Compiled, Implementation
 from lib.machine import machine
-from lib.output import default_out, first_line, say, write_json
-from lib.timing import interleaved
+from lib.output import Report, arguments_of, first_line, require_gpu, say
+from lib.passes import time_passes, usable
+from lib.turns import troubles
 
 PASSES = ("fwd", "bwd")
 ORDER = ("packax", "plain", "xla", "cudnn")
@@ -58,34 +59,20 @@ def inputs_of(case: BiasCase) -> tuple[jax.Array, ...]:
     )
 
 
-def usable(
+def checked(
     name: str, function: Function, case: BiasCase, inputs: Any, operand: Any, reference: Reference
 ) -> dict[str, Any]:
-    """Runs both passes once and compares: {"errors", "failed", "wrong", "passes"}."""
-    row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "passes": {}}
-    query, key, value, dout = inputs
-    tensors = (query, key, value) if operand is None else (query, key, value, operand)
-    whole = function if operand is not None else lambda q, k, v: function(q, k, v, None)
+    """The row of `usable`: a bias is differentiated, too."""
+    *tensors, dout = inputs
+    more = () if operand is None else (operand,)
+
+    def attention(q: Any, k: Any, v: Any, *others: Any) -> jax.Array:
+        return function(q, k, v, others[0] if more else None)
+
     other_bits = bool(case.dropout) and name != "packax"
-
-    def compared(**results: Any) -> None:
-        if name != "plain":
-            row["errors"] |= reference.errors(reference.slices(**results), other_bits=other_bits)
-
-    try:
-        forward = jax.jit(whole)
-        compared(out=forward(*tensors))
-        row["passes"]["fwd"] = lambda: forward(*tensors)
-        pullback = jax.jit(lambda *x: jax.vjp(whole, *x)[1])(*tensors)
-        backward = jax.jit(lambda pullback, dout: pullback(dout))
-        compared(gradients=backward(pullback, dout))
-        row["passes"]["bwd"] = lambda: backward(pullback, dout)
-    except Exception as error:  # the others must still run
-        row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
-    row["wrong"] = wrong(row["errors"])
-    if row["wrong"]:
-        row["passes"] = {}
-    return row
+    errors_of = functools.partial(reference.errors, other_bits=other_bits)
+    compiled = Compiled(Implementation(name, attention, ()), (*tensors, *more, dout))
+    return usable(compiled, None if name == "plain" else errors_of)
 
 
 def run_case(case: BiasCase, rounds: int) -> dict[str, Any]:
@@ -99,17 +86,10 @@ def run_case(case: BiasCase, rounds: int) -> dict[str, Any]:
     }
     rows: dict[str, Any] = {}
     for name, function in functions.items():
-        row = usable(name, function, case, inputs, operand, reference)
+        row = rows[name] = checked(name, function, case, inputs, operand, reference)
         errors = " ".join(f"{what} {error:.1e}" for what, error in row["errors"].items())
-        said = "; ".join(f"{what} did not run: {text}" for what, text in row["failed"].items())
-        say(f"{case.name}: {name} {errors} {said}{' WRONG' if row['wrong'] else ''}")
-        rows[name] = row | {"times": {}}
-    for what in PASSES:
-        ready = {name: row["passes"][what] for name, row in rows.items() if what in row["passes"]}
-        for name, time in interleaved(ready, rounds=rounds).items() if ready else ():
-            rows[name]["times"][what] = time.as_dict(case.flops(what))
-    for row in rows.values():
-        del row["passes"]
+        say(f"{case.name}: {name} {errors} {'; '.join(troubles('', row))}")
+    time_passes(rows, {what: case.flops(what) for what in PASSES}, rounds)
     return rows
 
 
@@ -132,26 +112,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", help="comma-separated names (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is reported")
-    parser.add_argument("--out", type=Path, default=default_out())
-    options = parser.parse_args(arguments)
+    options = arguments_of(__doc__, "comma-separated names", rounds=5).parse_args(arguments)
     cases = select(options.cases)
-    if jax.default_backend() != "gpu":
-        raise SystemExit(
-            f"biases.py times GPU kernels, and jax runs on {jax.default_backend()!r} here: "
-            f"jax.devices() = {jax.devices()}"
-        )
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "rounds": options.rounds,
-        "cases": {},
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
+    require_gpu()
+    report = Report(options.out, "biases", options.rounds, machine=machine())
     failures = []
     for case in cases:
         try:
@@ -162,14 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc(limit=6)
             rows = {"failed": first_line(error)}
             failures.append(case.name)
-        report["cases"][case.name] = rows
-        write_json(options.out / "biases.json", report)
+        report.add(case.name, rows)
         gc.collect()
     print(table({name: rows for name, rows in report["cases"].items() if "failed" not in rows}))
     print("ms, and the ratio to packax's; plain: packax without bias and dropout")
-    if failures:
-        print(f"FAILED: {', '.join(failures)}")
-    return 1 if failures else 0
+    return report.end(failures)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ float32 before anything is timed; a wrong one is not timed, and the run fails. A
 times inside one jitted call, because a dispatch can take longer than a pass. cuDNN is
 jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages. If it cannot run a case,
 the reason is listed. All implementations of a case take turns in one process. Prints a table and
-writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are TF32,
-or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
+writes decode.json into --out (default: $OUT, else benchmarks/results). Products of float32 are
+TF32, or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import os
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +26,7 @@ import packax
 from lib.decode_cases import CASES, Case
 from lib.implementations import LOOP, touched
 from lib.machine import machine
-from lib.output import write_json
+from lib.output import arguments_of, write_json
 from lib.timing import interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
@@ -163,13 +160,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", "."))
-    )
+    parser = arguments_of(__doc__, rounds=11)
     parser.add_argument("--cases", nargs="*", help="names; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMIT))
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--implementation", default="cuda", choices=("cuda", "xla"))
     options = parser.parse_args(arguments)
     unknown = set(options.cases or ()) - {case.name for case in cases}

@@ -12,12 +12,10 @@ Writes head_dims.json into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +26,7 @@ import jax.numpy as jnp
 from lib.cases import Case
 from lib.implementations import cudnn_attention, packax_attention, random_inputs
 from lib.machine import machine
-from lib.output import default_out, first_line, say, write_json
+from lib.output import Report, arguments_of, first_line, say
 from lib.reference import relative
 from lib.timing import interleaved
 from packax._src.ops import lowering
@@ -105,13 +103,9 @@ def line(name: str, report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, rounds=5)
     parser.add_argument("--dims", default="96,80,32,192")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny rows: tries the program")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     rows = ((96, 1), (256, 3)) if arguments.quick else ROWS
     cases = [
@@ -119,23 +113,15 @@ def main() -> int:
         for length, n in rows
         for dim in map(int, arguments.dims.split(","))
     ]
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "rounds": arguments.rounds,
-        "cases": {},
-    }
+    report = Report(arguments.out, "head_dims", arguments.rounds, machine=machine())
     say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "head_dims.json"
     for case in cases:
-        report["cases"][case.name] = run(case, arguments.rounds)
+        report.add(case.name, run(case, arguments.rounds))
         say(line(case.name, report["cases"][case.name]))
-        write_json(path, report)  # after each: time may run out
-    print(f"\nratios are times over packax's; wrote {path}")
+    print("\nratios are times over packax's")
     for name, of_case in report["cases"].items():
         print(line(name, of_case))
-    return int(any(x["wrong"] for x in report["cases"].values()))
+    return report.end([name for name, row in report["cases"].items() if row["wrong"]])
 
 
 if __name__ == "__main__":

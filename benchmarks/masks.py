@@ -14,15 +14,12 @@ masks.json into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import gc
 import os
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +30,33 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 from lib import selections
+from lib.exchange import folders, load, save
+from lib.implementations import Compiled, Implementation
 from lib.machine import machine
 from lib.mask_cases import OptionCase, causal_mask, select
-from lib.output import default_out, first_line, say, write_json
+from lib.output import Report, arguments_of, require_gpu, say
 from lib.packed_trees import as_documents
-from lib.reference import einsum, wrong
-from lib.turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
+from lib.passes import usable
+from lib.reference import Sampled, einsum, wrong
+from lib.turns import (
+    Failed,
+    Worker,
+    bad_cases,
+    burst,
+    cells,
+    not_run,
+    ratio,
+    time_rows,
+    troubles,
+    worst_error,
+)
 
 HERE = Path(__file__).parent
 SHOWN = ("packax", "cudnn", "flex")
 # packax's causal attention, for cases that select some of its pairs; for trees, packed documents
 ORDER = (*SHOWN, "dense", "documents")
 PASSES = ("fwd", "bwd")
-ROWS, BLOCK = 32, 256
-OPERANDS = ("query", "key", "value", "cotangent")
+BLOCK = 256
 
 
 def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
@@ -76,13 +86,11 @@ def dense_rows(case: OptionCase, tables, q, k, v, i, h, slopes, sinks):
     return einsum("rgk,kd->rgd", p, v)
 
 
-class Reference:
+class Reference(Sampled):
     def __init__(
         self, case: OptionCase, inputs: tuple[jax.Array, ...], tables: dict[str, np.ndarray]
     ) -> None:
-        rng = np.random.default_rng(1)
-        self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
-        self.head = int(rng.integers(case.kv_heads))
+        super().__init__(case)
         group = case.heads // case.kv_heads
         query, key, value, cotangent = (x[0].astype(jnp.float32) for x in inputs)
         slopes = jnp.asarray(case.slopes()).reshape(-1, group)
@@ -118,27 +126,14 @@ class Reference:
         dk, dv = one_head(on_device, *of_h, heads[h], slopes[h], sinks[h])
         self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
-    def slices(self, out=None, gradients=None) -> dict[str, jax.Array]:
-        found = {} if out is None else {"out": out[0, self.rows]}
-        if gradients is not None:
-            dq, dk, dv = gradients
-            found |= {"dq": dq[0, self.rows], "dk": dk[0, :, self.head], "dv": dv[0, :, self.head]}
-        return found
-
-    def errors(self, found: dict[str, jax.Array]) -> dict[str, float]:
-        def relative(x, y):
-            return float(jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y))
-
-        return {name: relative(x, self.values[name]) for name, x in found.items()}
-
 
 # --- What is timed in this process.
 
 
 def packax_function(
     case: OptionCase, tables: dict[str, np.ndarray]
-) -> tuple[Callable[..., jax.Array], Any, float]:
-    """The function of (query, key, value, mask), the mask, and the attended pairs of a head."""
+) -> tuple[Implementation, float]:
+    """The attention with its mask, and the attended pairs of a head."""
     build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
     mask = build(case.expression(tables), q_len=case.seq, kv_len=case.seq)
     area = float(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
@@ -151,67 +146,26 @@ def packax_function(
         more["sinks"] = jnp.asarray(case.sink_logits())
     if case.alibi:
         more["bias"] = packax.alibi(jnp.asarray(case.slopes()))
-    return lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **more), mask, area
-
-
-def cudnn_function(case: OptionCase) -> Callable[..., jax.Array]:
-    return lambda q, k, v, _: jax.nn.dot_product_attention(
-        q, k, v, scale=case.dim**-0.5, implementation="cudnn", **case.cudnn
-    )
-
-
-def usable(
-    function, operands, inputs, reference: Reference | None, round_ms: float
-) -> dict[str, Any]:
-    """Runs and, with a reference, compares both passes: {"errors", "failed", "wrong", "launches",
-    "passes"}."""
-    query, key, value, cotangent = inputs
-    row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "launches": {}, "passes": {}}
-    try:
-        forward = jax.jit(function)
-        out = forward(query, key, value, operands)
-        if reference is not None:
-            row["errors"] |= reference.errors(reference.slices(out=out))
-        row["passes"]["fwd"] = lambda: forward(query, key, value, operands)
-        pullback = jax.jit(
-            lambda q, k, v, o: jax.vjp(lambda *x: function(*x, o), q, k, v)[1]
-        )(query, key, value, operands)  # fmt: skip
-        backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-        gradients = backward(pullback, cotangent)
-        if reference is not None:
-            row["errors"] |= reference.errors(reference.slices(gradients=gradients))
-        row["passes"]["bwd"] = lambda: backward(pullback, cotangent)
-    except Exception as error:  # the others must still run
-        row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
-    row["wrong"] = wrong(row["errors"])
-    if row["wrong"]:
-        row["passes"] = {}
-    for what, run in row["passes"].items():
-        row["launches"][what] = launches_of(run, jax.block_until_ready, round_ms)
-    return row
+    attention = lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **more)  # noqa: E731
+    return Implementation("packax", attention, mask), area
 
 
 def flex(
     case: OptionCase, torch: Worker, inputs, tables, reference: Reference, round_ms: float
 ) -> Any:
-    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=shm) as folder, tempfile.TemporaryDirectory() as results:
-        for name, x in zip(OPERANDS, inputs, strict=True):
-            np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
-        np.savez(Path(folder) / "tables.npz", **tables)
-        row = torch.ask(
-            do="prepare", case=case.name, folder=folder, results=results,
-            rows=[int(n) for n in reference.rows], head=reference.head, round_ms=round_ms,
-        )  # fmt: skip
-        found = {
-            path.stem: jnp.asarray(np.load(path).view(jnp.bfloat16))
-            for path in Path(results).glob("*.npy")
-        }
-    row["errors"] = reference.errors(found)
-    row["wrong"] = wrong(row["errors"])
-    if row["wrong"]:
-        row["launches"] = {}
-    return row
+    with folders() as (folder, results):
+        save(folder, inputs)
+        np.savez(folder / "tables.npz", **tables)
+        try:
+            row = torch.ask(
+                do="prepare", case=case.name, folder=str(folder), results=str(results),
+                compared=reference.slices(), round_ms=round_ms,
+            )  # fmt: skip
+        except Failed as error:
+            return not_run(error)
+        errors = reference.slice_errors(load(results))
+    bad = wrong(errors)
+    return row | {"errors": errors, "wrong": bad} | ({"launches": {}} if bad else {})
 
 
 def run_case(
@@ -219,51 +173,37 @@ def run_case(
 ) -> dict[str, Any]:
     inputs, tables = inputs_of(case), selections.tables(case)
     reference = Reference(case, inputs, tables)
-    function, mask, area = packax_function(case, tables)
-    rows = {"packax": usable(function, mask, inputs, reference, round_ms)}
+
+    def checked(attention: Implementation, inputs=inputs, errors_of=None) -> dict[str, Any]:
+        return usable(Compiled(attention, inputs), errors_of, round_ms=round_ms)
+
+    attention, area = packax_function(case, tables)
+    rows = {"packax": checked(attention, errors_of=reference.errors)}
     if case.selection is not None or case.tree is not None:
-        rows["packax"]["shares"] = selections.shares(case, mask, area)
-        whole, of_all, _ = packax_function(
-            dataclasses.replace(case, selection=None, tree=None, mask=causal_mask), tables
-        )
-        rows["dense"] = usable(whole, of_all, inputs, None, round_ms)
+        rows["packax"]["shares"] = selections.shares(case, attention.operands, area)
+        whole = dataclasses.replace(case, selection=None, tree=None, mask=causal_mask)
+        rows["dense"] = checked(packax_function(whole, tables)[0])
     if case.tree is not None:
         apart = as_documents(case)
-        whole, of_all, pairs = packax_function(apart, {})
-        rows["documents"] = usable(whole, of_all, inputs_of(apart), None, round_ms)
-        rows["documents"]["pairs"] = pairs
+        attention, pairs = packax_function(apart, {})
+        rows["documents"] = checked(attention, inputs_of(apart)) | {"pairs": pairs}
         rows["packax"]["pairs"] = area
     if case.cudnn is not None:
-        rows["cudnn"] = usable(cudnn_function(case), (), inputs, reference, round_ms)
+        options = case.cudnn | {"scale": case.dim**-0.5, "implementation": "cudnn"}
+        cudnn = Implementation(
+            "cudnn", lambda *x: jax.nn.dot_product_attention(*x[:3], **options), ()
+        )
+        rows["cudnn"] = checked(cudnn, errors_of=reference.errors)
     if torch is not None:
-        try:
-            rows["flex"] = flex(case, torch, inputs, tables, reference, round_ms)
-        except Failed as error:
-            rows["flex"] = {
-                "errors": {},
-                "failed": {"fwd": str(error)},
-                "wrong": [],
-                "launches": {},
-            }
-    flops = {"fwd": 4.0 * case.heads * case.dim * area, "bwd": 10.0 * case.heads * case.dim * area}
-    for row in rows.values():
-        row["times"] = {}
-    for what in PASSES:
-        names = [name for name in ORDER if what in rows.get(name, {}).get("launches", {})]
-        bursts: dict[str, Callable[[], float]] = {}
-        for name in names:
-            launches = rows[name]["launches"][what]
-            if name == "flex":
-                assert torch is not None
-                bursts[name] = functools.partial(
-                    torch.ask, do="time", name=name, what=what, launches=launches
-                )
-            else:
-                bursts[name] = functools.partial(
-                    burst, rows[name]["passes"][what], jax.block_until_ready, launches
-                )
-        for name, took in in_turns(bursts, rounds).items():
-            rows[name]["times"][what] = as_row(took, flops[what])
+        rows["flex"] = flex(case, torch, inputs, tables, reference, round_ms)
+
+    def ask(name: str, what: str, launches: int) -> float:
+        if name == "flex" and torch is not None:
+            return torch.ask(do="time", name=name, what=what, launches=launches)
+        return burst(rows[name]["passes"][what], jax.block_until_ready, launches)
+
+    forward = 4.0 * case.heads * case.dim * area
+    time_rows(rows, ask, {"fwd": forward, "bwd": 2.5 * forward}, rounds)
     for row in rows.values():
         row.pop("passes", None)
     return rows
@@ -275,23 +215,11 @@ def table(results: dict[str, Any]) -> str:
     lines, notes = [head + f"{'to cuDNN':>10}{'to Flex':>9}{'error':>9}"], []
     for name, rows in results.items():
         for what in PASSES:
-            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in SHOWN}
-            line = f"{name:<26}{what:<5}"
-            for cell in cells.values():
-                line += (
-                    f"{cell['ms']:>11.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>11}{'-':>9}"
-                )
+            found, line = cells(rows, what, SHOWN)
             for who, width in (("cudnn", 10), ("flex", 9)):
-                ours, theirs = cells["packax"], cells[who]
-                line += (
-                    f"{theirs['ms'] / ours['ms']:>{width}.3f}"
-                    if ours and theirs
-                    else f"{'-':>{width}}"
-                )
-            errors = rows.get("packax", {}).get("errors", {})
-            some = [errors[x] for x in (("out",) if what == "fwd" else ("dq", "dk",
-                "dv")) if x in errors]  # fmt: skip
-            lines.append(line + (f"{max(some):>9.1e}" if some else ""))
+                line += ratio(found[who], found["packax"], width)
+            line += worst_error(rows.get("packax", {}), what, 9)
+            lines.append(f"{name:<26}{what:<5}{line}")
         notes += of_dense(name, rows)
         for who, row in rows.items():
             notes += troubles(f"{name} {who}", row)
@@ -324,29 +252,13 @@ def times_beside(rows: dict[str, Any], other: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--cases", help="names of lib/mask_cases.py, selections or trees (default: all)"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments_of(__doc__, "names of lib/mask_cases.py, selections or trees", rounds=5)
     parser.add_argument("--round-ms", type=float, default=80.0, help="length of a burst")
     parser.add_argument("--without-flex", action="store_true", help="no torch")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
-    if jax.default_backend() != "gpu":
-        raise SystemExit(
-            f"masks.py times GPU kernels, and jax runs on {jax.default_backend()!r} here"
-        )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "rounds": arguments.rounds,
-        "cases": {},
-    }
+    require_gpu()
+    report = Report(arguments.out, "masks", arguments.rounds, machine=machine())
     with contextlib.ExitStack() as stack:
         torch = None
         if not arguments.without_flex:  # without what keeps Triton from packax (.ci/gpu)
@@ -357,18 +269,11 @@ def main() -> int:
         say(f"{report['machine']}, {report.get('torch', 'without torch')}")
         for case in cases:
             rows = run_case(case, torch, arguments.rounds, arguments.round_ms)
-            report["cases"][case.name] = rows
+            report.add(case.name, rows)
             gc.collect()
             say(f"{case.name}\n{table({case.name: rows})}")
-            write_json(arguments.out / "masks.json", report)
-    print(f"\n{table(report['cases'])}\n\nwrote {arguments.out / 'masks.json'}")
-    bad = [
-        name
-        for name, rows in report["cases"].items()
-        if rows["packax"]["wrong"] or rows["packax"]["failed"]
-    ]
-    print(f"FAILED: {', '.join(bad)}" if bad else "")
-    return 1 if bad else 0
+    print(f"\n{table(report['cases'])}\n")
+    return report.end(bad_cases(report["cases"]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ gradients of a model of 24 layers; also for jax.nn.dot_product_attention. Writes
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -19,14 +18,13 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from lib.output import default_out, write_json
+from lib.output import arguments_of, write_json
 
 LAYERS, LENGTH, HEADS, KV_HEADS, DIM = 24, 256, 8, 2, 32
 Attention = Callable[..., jax.Array]
@@ -151,11 +149,8 @@ def compile_time() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     report = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {jax.default_backend()}",

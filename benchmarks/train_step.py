@@ -20,11 +20,9 @@ $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
-import os
 import re
 import sys
 import tempfile
@@ -41,7 +39,7 @@ from lib import llama
 from lib.cases import Case
 from lib.implementations import JAX_PEERS, not_tried
 from lib.machine import machine
-from lib.output import default_out, first_line, say, write_json
+from lib.output import Report, arguments_of, first_line, say
 from lib.traces import totals
 from lib.turns import as_row, in_turns, troubles
 
@@ -328,45 +326,32 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, rounds=7)
     parser.add_argument("--runs", help="TOKENS:DOCUMENTS:LAYERS, several with commas between")
     parser.add_argument("--who", default="packax,names,fa3,cudnn", help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     names = arguments.who.split(",")
     if unknown := sorted({*names} - {*WAYS}):
         parser.error(f"--who: {', '.join(unknown)}: there are {', '.join(WAYS)}")
     small = "256:3:2" if arguments.tiny else "32768:12:4,131072:12:4"
     runs = [Run.parse(text) for text in (arguments.runs or small).split(",")]
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "rounds": arguments.rounds,
-        "runs": {},
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    written = arguments.out / "train_step.json"
+    report = Report(arguments.out, "train_step", arguments.rounds, machine=machine())
     for run in runs:
         config = llama.Config(run.layers, **(TINY | {"chunk": 64} if arguments.tiny else {}))
         rows = timed(run, config, names, arguments.rounds, arguments.profile)
-        report["runs"][run.name] = rows
-        write_json(written, report)
+        report.add(run.name, rows)
         gc.collect()
         say(f"\n{table({run.name: rows})}")
-    print(f"\n{table(report['runs'])}\nwrote {written}")
+    print(f"\n{table(report['cases'])}")
     bad = [
         f"{run} {name}"
-        for run, rows in report["runs"].items()
+        for run, rows in report["cases"].items()
         for name, row in rows.items()
         if name in ("packax", "names") and "ms" not in row
     ]
-    print(f"FAILED: {', '.join(bad)}" if bad else "")
-    return 1 if bad else 0
+    return report.end(bad)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ memory.
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from compare.torch_worker import Attention, Torch
 from lib.cases import CASES, Case
-from lib.turns import burst, launches_of, serve
-
-OPERANDS = ("query", "key", "value", "cotangent")
+from lib.turns import serve
 
 
-def finish(_: Any) -> None:
-    torch.cuda.synchronize()
-
-
-def attention(case: Case, device: str, peer: str = "fa4") -> Callable[..., torch.Tensor]:
+def attention(case: Case, device: str, peer: str = "fa4") -> Attention:
     if case.batch == 1 and peer == "fa2":
         return flash_attention_2(case, device)
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -60,7 +53,7 @@ def attention(case: Case, device: str, peer: str = "fa4") -> Callable[..., torch
     return packed
 
 
-def flash_attention_2(case: Case, device: str) -> Callable[..., torch.Tensor]:
+def flash_attention_2(case: Case, device: str) -> Attention:
     edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
     longest = max(case.lengths)
     options: dict[str, Any] = {"scale": case.head_dim**-0.5}
@@ -76,77 +69,16 @@ def flash_attention_2(case: Case, device: str) -> Callable[..., torch.Tensor]:
     return packed
 
 
-class State:
-    device = "cuda"
-
-    def __init__(self) -> None:
-        self.passes: dict[str, Callable[[], Any]] = {}
-
-    def answer(self, request: dict[str, Any]) -> Any:
-        return getattr(self, request["do"])(**{k: v for k, v in request.items() if k != "do"})
-
+class Peers(Torch):
     def hello(self) -> dict[str, str]:
         names = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
         installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
         return {name: importlib.metadata.version(name) for name in names if name in installed}
 
-    def load(self, folder: str) -> list[torch.Tensor]:
-        files = [Path(folder) / f"{name}.npy" for name in OPERANDS]
-        return [torch.from_numpy(np.load(f)).view(torch.bfloat16).to(self.device) for f in files]
-
-    def prepare(
-        self,
-        case: str,
-        folder: str,
-        results: str,
-        compared: dict[str, list[int]],
-        round_ms: float,
-        peer: str = "fa4",
-    ) -> dict[str, Any]:
-        """Runs both passes and writes what the reference compares; {"failed", "launches"}."""
-        self.passes = {}
-        gc.collect()
-        torch.cuda.empty_cache()
+    def attention(self, case: str, folder: Path, **options: Any) -> Attention:
         (found,) = (item for item in CASES if item.name == case)
-        q, k, v, do = self.load(folder)
-        function = attention(found, self.device, peer)
-        rows, (start, stop), (head,) = compared["rows"], compared["window"], compared["head"]
-
-        def write(name: str, x: torch.Tensor) -> None:
-            np.save(
-                Path(results) / f"{name}.npy",
-                x.detach().contiguous().view(torch.int16).cpu().numpy(),
-            )
-
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return function(q, k, v)
-
-        failed = {}
-        try:
-            write("out", forward()[0, rows])
-            self.passes["fwd"] = forward
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = function(*leaves)
-
-            def backward() -> tuple[torch.Tensor, ...]:
-                return torch.autograd.grad(out, leaves, do, retain_graph=True)
-
-            dq, dk, dv = backward()
-            write("dq", dq[0, rows])
-            write("dk", dk[0, start:stop, head])
-            write("dv", dv[0, start:stop, head])
-            del dq, dk, dv
-            self.passes["bwd"] = backward
-        except Exception as error:  # the forward may run even if the backward does not
-            text = (str(error).strip().splitlines() or [""])[0]
-            failed["bwd" if self.passes else "fwd"] = f"{type(error).__name__}: {text}"[:300]
-        launches = {what: launches_of(f, finish, round_ms) for what, f in self.passes.items()}
-        return {"failed": failed, "launches": launches}
-
-    def time(self, name: str, what: str, launches: int) -> float:
-        return burst(self.passes[what], finish, launches)
+        return attention(found, self.device, **options)
 
 
 if __name__ == "__main__":
-    serve(State().answer)
+    serve(Peers().answer)

@@ -1,7 +1,7 @@
 """packax, cuDNN and FlashAttention 2, 3 and 4 on one GPU, taking turns: TFLOP/s and ratios.
 
     python benchmarks/compare/versus_fa4.py [--fa4 dist/fa4.tar.xz | --fa2] [--peers cudnn,fa3]
-        [--cases board,long] [--rounds 7] [--power] [--out DIR]
+        [--before WHEEL] [--cases board,long] [--rounds 7] [--power] [--out DIR]
 
 Two processes, one with JAX (packax from the wheel, and --peers: cuDNN, FA3 from flash-attn3-jax)
 and one with torch (FA4), take turns: in every round each implementation runs a burst of about 120
@@ -9,7 +9,8 @@ ms, in another order every round, while the other process waits (turns.py). Rati
 Inputs are the same arrays, and every output and gradient is first compared with one float32
 reference; a wrong one is not timed. --power: bursts of two seconds (--round-ms), with the GPU's
 power and clock for each time (power.py). --fa2 uses torch's FlashAttention-2 instead of FA4, for
-builds of kernels for other GPUs (docs/internals/proxy.md); with neither, only the JAX process runs.
+builds of kernels for other GPUs (docs/internals/proxy.md); with neither, torch does not run.
+--before: another wheel of packax, or a folder that has packax/, in a second process with JAX.
 
 The machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages einops,
 cuda-bindings, protobuf and typing-extensions. The other packages come in the archives that `bash
@@ -21,14 +22,14 @@ or versus_fa2.json, into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import json
 import os
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib.cases import Case, select
 from lib.chart import bar_chart
-from lib.output import PEERS, default_out, say, write_json
-from lib.power import Meter, medians, metered
+from lib.exchange import folders
+from lib.output import PEERS, Report, arguments_of, say
+from lib.power import Meter
 from lib.power import line as power_line
-from lib.turns import Failed, Worker, as_row, in_turns, troubles
+from lib.turns import (
+    Failed,
+    Worker,
+    bad_cases,
+    cells,
+    not_run,
+    ratio,
+    time_rows,
+    troubles,
+    worst_error,
+)
 
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd")
-ORDER = ("packax", "cudnn", "fa2", "fa3", "fa4")
-TITLES = {"cudnn": "to cuDNN", "fa2": "to FA2", "fa3": "to FA3", "fa4": "to FA4"}
+ORDER = ("packax", "before", "cudnn", "fa2", "fa3", "fa4")
+TITLES = {
+    "before": "to before",
+    "cudnn": "to cuDNN",
+    "fa2": "to FA2",
+    "fa3": "to FA3",
+    "fa4": "to FA4",
+}
 TORCH = ("fa2", "fa4")
 
 
@@ -66,78 +84,69 @@ def torch_environment(site: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
 
 
+def wheel_environment(before: Path, stack: contextlib.ExitStack) -> dict[str, str]:
+    """This process's environment with another packax first on its path."""
+    if before.is_file():
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with zipfile.ZipFile(before) as wheel:
+            wheel.extractall(folder)
+        before = Path(folder)
+    if not (before / "packax" / "__init__.py").is_file():
+        raise SystemExit(f"--before: no packax/__init__.py in {before}")
+    paths = filter(None, [str(before.resolve()), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def prepare(
     case: Case,
-    jax: Worker,
-    torch: Worker | None,
-    scratch: Path,
+    workers: Mapping[str, Worker],
     round_ms: float,
-    peers: tuple[str, ...],
-    torch_peer: str = "fa4",
+    peers: Sequence[str],
+    torch_peer: str,
 ) -> dict[str, Any]:
     """Rows of the report without times: errors, what failed, launches per burst."""
-    with (
-        tempfile.TemporaryDirectory(dir=scratch) as inputs,
-        tempfile.TemporaryDirectory() as results,
-    ):
-        found = jax.ask(do="prepare", case=case.name, folder=inputs, round_ms=round_ms, peers=peers)
+    ask = {"do": "prepare", "case": case.name, "round_ms": round_ms}
+    with folders() as (inputs, results):
+        found = workers["jax"].ask(**ask, folder=str(inputs), peers=peers)
         rows = found["implementations"]
-        if torch is None:
-            return rows
-        try:
-            found_there = torch.ask(
-                do="prepare",
-                peer=torch_peer,
-                case=case.name,
-                folder=inputs,
-                results=results,
-                compared=found["compared"],
-                round_ms=round_ms,
-            )
-            row = found_there | jax.ask(do="judge", folder=results)
-        except Failed as error:
-            row = {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
-        if row["wrong"]:
-            row["launches"] = {}
-        rows[torch_peer] = row
-        return rows
+        if "torch" in workers:
+            try:
+                row = workers["torch"].ask(
+                    **ask, peer=torch_peer, folder=str(inputs), results=str(results),
+                    compared=found["compared"],
+                )  # fmt: skip
+                row |= workers["jax"].ask(do="judge", folder=str(results))
+            except Failed as error:
+                row = not_run(error)
+            rows[torch_peer] = row | ({"launches": {}} if row["wrong"] else {})
+        if "before" in workers:  # the same inputs, drawn there, and its own reference
+            try:
+                row = workers["before"].ask(**ask, folder=str(inputs), peers=[])
+                rows["before"] = row["implementations"]["packax"]
+            except Failed as error:
+                rows["before"] = not_run(error)
+    return rows
 
 
 def run_case(
     case: Case,
-    jax: Worker,
-    torch: Worker | None,
-    scratch: Path,
+    workers: Mapping[str, Worker],
     rounds: int,
     round_ms: float,
     meter: Meter | None = None,
-    peers: tuple[str, ...] = ("cudnn",),
+    peers: Sequence[str] = ("cudnn",),
     torch_peer: str = "fa4",
 ) -> dict[str, Any]:
-    rows = prepare(case, jax, torch, scratch, round_ms, peers, torch_peer)
+    rows = prepare(case, workers, round_ms, peers, torch_peer)
+    places = dict.fromkeys(TORCH, "torch") | {"before": "before"}
+
+    def ask(name: str, what: str, launches: int) -> float:
+        worker = workers[places.get(name, "jax")]
+        name = "packax" if name == "before" else name
+        return worker.ask(do="time", name=name, what=what, launches=launches)
+
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
-    for row in rows.values():
-        row["times"] = {}
-        row["power"] = {}
-    for what in PASSES:
-        names = [name for name in ORDER if name in rows and what in rows[name]["launches"]]
-        bursts = {
-            name: functools.partial(
-                (torch if torch and name in TORCH else jax).ask,
-                do="time",
-                name=name,
-                what=what,
-                launches=rows[name]["launches"][what],
-            )
-            for name in names
-        }
-        read: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        if meter is not None:
-            bursts = {name: metered(meter, f, read[name]) for name, f in bursts.items()}
-        for name, took in in_turns(bursts, rounds).items():
-            rows[name]["times"][what] = row = as_row(took, flops[what])
-            if read[name]:
-                rows[name]["power"][what] = medians(read[name], row["ms"])
+    time_rows(rows, ask, flops, rounds, meter)
     return rows
 
 
@@ -152,22 +161,12 @@ def table(results: dict[str, Any]) -> str:
     notes = []
     for name, rows in results.items():
         for what in PASSES:
-            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in order}
-            line = f"{name:<20}{what:<5}"
-            for cell in cells.values():
-                line += (
-                    f"{cell['ms']:>11.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>11}{'-':>9}"
-                )
-            ours = cells.get("packax")
-            for who, cell in cells.items():
-                if who in TITLES:
-                    line += f"{cell['ms'] / ours['ms']:>10.3f}" if ours and cell else f"{'-':>10}"
-            for who in order:
-                errors = rows.get(who, {}).get("errors") or {}
-                results_of = ("out",) if what == "fwd" else ("dq", "dk", "dv")
-                worst = [errors[x] for x in results_of if x in errors]
-                line += f"{max(worst):>13.1e}" if worst else f"{'-':>13}"
-            lines.append(line)
+            found, line = cells(rows, what, order)
+            line += "".join(
+                ratio(found[who], found.get("packax"), 10) for who in order if who in TITLES
+            )
+            line += "".join(worst_error(rows.get(who, {}), what, 13) for who in order)
+            lines.append(f"{name:<20}{what:<5}{line}")
         for who in order:
             power = rows.get(who, {}).get("power", {})
             lines += [power_line(who, what, power[what]) for what in PASSES if what in power]
@@ -176,9 +175,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, "names and groups of cases.py", default="board", rounds=7)
     parser.add_argument(
         "--fa4",
         type=Path,
@@ -188,27 +185,16 @@ def main() -> int:
     parser.add_argument(
         "--peers", default="cudnn", help="of implementations.py: cudnn, fa3 (default: cudnn)"
     )
-    parser.add_argument(
-        "--cases", default="board", help="names and groups of cases.py (default: board)"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--before", type=Path, help="another packax: a wheel or a folder")
     parser.add_argument("--round-ms", type=float, help="length of a burst; 120, with --power 2000")
     parser.add_argument("--power", action="store_true", help="read power and clock, too")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
-    peers = tuple(name for name in arguments.peers.split(",") if name)
+    peers = [name for name in arguments.peers.split(",") if name]
     torch_peer = "fa2" if arguments.fa2 else "fa4"
-    file = arguments.out / f"versus_{torch_peer}.json"
     meter = Meter() if arguments.power else None
     round_ms = arguments.round_ms or (2000.0 if arguments.power else 120.0)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    shm = Path("/dev/shm")
-    report: dict[str, Any] = {
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "rounds": arguments.rounds,
-        "cases": {},
-    }
+    report = Report(arguments.out, f"versus_{torch_peer}", arguments.rounds)
     with contextlib.ExitStack() as stack:
         programs = {"jax": ("jax_worker.py", dict(os.environ))}
         if arguments.fa2:
@@ -216,6 +202,9 @@ def main() -> int:
         elif arguments.fa4:
             site = unpacked(arguments.fa4, stack)
             programs["torch"] = ("peers_torch.py", torch_environment(site))
+        if arguments.before:
+            environment = wheel_environment(arguments.before, stack)
+            programs["before"] = ("jax_worker.py", environment)
         workers = {}
         for name, (script, environment) in programs.items():
             workers[name] = Worker(name, [sys.executable, str(HERE / script)], environment)
@@ -224,39 +213,20 @@ def main() -> int:
             report[name] = worker.ask(do="hello")
             say(f"{name}: {report[name]}")
         for case in cases:
-            scratch = shm if shm.is_dir() else Path(tempfile.gettempdir())
             try:
-                rows = run_case(
-                    case,
-                    workers["jax"],
-                    workers.get("torch"),
-                    scratch,
-                    arguments.rounds,
-                    round_ms,
-                    meter,
-                    peers,
-                    torch_peer,
-                )
+                rows = run_case(case, workers, arguments.rounds, round_ms, meter, peers, torch_peer)
             except Failed as error:
                 say(f"{case.name} FAILED: {error}")
                 rows = {}
-            report["cases"][case.name] = rows
             say(f"{case.name}\n{table({case.name: rows})}")
-            write_json(file, report)
+            report.add(case.name, rows)
     print(f"\n{table(report['cases'])}\n")
     rounds = f"medians of {arguments.rounds} rounds in turns"
     print(f"{', '.join(TITLES.values())}: their ms / packax ms, {rounds}")
     board = json.loads(PEERS.read_text())
     if any(rows for rows in report["cases"].values()):
-        bar_chart(report | {"machine": report["jax"]}, board, file.with_suffix(".png"))
-    print(f"wrote {file} and, of what was measured, {file.with_suffix('.png').name}")
-    bad = [
-        name
-        for name, rows in report["cases"].items()
-        if not rows or rows["packax"]["wrong"] or rows["packax"]["failed"]
-    ]
-    print(f"FAILED: {', '.join(bad)}" if bad else "")
-    return 1 if bad else 0
+        bar_chart(report | {"machine": report["jax"]}, board, report.path.with_suffix(".png"))
+    return report.end(bad_cases(report["cases"]))
 
 
 if __name__ == "__main__":

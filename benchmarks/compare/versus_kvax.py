@@ -16,7 +16,6 @@ trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cas
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -34,10 +33,9 @@ import numpy as np
 from lib.cases import Case, select
 from lib.implementations import Compiled, Implementation, random_inputs
 from lib.machine import machine
-from lib.output import default_out, first_line, say, write_json
-from lib.passes import usable
+from lib.output import Report, arguments_of, first_line, require_gpu, say
+from lib.passes import time_passes, usable
 from lib.reference import Reference
-from lib.timing import interleaved
 
 HERE = Path(__file__).parent
 PACKAGES = ("packax.kvax", "kvax")
@@ -112,7 +110,7 @@ def run_package(package: str, case: Case, inputs: Any, reference: Reference) -> 
     for blocks in BLOCKS:
         try:
             implementation = attention_of(package, case, blocks)
-            result = usable(implementation, Compiled(implementation, inputs), reference)
+            result = usable(Compiled(implementation, inputs), reference.errors)
         except Exception as error:
             failed = {"mask": first_line(error)}
             result = {"errors": {}, "passes": {}, "failed": failed, "wrong": []}
@@ -126,20 +124,9 @@ def run_package(package: str, case: Case, inputs: Any, reference: Reference) -> 
 def run_case(case: Case, packages: list[str], rounds: int) -> dict[str, Any]:
     inputs = random_inputs(case)
     reference = Reference(case, inputs)
-    found = {package: run_package(package, case, inputs, reference) for package in packages}
-    rows: dict[str, Any] = {
-        package: {name: x for name, x in result.items() if name != "passes"} | {"times": {}}
-        for package, result in found.items()
-    }
+    rows: dict[str, Any] = {x: run_package(x, case, inputs, reference) for x in packages}
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
-    for what in flops:
-        functions = {
-            package: result["passes"][what]
-            for package, result in found.items()
-            if what in result["passes"]
-        }
-        for package, time in interleaved(functions, rounds=rounds).items() if functions else ():
-            rows[package]["times"][what] = time.as_dict(flops[what])
+    time_passes(rows, flops, rounds)
     ours, theirs = (rows.get(package, {}).get("times", {}) for package in PACKAGES)
     rows["speed"] = {
         what: round(theirs[what]["ms"] / ours[what]["ms"], 3)
@@ -167,36 +154,28 @@ def trace(packages: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default="board")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = arguments_of(__doc__, "names and groups of cases.py", default="board", rounds=7)
     parser.add_argument("--trace", action="store_true", help="trace both packages, time nothing")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     packages = list(PACKAGES)
-    report: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "cases": {}}
     try:
         importable()
-        report["kvax"] = importlib.metadata.version("kvax")
+        version = importlib.metadata.version("kvax")
     except Exception as error:
         say(f"kvax cannot be imported, packax.kvax runs alone: {first_line(error)}")
-        report["kvax"] = first_line(error)
+        version = first_line(error)
         packages.remove("kvax")
     enter(packages)
     if arguments.trace:
         trace(packages)
         return 0
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"this times GPU kernels, and jax has {jax.devices()}")
+    require_gpu()
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.out, "versus_kvax", arguments.rounds, machine=machine(), kvax=version)
     wrong = 0
     for case in select(arguments.cases):
         rows = run_case(case, packages, arguments.rounds)
-        report["cases"][case.name] = rows
-        write_json(arguments.out / "versus_kvax.json", report)
+        report.add(case.name, rows)
         for package in packages:
             row = rows[package]
             times = ", ".join(f"{what} {t['tflops']} TFLOP/s" for what, t in row["times"].items())

@@ -35,9 +35,8 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     mask = jax.jit(lambda ids: packax.create_attention_mask(interval & packax.documents(ids)))(
         segment_ids
     )
-    options = (
-        {"deterministic": True} if deterministic else {}
-    )  # old wheels (versus_wheel.py) have no more
+    # Only arguments that every packax has: versus_fa4.py takes another wheel, too.
+    options = {"deterministic": True} if deterministic else {}
     return Implementation(
         "deterministic" if deterministic else "packax",
         lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **options),
@@ -54,6 +53,8 @@ FA3_HEAD_DIM = 128  # the only one in the wheels of flash-attn3-jax
 
 def not_tried(name: str, case: Case) -> dict[str, str]:
     """Passes that are not tried with a peer, and why."""
+    if name == "packax":
+        return {}
     if case.window:
         return {"fwd": "windows are timed only for packax and FlashAttention-2"}
     if name == "fa3" and (case.head_dim, case.value_dim) != (FA3_HEAD_DIM, FA3_HEAD_DIM):
@@ -167,26 +168,26 @@ class Compiled:
     """The jitted passes of one implementation, with its inputs bound."""
 
     implementation: Implementation
-    inputs: Arrays  # shapes are enough for `lowered`
+    inputs: Arrays  # what is differentiated, and the cotangent; shapes are enough for `lowered`
 
     def _program(self, what: str, count: int) -> tuple[Any, tuple[Any, ...]]:
         """The jitted function of a pass, and its arguments except those of a separate backward."""
-        query, key, value, cotangent = self.inputs
+        *tensors, cotangent = self.inputs
         attention, operands = self.implementation.function, self.implementation.operands
 
-        def both(query, key, value, operands, cotangent):
-            out, pullback = jax.vjp(lambda *x: attention(*x, operands), query, key, value)
+        def both(cotangent, operands, *tensors):
+            out, pullback = jax.vjp(lambda *x: attention(*x, operands), *tensors)
             return out, pullback(cotangent)
 
-        def with_residuals(query, key, value, operands):
-            return jax.vjp(lambda *x: attention(*x, operands), query, key, value)[1]
+        def with_residuals(operands, *tensors):
+            return jax.vjp(lambda *x: attention(*x, operands), *tensors)[1]
 
         def backward(pullback, cotangent):
             return pullback(cotangent)
 
-        def forward_loop(query, key, value, operands):
+        def forward_loop(query, *others):
             def step(_: Any, query: jax.Array) -> jax.Array:
-                return touched(query, attention(query, key, value, operands))
+                return touched(query, attention(query, *others))
 
             return jax.lax.fori_loop(0, count, step, query)
 
@@ -198,11 +199,11 @@ class Compiled:
 
             return jax.lax.fori_loop(0, count, step, cotangent)
 
-        forward = (query, key, value, operands)
+        forward = (*tensors, operands)
         function, arguments = {
             "fwd": (attention, forward),
-            "both": (both, (*forward, cotangent)),
-            "residuals": (with_residuals, forward),
+            "both": (both, (cotangent, operands, *tensors)),
+            "residuals": (with_residuals, (operands, *tensors)),
             "bwd": (backward, ()),
             "fwd loop": (forward_loop, forward),
             "bwd loop": (backward_loop, ()),
@@ -212,7 +213,7 @@ class Compiled:
     def _bound(self, what: str, count: int = 1) -> Callable[[], Any]:
         function, arguments = self._program(what, count)
         if what in ("bwd", "bwd loop"):
-            arguments = (self.pullback(), self.inputs[3])
+            arguments = (self.pullback(), self.inputs[-1])
         return lambda: function(*arguments)
 
     def lowered(self, what: str, count: int = LOOP) -> list[Any]:
@@ -222,7 +223,7 @@ class Compiled:
             return [function.lower(*arguments)]
         residuals, of_forward = self._program("residuals", count)
         first = residuals.lower(*of_forward)
-        return [first, function.lower(first.out_info, self.inputs[3])]
+        return [first, function.lower(first.out_info, self.inputs[-1])]
 
     def forward(self) -> Callable[[], jax.Array]:
         return self._bound("fwd")

@@ -1,7 +1,8 @@
-"""What every program prints while it runs, and where its results go."""
+"""What every program has: arguments, lines that it prints while it runs, a report in JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -43,3 +44,47 @@ def to_json(value: Any, column: int = 0, label: str = "") -> str:
 
 def write_json(path: Path, report: Any) -> None:
     path.write_text(to_json(report) + "\n")
+
+
+def arguments_of(
+    doc: str | None, cases: str = "", *, default: str | None = None, rounds: int = 0
+) -> argparse.ArgumentParser:
+    """A parser with --out and, if there are, --cases (with this help) and --rounds."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if cases:
+        parser.add_argument(
+            "--cases", default=default, help=f"{cases} (default: {default or 'all'})"
+        )
+    if rounds:
+        text = "interleaved rounds, of which the median is reported"
+        parser.add_argument("--rounds", type=int, default=rounds, help=text)
+    parser.add_argument("--out", type=Path, default=default_out(), help="the folder of the JSON")
+    return parser
+
+
+def require_gpu() -> None:
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"this times GPU kernels, and jax has {jax.devices()} here")
+
+
+class Report(dict[str, Any]):
+    """What a run found. It is written after every case, as a time limit may end the run."""
+
+    def __init__(self, out: Path, name: str, rounds: int, **more: Any) -> None:
+        commit = os.environ.get("PACKAX_COMMIT", "unknown")
+        super().__init__(more, commit=commit, rounds=rounds, cases={})
+        out.mkdir(parents=True, exist_ok=True)
+        self.path = out / f"{name}.json"
+
+    def add(self, case: str, rows: Any) -> None:
+        self["cases"][case] = rows
+        write_json(self.path, self)
+
+    def end(self, bad: list[str]) -> int:
+        """The status with which the program exits: 1 if cases are bad."""
+        print(f"wrote {self.path}" + (f"\nFAILED: {', '.join(bad)}" if bad else ""))
+        return 1 if bad else 0

@@ -1,58 +1,77 @@
-"""The passes of an implementation, each run once and compared with the reference before it is
-timed."""
+"""The passes of an implementation, run once and compared with a reference before they are timed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from lib.implementations import Compiled, Implementation
+from lib.implementations import Compiled
 from lib.output import first_line, say
 from lib.reference import Reference, wrong
+from lib.timing import interleaved
+from lib.turns import launches_of
 
 
 def usable(
-    implementation: Implementation,
     compiled: Compiled,
-    reference: Reference,
+    errors_of: Callable[[Any, Any], dict[str, float]] | None = None,
     skip: dict[str, str] | None = None,
+    *,
+    both: bool = False,
+    round_ms: float = 0.0,
 ) -> dict[str, Any]:
-    """Runs every pass once and compares: {"errors", "passes": callables, "failed", "wrong"}."""
+    """Runs every pass once and compares: {"errors", "failed", "wrong", "passes": callables}.
+
+    `errors_of(out, gradients)`, of which one is None; without it nothing is compared. `both`: also
+    "fwd+bwd". With `round_ms`, "launches" says how many launches of a pass take that long.
+    """
     errors: dict[str, float] = {}
-    failed: dict[str, str] = dict(skip or {})
-    passes: dict[str, Any] = {}
-    if "fwd" in failed:
-        return {"errors": errors, "passes": passes, "failed": failed}
-    try:
-        forward = compiled.forward()
-        errors |= reference.errors(forward(), None)
-        passes["fwd"] = forward
-    except Exception as error:  # the other implementations must still run
-        failed["fwd"] = first_line(error)
-        return {"errors": errors, "passes": passes, "failed": failed}
-    try:
-        if "bwd" not in failed:
-            both = compiled.both()
-            out, gradients = both()
-            errors |= reference.errors(None, gradients)
-            del out, gradients
-            passes["fwd+bwd"] = both
-            backward = compiled.backward()
-            gradients = backward()
-            alone = reference.errors(None, gradients)
-            errors |= {name: max(errors[name], value) for name, value in alone.items()}
-            passes["bwd"] = backward
-    except Exception as error:
-        failed["bwd"] = first_line(error)
+    failed, passes = dict(skip or {}), {}
+
+    def run(what: str, make: Callable[[], Any], results: Callable[[Any], tuple[Any, Any]]) -> None:
+        part = "fwd" if what == "fwd" else "bwd"
+        if "fwd" in failed or part in failed:
+            return
+        try:
+            function = make()
+            found = results(function())
+            for name, error in errors_of(*found).items() if errors_of else ():
+                errors[name] = float(np.maximum(errors.get(name, 0.0), error))
+            passes[what] = function
+        except Exception as error:  # the other implementations must still run
+            failed[part] = first_line(error)
+
+    run("fwd", compiled.forward, lambda out: (out, None))
+    if both:
+        run("fwd+bwd", compiled.both, lambda results: (None, results[1]))
+    run("bwd", compiled.backward, lambda gradients: (None, gradients))
     bad = wrong(errors)
     if bad:
-        say(
-            f"WRONG {implementation.name}: "
-            + ", ".join(f"{name} {errors[name]:.1e}" for name in bad)
-        )
+        said = ", ".join(f"{name} {errors[name]:.1e}" for name in bad)
+        say(f"WRONG {compiled.implementation.name}: {said}")
         passes = {}
-    return {"errors": errors, "passes": passes, "failed": failed, "wrong": bad}
+    row = {"errors": errors, "failed": failed, "wrong": bad, "passes": passes}
+    if round_ms:
+        finish = jax.block_until_ready
+        row["launches"] = {what: launches_of(f, finish, round_ms) for what, f in passes.items()}
+    return row
+
+
+def time_passes(
+    rows: Mapping[str, dict[str, Any]], flops: Mapping[str, float], rounds: int, inner: int = 1
+) -> None:
+    """Times the rows' passes in turns: adds "times" to each, and removes the passes."""
+    for row in rows.values():
+        row["times"] = {}
+    for what, number in flops.items():
+        functions = {n: row["passes"][what] for n, row in rows.items() if what in row["passes"]}
+        for name, time in interleaved(functions, rounds=rounds, inner=inner).items():
+            rows[name]["times"][what] = time.as_dict(number)
+    for row in rows.values():
+        del row["passes"]
 
 
 def usable_deterministic(compiled: Compiled, reference: Reference) -> dict[str, Any]:

@@ -21,12 +21,8 @@ from lib.implementations import Arrays
 ROWS = 32
 BLOCK = 512
 WHOLE_ROW = 131072  # longer rows are checked over one document
-LIMIT = {
-    "out": 1e-2,
-    "dq": 1e-2,
-    "dk": 1e-2,
-    "dv": 1e-2,
-}  # ‖x - reference‖ / ‖reference‖ in bfloat16
+LIMIT = 1e-2  # ‖x - reference‖ / ‖reference‖ in bfloat16
+LIMITS = {"dtable": 3e-2, "mean": 5e-2}  # an entry of a table sums millions of rounded terms
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -93,39 +89,19 @@ def head_gradients(query, key, value, cotangent, segment_ids, *, scale, window):
     return jax.lax.scan(step, (jnp.zeros_like(key), jnp.zeros_like(value)), blocks)[0]
 
 
-class Reference:
-    """The reference of one case and one set of inputs."""
+class Sampled:
+    """What of the results is compared: rows of out and dQ, and a window and head of dK and dV."""
 
-    def __init__(self, case: Case, inputs: Arrays, seed: int = 1) -> None:
-        rng = np.random.default_rng(seed)
-        query, key, value, cotangent = inputs
-        segment_ids = jnp.asarray(case.segment_ids())
-        self.rows = jnp.asarray(np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False)))
-        self.out, self.dq = sampled_rows(
-            query, key, value, cotangent, segment_ids, self.rows, window=case.window
-        )
+    values: dict[str, jax.Array]  # of the reference
 
-        self.window = slice(0, case.seq)
-        if case.seq > WHOLE_ROW:
-            edges = np.concatenate([[0], np.cumsum(case.lengths)])
-            document = int(np.argsort(case.lengths)[case.documents // 2])
-            self.window = slice(int(edges[document]), int(edges[document + 1]))
+    def __init__(self, case: Any) -> None:
+        rng = np.random.default_rng(1)
+        self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
         self.head = int(rng.integers(case.kv_heads))
-        group = case.heads // case.kv_heads
-        heads = slice(self.head * group, (self.head + 1) * group)
-        self.dk, self.dv = head_gradients(
-            query[0, self.window, heads],
-            key[0, self.window, self.head],
-            value[0, self.window, self.head],
-            cotangent[0, self.window, heads],
-            segment_ids[0, self.window],
-            scale=case.head_dim**-0.5,
-            window=case.window,
-        )
+        self.window = slice(0, case.seq)
 
     def slices(self) -> dict[str, list[int]]:
-        """What of the results is compared: rows of out and dQ, and a window and head of dK and
-        dV."""
+        """As another process takes it."""
         window = [self.window.start, self.window.stop]
         return {"rows": [int(row) for row in self.rows], "window": window, "head": [self.head]}
 
@@ -143,12 +119,39 @@ class Reference:
 
     def slice_errors(self, found: Mapping[str, jax.Array]) -> dict[str, float]:
         """Relative errors of slices."""
-        return {name: relative(x, getattr(self, name)) for name, x in found.items()}
+        return {name: relative(x, self.values[name]) for name, x in found.items()}
+
+
+class Reference(Sampled):
+    """The reference of one case and one set of inputs."""
+
+    def __init__(self, case: Case, inputs: Arrays) -> None:
+        super().__init__(case)
+        query, key, value, cotangent = inputs
+        segment_ids = jnp.asarray(case.segment_ids())
+        rows = jnp.asarray(self.rows)
+        out, dq = sampled_rows(query, key, value, cotangent, segment_ids, rows, window=case.window)
+        if case.seq > WHOLE_ROW:
+            edges = np.concatenate([[0], np.cumsum(case.lengths)])
+            document = int(np.argsort(case.lengths)[case.documents // 2])
+            self.window = slice(int(edges[document]), int(edges[document + 1]))
+        group = case.heads // case.kv_heads
+        heads = slice(self.head * group, (self.head + 1) * group)
+        dk, dv = head_gradients(
+            query[0, self.window, heads],
+            key[0, self.window, self.head],
+            value[0, self.window, self.head],
+            cotangent[0, self.window, heads],
+            segment_ids[0, self.window],
+            scale=case.head_dim**-0.5,
+            window=case.window,
+        )
+        self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
 def wrong(errors: dict[str, float]) -> list[str]:
     """The names whose error is over the limit, or not a number."""
-    return [name for name, error in errors.items() if not error <= LIMIT[name]]
+    return [name for name, error in errors.items() if not error <= LIMITS.get(name, LIMIT)]
 
 
 # A row of one key has dQ = dK = 0, and rounding of that is not an error: elements of inputs are

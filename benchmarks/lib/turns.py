@@ -7,6 +7,7 @@ Nothing here imports jax or torch.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -17,6 +18,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from lib import power
+
+ERRORS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}  # what is compared of a pass
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
@@ -32,6 +37,13 @@ def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
             text = (str(error).strip().splitlines() or [""])[0]
             reply = {"error": f"{type(error).__name__}: {text}"[:300]}
         replies.write(json.dumps(reply) + "\n")
+
+
+class State:
+    """A worker's side that answers by its methods: the request's "do" names one."""
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        return getattr(self, request["do"])(**{k: v for k, v in request.items() if k != "do"})
 
 
 class Failed(Exception):
@@ -110,6 +122,65 @@ def as_row(took: list[float], flops: float) -> dict[str, float]:
         "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
         "tflops": round(flops / ms / 1e9, 1),
     }  # fmt: skip
+
+
+def time_rows(
+    rows: Mapping[str, dict[str, Any]],
+    ask: Callable[[str, str, int], float],
+    flops: Mapping[str, float],
+    rounds: int,
+    meter: power.Meter | None = None,
+) -> None:
+    """Times the passes of a case's rows in turns: adds "times" to each, and "power" with a meter.
+
+    `ask(name, pass, launches)` runs a burst; a row's "launches" says of which passes it has any.
+    """
+    for row in rows.values():
+        row["times"] = {}
+    for what in flops:
+        bursts = {
+            name: functools.partial(ask, name, what, row["launches"][what])
+            for name, row in rows.items()
+            if what in row["launches"]
+        }
+        read: dict[str, list[dict[str, float]]] = {name: [] for name in bursts}
+        if meter is not None:
+            bursts = {name: power.metered(meter, f, read[name]) for name, f in bursts.items()}
+        for name, took in in_turns(bursts, rounds).items():
+            rows[name]["times"][what] = row = as_row(took, flops[what])
+            if read[name]:
+                rows[name].setdefault("power", {})[what] = power.medians(read[name], row["ms"])
+
+
+def not_run(error: Exception) -> dict[str, Any]:
+    """The row of what could not be prepared."""
+    return {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
+
+
+def bad_cases(results: Mapping[str, Any]) -> list[str]:
+    """The cases in which packax is wrong or did not run."""
+    ours = {name: rows.get("packax") for name, rows in results.items()}
+    return [name for name, row in ours.items() if not row or row["wrong"] or row["failed"]]
+
+
+def cells(rows: Mapping[str, Any], what: str, order: Iterable[str]) -> tuple[dict[str, Any], str]:
+    """The times of a pass by implementation, and these as text: ms and TFLOP/s of each."""
+    found = {who: rows.get(who, {}).get("times", {}).get(what) for who in order}
+    texts = (
+        f"{x['ms']:>11.3f}{x['tflops']:>9.1f}" if x else f"{'-':>11}{'-':>9}"
+        for x in found.values()
+    )
+    return found, "".join(texts)
+
+
+def ratio(theirs: Any, ours: Any, width: int) -> str:
+    return f"{theirs['ms'] / ours['ms']:>{width}.3f}" if ours and theirs else f"{'-':>{width}}"
+
+
+def worst_error(row: Mapping[str, Any], what: str, width: int) -> str:
+    errors = row.get("errors") or {}
+    found = [errors[x] for x in ERRORS.get(what, ()) if x in errors]
+    return f"{max(found):>{width}.1e}" if found else f"{'-':>{width}}"
 
 
 def troubles(name: str, row: dict[str, Any]) -> list[str]:

@@ -10,7 +10,6 @@ speed. Bursts of a second take turns; power and clock are from power.py.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 from lib.cases import select
 from lib.implementations import Compiled, packax_attention, random_inputs
 from lib.machine import machine
-from lib.output import default_out, write_json
+from lib.output import Report, arguments_of
 from lib.power import Meter, line, medians, metered
 from lib.turns import as_row, burst, in_turns, launches_of
 
@@ -81,25 +80,17 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default="causal_16k_d128,docs12_32k_d64")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = arguments_of(__doc__, "names", default="causal_16k_d128,docs12_32k_d64", rounds=3)
     parser.add_argument("--round-ms", type=float, default=1000.0)
     parser.add_argument("--size", type=int, default=8192, help="of the plain product")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     meter = Meter()
     found = passes(arguments.size, arguments.cases)
-    rows = measure(found, arguments.rounds, arguments.round_ms, meter)
-    report = machine() | {"rounds": arguments.rounds, "rows": rows}
-    report["commit"] = os.environ.get("PACKAX_COMMIT", "unknown")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out / "power_limit.json", report)
-    print(table(rows))
-    print(f"wrote {arguments.out / 'power_limit.json'}")
-    return 0
+    report = Report(arguments.out, "power_limit", arguments.rounds, machine=machine())
+    for name, row in measure(found, arguments.rounds, arguments.round_ms, meter).items():
+        report.add(name, row)
+    print(table(report["cases"]))
+    return report.end([])
 
 
 if __name__ == "__main__":

@@ -245,24 +245,6 @@ assert len(calls) == LOOP, calls
 """)
 
 
-@pytest.mark.exhaustive
-def test_a_short_pass_is_timed_in_a_loop():
-    """By the worker of versus_wheel.py, whose times are of one pass either way."""
-    script("""
-import jax_worker
-
-state, loops = jax_worker.State(), {}
-for short in (0.0, 1e9):
-    jax_worker.SHORT = short
-    row = state.prepare_packax("docs3_200_d16", 5.0)
-    loops[short] = row["in_a_loop"]
-    jax_worker.burst = lambda function, finish, launches: (finish(function()), 40.0)[1]
-    expected = 40.0 / jax_worker.LOOP if short else 40.0
-    assert state.time("packax", "fwd", 2) == state.time("packax", "bwd", 2) == expected
-assert loops == {0.0: [], 1e9: ["bwd", "fwd"]}
-""")
-
-
 def test_the_program_that_times_kvax_traces():
     result = subprocess.run(
         [sys.executable, "compare/versus_kvax.py", "--trace"],

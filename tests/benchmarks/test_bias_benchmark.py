@@ -10,7 +10,8 @@ import jax, jax.numpy as jnp
 import biases
 from lib import bias_cases
 from lib.bias_cases import BiasCase, CASES
-from lib.bias_reference import Reference, wrong
+from lib.bias_reference import Reference
+from lib.reference import wrong
 """
 
 
@@ -59,14 +60,14 @@ others = {
     "no dropout": bias_cases.packax_function(dataclasses.replace(case, dropout=0.0)),
 }
 for name, function in {"right": right, **others}.items():
-    row = biases.usable("packax", function, case, inputs, operand, reference)
+    row = biases.checked("packax", function, case, inputs, operand, reference)
     assert bool(row["wrong"]) == (name != "right"), (name, row)
     assert not row["failed"], row
-assert "dbias" in biases.usable(
+assert "dbias" in biases.checked(
     "packax", others["no gradient"], case, inputs, operand, reference)["wrong"]
 halved = lambda *x: 0.7 * bias_cases.jax_function(case)(*x)
 for name, function in {"right": bias_cases.jax_function(case), "halved": halved}.items():
-    row = biases.usable("xla", function, case, inputs, operand, reference)
+    row = biases.checked("xla", function, case, inputs, operand, reference)
     assert bool(row["wrong"]) == (name != "right"), (name, row)
 assert wrong({"out": float("nan")}) == ["out"]
 """

@@ -39,7 +39,9 @@ def test_the_reference_of_options():
 import dataclasses
 import jax
 import masks
+from lib.implementations import Compiled
 from lib.mask_cases import CASES
+from lib.passes import usable
 
 jax.config.update("jax_platforms", "cpu")
 wrong = {}
@@ -51,15 +53,15 @@ for case in CASES:
     inputs = [4 * x for x in masks.inputs_of(case)[:2]] + list(masks.inputs_of(case)[2:])
     tables = case.tables()
     reference = masks.Reference(case, inputs, tables)
-    function, mask, area = masks.packax_function(case, tables)
+    attention, area = masks.packax_function(case, tables)
     assert area == case.expression(tables).as_array(1536, 1536).sum()
-    row = masks.usable(function, mask, inputs, reference, 1.0)
+    row = usable(Compiled(attention, inputs), reference.errors, round_ms=1.0)
     assert not row["wrong"] and not row["failed"], (case.name, row)
     assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd",
         "bwd"}
     plain = dataclasses.replace(case, soft_cap=None, sinks=False, alibi=False, mask=CASES[-1].mask)
-    function, mask, _ = masks.packax_function(plain, tables)
-    row = masks.usable(function, mask, inputs, reference, 1.0)
+    attention, _ = masks.packax_function(plain, tables)
+    row = usable(Compiled(attention, inputs), reference.errors, round_ms=1.0)
     assert row["wrong"] and not row["passes"], (case.name, row)
 shown = masks.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}},
     "errors": {"out": 1e-3},
@@ -77,7 +79,9 @@ import jax
 import numpy as np
 import masks
 from lib import selections
+from lib.implementations import Compiled
 from lib.mask_cases import select
+from lib.passes import usable
 
 jax.config.update("jax_platforms", "cpu")
 selections.CHUNK = 100
@@ -107,9 +111,9 @@ for name, case in cases.items():
         np.broadcast_to(case.expression(tables).as_array(S, S), (1, N, S, S)))
     assert len(chosen) == (N if of.by_head else 1) and (len(chosen) == 1
         or (chosen[0] != chosen[1]).any())
-    function, mask, area = masks.packax_function(case, tables)
+    attention, area = masks.packax_function(case, tables)
     assert area == allowed.sum() / len(allowed if allowed.ndim == 3 else [0])
-    shares = selections.shares(case, mask, area)
+    shares = selections.shares(case, attention.operands, area)
     tiles = np.broadcast_to(allowed, (N, S, S)).reshape(N, S // 128, 128, S // 64, 64).any((2, 4))
     assert np.isclose(shares["blocks"], tiles.sum() / N / 42) and np.isclose(shares["pairs"],
         area / (S * (S + 1) / 2))
@@ -118,12 +122,12 @@ for name, case in cases.items():
         continue
     inputs = masks.inputs_of(case)
     reference = masks.Reference(case, inputs, tables)
-    row = masks.usable(function, mask, inputs, reference, 1.0)
+    row = usable(Compiled(attention, inputs), reference.errors, round_ms=1.0)
     assert not row["wrong"] and not row["failed"] and set(row["errors"]) == {"out", "dq", "dk",
         "dv"}, (name, row)
     other = tables | {"chosen": np.roll(chosen, 1, axis=1)}  # the row before's choice
-    function, mask, _ = masks.packax_function(case, other)
-    assert masks.usable(function, mask, inputs, reference, 1.0)["wrong"], name
+    attention, _ = masks.packax_function(case, other)
+    assert usable(Compiled(attention, inputs), reference.errors)["wrong"], name
 assert blocks["moba"] < 0.8 * blocks["moba_own"], blocks
 
 rows = masks.run_case(case, None, 1, 1.0)
@@ -157,10 +161,10 @@ for tree in (packed_trees.prompt_and_answers(256, 3, 128), packed_trees.binary(3
     S, tables = small.seq, small.tables()
     allowed = small.allows(0, np.arange(S)[:, None], np.arange(S), tables)
     assert np.array_equal(small.expression(tables).as_array(S, S), allowed)
-    function, mask, area = masks.packax_function(small, tables)
+    _, area = masks.packax_function(small, tables)
     assert area == tree.pairs() == allowed.sum()
     apart = packed_trees.as_documents(small)
-    _, _, pairs = masks.packax_function(apart, {})
+    _, pairs = masks.packax_function(apart, {})
     assert apart.seq == sum(tree.paths()) and pairs == sum(n * (n + 1) / 2 for n in tree.paths())
 rows = masks.run_case(small, None, 1, 1.0)
 assert set(rows) == {"packax", "dense", "documents"}

@@ -28,7 +28,7 @@ def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    (rows,) = json.loads((tmp_path / "train_step.json").read_text())["runs"].values()
+    (rows,) = json.loads((tmp_path / "train_step.json").read_text())["cases"].values()
     for name in ("packax", "names", "dense"):
         row = rows[name]
         assert not row["wrong"] and not row["failed"] and len(row["rounds_ms"]) == 2, row

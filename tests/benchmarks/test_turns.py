@@ -26,7 +26,7 @@ def answer(request):
     time.sleep(0.002)
     log("ends")
     do = request["do"]
-    if do == "prepare" and NAME == "jax":
+    if do == "prepare" and NAME != "torch":
         ready = {"errors": {"out": 1e-3}, "failed": {}, "wrong": [],
             "launches": {"fwd": 5, "bwd": 2}}
         cudnn = ready | {"failed": {"bwd": "out of memory"}, "launches": {"fwd": 4}}
@@ -38,8 +38,8 @@ def answer(request):
     if do == "judge":
         return {"errors": {"out": 2e-3, "dq": 1e-3}, "wrong": []}
     if do == "time":
-        return {"packax": 1.0, "cudnn": 1.5,
-            "fa4": 1.1}[request["name"]] + request["launches"] / 1000
+        ms = {"packax": 1.0 + (NAME == "before"), "cudnn": 1.5, "fa4": 1.1}[request["name"]]
+        return ms + request["launches"] / 1000
     if do == "die":
         sys.exit(7)
 
@@ -48,16 +48,16 @@ serve(answer)
 
 DRIVER = """
 import os, sys
-from pathlib import Path
 import versus_fa4
 from lib.cases import select
 from lib.turns import Failed, Worker
 
 script, log = sys.argv[1:]
-jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ))
-    for name in ("jax", "torch"))
+workers = {name: Worker(name, [sys.executable, script, name, log], dict(os.environ))
+    for name in ("jax", "torch", "before")}
 cases = select("causal_16k_d128,causal_16k_d256")
-rows = {c.name: versus_fa4.run_case(c, jax, torch, Path(log).parent, 3, 1.0) for c in cases}
+before = workers.pop("before")
+rows = {c.name: versus_fa4.run_case(c, workers, 3, 1.0) for c in cases}
 print(versus_fa4.table(rows))
 
 
@@ -67,15 +67,17 @@ class Meter:  # as power.Meter
         return function(), found
 
 
-row = versus_fa4.run_case(cases[0], jax, torch, Path(log).parent, 3, 1.0, Meter())
+row = versus_fa4.run_case(cases[0], workers, 3, 1.0, Meter())
 joules = round(690 * row["packax"]["times"]["fwd"]["ms"] / 1e3, 3)
 assert row["packax"]["power"]["fwd"]["joules"] == joules
 print("metered:", versus_fa4.table({"metered": row}))
 try:
-    torch.ask(do="die")
+    workers.pop("torch").ask(do="die")
 except Failed as error:
     print(error)
-for worker in (jax, torch):
+both = {"jax": workers["jax"], "before": before}  # another packax, and no torch
+print("wheels:", versus_fa4.table({"wheels": versus_fa4.run_case(cases[0], both, 3, 1.0)}))
+for worker in both.values():
     worker.end()
 """
 
@@ -93,7 +95,7 @@ def test_they_take_turns(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     events = log.read_text().splitlines()
-    for begins, ends in zip(events[::2], events[1::2], strict=False):  # the last one dies between
+    for begins, ends in zip(events[::2], events[1::2], strict=True):
         assert begins.split()[1] == "begins" and ends == begins.replace("begins", "ends")
     names = [event.split()[0] for event in events[::2]]
     assert names.count("torch") >= 3 + 3 and names.count("jax") >= 2 * 3 * 2
@@ -106,7 +108,9 @@ def test_they_take_turns(tmp_path):
     assert row[4] == "-" and row[9] == "1.101"
     assert "causal_16k_d128 cudnn bwd did not run: out of memory" in result.stdout
     assert "causal_16k_d256 fa4 fwd did not run: AssertionError: no such head dim" in result.stdout
-    metered = result.stdout.partition("metered:")[2]
+    metered, _, wheels = result.stdout.partition("metered:")[2].partition("wheels:")
+    (row,) = (x.split() for x in wheels.splitlines() if x.split()[:2] == ["wheels", "fwd"])
+    assert row[2:6:2] == ["1.005", "2.005"] and row[8] == "1.995"
     assert metered.count("690 W") == 5 and "690 W" not in result.stdout.partition("metered:")[0]
     assert "torch ended with status 7" in result.stdout
 
@@ -138,3 +142,15 @@ def test_every_round_has_an_order_of_its_own():
     bursts = {name: lambda name=name: ran.append(name) or 1.0 for name in names}
     assert turns.in_turns(bursts, 2) == {name: [1.0, 1.0] for name in names}
     assert ran == orders[0] + orders[1]
+
+
+def test_a_folder_without_packax(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "compare/versus_fa4.py", "--before", tmp_path, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=120,
+    )
+    said = f"--before: no packax/__init__.py in {tmp_path}"
+    assert result.returncode == 1 and said in result.stderr
