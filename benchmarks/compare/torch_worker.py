@@ -1,6 +1,5 @@
-"""What the workers in torch share: inputs from files, both passes run and written for the reference,
-bursts. Gradients are by torch.autograd, residuals in memory.
-"""
+"""What the workers in torch share: inputs from files, both passes run and written for the
+reference, bursts. Gradients are by torch.autograd, residuals in memory."""
 
 from __future__ import annotations
 
