@@ -50,7 +50,7 @@ POINTERS = {
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
-    **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
+    **dict.fromkeys(("partial", "sums", "sinks", "key_scale", "value_scale"), "fp32"),
     **dict.fromkeys(("block_table", "dropout_streams", "dropout_rows"), "i32"),
 }
 FLOATS = ("scale", "soft_cap", "inverse_keep")

@@ -32,7 +32,14 @@ MAX_MAPS = 12  # kMaxTensorMaps of csrc/runtime/tensor_map.h
 # once: whole tiles of 128 or 192 rows, so its block picks the order; tiles of 128 keys or halves.
 ORDERS = {"q_order": (128, 192), "kv_order": (64, 128)}
 OLDEST_DRIVER = 12000  # csrc/runtime/driver.cc needs functions of CUDA 12.0
-DTYPES = {"any": "kAny", "bf16": "kBf16", "f16": "kF16", "f32": "kF32", "tf32": "kTf32"}
+DTYPES = {
+    "any": "kAny",
+    "bf16": "kBf16",
+    "f16": "kF16",
+    "f32": "kF32",
+    "tf32": "kTf32",
+    "e4m3": "kE4m3",
+}
 FIELDS = {
     "kernel": str,
     "arch": str,

@@ -25,7 +25,16 @@ from arguments import TENSOR_MAPS as TENSOR_MAPS
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
 from tiles_bias import BIAS_ALONE_TILES, BIAS_DIMS, BIAS_TILES
-from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
+from tiles_decode import (
+    DECODE_SPLITS,
+    DECODE_STEP,
+    DECODE_TILES,
+    FLOAT32_DECODE_TILES,
+    FP8_DECODE_TILES,
+    FP8_DIMS,
+    NATIVE_FP8,
+)
+from tiles_decode import absent_arguments as absent_from_decode
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
@@ -45,6 +54,7 @@ DTYPES = ("bf16", "f16")
 # float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
 # the fallback kernels and those of decoding have them.
 FLOAT32 = ("f32", "tf32")
+FP8 = "e4m3"  # of keys and values in a cache; the query has either dtype of 16 bits
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query and key, value)
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
@@ -106,6 +116,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "blocks_order": "mask.block_bounds",
     "decode": "portable.decode",
     "decode_tall": "portable.decode",
+    "decode_fp8": "portable.decode",
+    "decode_tall_fp8": "portable.decode",
     "decode_combine": "portable.decode",
 }
 
@@ -121,12 +133,16 @@ FUNCTIONS = {
 
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
-    return FUNCTIONS.get(module, re.sub("(_fallback|_bias)?(_alone)?$", "", kernel))
+    return FUNCTIONS.get(module, re.sub("(_fallback|_bias|_fp8)?(_alone)?$", "", kernel))
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of the kernel's function that are None in it."""
-    return (*absent_from_portable(kernel), *absent_from_sm90(kernel))
+    return (
+        *absent_from_portable(kernel),
+        *absent_from_decode(kernel),
+        *absent_from_sm90(kernel),
+    )
 
 
 # A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
@@ -182,7 +198,7 @@ class Variant:
     def shared(self) -> int:
         """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
         shared = (
-            self.dtype in FLOAT32
+            self.dtype in (*FLOAT32, FP8)
             or self.kernel in BIAS_TILES
             or only_fallback((self.qk_dim, self.v_dim))
         )
@@ -204,6 +220,8 @@ class Variant:
         """The architecture whose PTX it is assembled from."""
         if self.dtype == "f32" and self.arch.cc in (100, 120):
             return exact(self.arch)  # of 8.0's PTX it would spill 400 bytes
+        if dict(self.constants).get("NATIVE_FP8"):
+            return exact(self.arch)
         if self.arch.tiles == "blackwell" and self.without_tcgen05:
             return ARCHS["80"]
         return ARCHS[self.arch.ptx] if self.arch.ptx else self.arch
@@ -252,6 +270,29 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def fp8_decoding(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    if not dtypes:
+        return
+    for arch in one_set(archs):
+        for dims in FP8_DIMS:
+            for kernel, tiles in FP8_DECODE_TILES.items():
+                tile = tiles.get((arch.tiles, max(dims)))
+                if tile and dims in head_dims:
+                    rows, keys, stages, warps = tile
+                    constants = {
+                        "QK_DIM": dims[0],
+                        "V_DIM": dims[1],
+                        "BLOCK_M": rows,
+                        "BLOCK_N": keys,
+                        "STAGES": stages,
+                        "FLOAT32_PRODUCTS": 0,
+                        "NATIVE_FP8": int(arch.tiles in NATIVE_FP8),
+                    }
+                    yield Variant(kernel, arch, FP8, *dims, tuple(constants.items()), rows, warps)
 
 
 def fallback_alone(
@@ -397,6 +438,7 @@ def variants(
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)
+    yield from fp8_decoding(archs, dtypes, head_dims)
     head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))
     for arch in archs:
         if find_arch(arch).tiles != "hopper":

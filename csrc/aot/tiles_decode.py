@@ -68,6 +68,37 @@ FLOAT32_DECODE_TILES = {
         "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
     },
 }
+# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes: about the same bytes in flight. Not
+# timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall tiles.
+FP8_DIMS = ((64, 64), (128, 128), (256, 256))
+FP8_DECODE_TILES = {
+    "decode_fp8": {
+        ("hopper", 64): (16, 128, 3, 4),
+        ("hopper", 128): (16, 128, 2, 4),
+        ("hopper", 256): (16, 64, 2, 4),
+        ("blackwell", 64): (16, 128, 3, 4),
+        ("blackwell", 128): (16, 128, 2, 4),
+        ("blackwell", 256): (16, 64, 2, 4),
+        **dict.fromkeys((("ampere", 64), ("small", 64)), (16, 64, 4, 4)),
+        **dict.fromkeys((("ampere", 128), ("small", 128)), (16, 64, 3, 4)),
+        **dict.fromkeys((("ampere", 256), ("small", 256)), (16, 32, 3, 4)),
+    },
+    "decode_tall_fp8": {
+        ("hopper", 64): (64, 128, 3, 4),
+        ("hopper", 128): (64, 64, 3, 4),
+        ("hopper", 256): (64, 64, 2, 8),
+    },
+}
+# What these kernels alone take.
+FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
+NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16
+
+
+def absent_arguments(kernel: str) -> tuple[str, ...]:
+    """Arguments of a function of csrc/kernels/portable/decode.py that are None in the kernel."""
+    return FP8_ARGUMENTS if kernel in DECODE_TILES else ()
+
+
 # shares of the keys that decode_combine can merge: csrc/launch/select.cc asks for no more
 DECODE_SPLITS = 128
 DECODE_STEP = 16  # shares that it holds at once

@@ -123,7 +123,8 @@ struct BackwardOperands : AttentionOperands {
 
 struct DecodeOperands {
   const void *query, *key, *value, *q_lo, *q_hi;
-  const void *block_table, *sinks;  // not read if the cache is not paged, or without sinks
+  const void *block_table, *sinks;      // not read if the cache is not paged, or without sinks
+  const void *key_scale, *value_scale;  // (scale_rows, kv_heads) float32, for a cache in FP8
   const void *partial, *sums, *out, *lse;
   float scale, soft_cap;
   int32_t has_sinks;
@@ -132,9 +133,12 @@ struct DecodeOperands {
   int32_t pages, page_size, table_width;  // 0 if the cache is not paged
   int32_t qk_eighths, v_eighths;          // the head dims / 8
   int32_t splits;                         // the most shares of one sequence
-  int32_t shares;  // of all sequences, divided among them by length; 0: each has `splits`
+  int32_t shares;          // of all sequences, divided among them by length; 0: each has `splits`
+  int32_t scale_rows;      // 1, the batch or the pages
+  int32_t bfloat16_query;  // 1: bfloat16, 0: float16; for a cache in FP8
 
   Dtype dtype;
+  bool fp8;  // of key and value: float8_e4m3fn
   int32_t qk_dim, v_dim;
   int32_t room;  // shares for which the workspace has room
 

@@ -48,6 +48,8 @@ std::string DtypeText(ffi::DataType dtype) {
       return "float32";
     case ffi::DataType::F64:
       return "float64";
+    case ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
     default:
       // Types that are never valid here, by the number of XLA's PrimitiveType.
       return "XLA type " + std::to_string(static_cast<int>(dtype));

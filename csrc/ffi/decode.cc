@@ -14,7 +14,7 @@ constexpr int64_t kMaxRows = 16;  // new rows of a sequence
 
 // In the order of DecodeSignature.
 struct DecodeBuffers {
-  ffi::AnyBuffer query, key, value, q_lo, q_hi, block_table, sinks;
+  ffi::AnyBuffer query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, sinks;
   ffi::Result<ffi::AnyBuffer> out, lse, partial, sums;
   float scale, soft_cap;
   int32_t float32_products;
@@ -23,6 +23,11 @@ struct DecodeBuffers {
 ffi::Error ReadQuery(const DecodeBuffers& b, DecodeOperands* o) {
   PACKAX_TRY(ExpectRank("query", b.query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ReadDtype(b.query, b.float32_products == 1, &o->dtype));
+  o->fp8 = b.key.element_type() == ffi::DataType::F8E4M3FN;
+  o->bfloat16_query = o->dtype == Dtype::kBf16 ? 1 : 0;
+  PACKAX_CHECK(!o->fp8 || o->dtype == Dtype::kBf16 || o->dtype == Dtype::kF16, kUnimplemented)
+      << "no decode kernel for a query in " << DtypeText(b.query.element_type())
+      << " over key in float8_e4m3fn, only for bfloat16 and float16";
   const auto sizes = b.query.dimensions();
   PACKAX_TRY(ToInt32("batch (query axis 0)", sizes[0], 0, kMaxInt32, &o->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", sizes[1], 1, kMaxRows, &o->q_len));
@@ -53,10 +58,18 @@ ffi::Error ReadCache(const DecodeBuffers& b, bool paged, DecodeOperands* o) {
     second = {"page_size", o->page_size};
   }
   const Axis kv_heads{"kv_heads", o->kv_heads};
-  PACKAX_TRY(
-      Expect("key", b.key, DataTypeOf(o->dtype), {first, second, kv_heads, {"qk_dim", o->qk_dim}}));
-  return Expect("value", b.value, DataTypeOf(o->dtype),
-                {first, second, kv_heads, {"v_dim", o->v_dim}});
+  const ffi::DataType dtype = o->fp8 ? ffi::DataType::F8E4M3FN : DataTypeOf(o->dtype);
+  PACKAX_TRY(Expect("key", b.key, dtype, {first, second, kv_heads, {"qk_dim", o->qk_dim}}));
+  PACKAX_TRY(Expect("value", b.value, dtype, {first, second, kv_heads, {"v_dim", o->v_dim}}));
+  if (!o->fp8) return ffi::Error::Success();
+  PACKAX_TRY(ExpectRank("key_scale", b.key_scale, 2,
+                        paged ? "(1 or pages, kv_heads)" : "(1 or batch, kv_heads)"));
+  o->scale_rows = 1;
+  if (b.key_scale.dimensions()[0] != 1) o->scale_rows = static_cast<int32_t>(first.size);
+  const Axis rows{paged ? "1 or pages" : "1 or batch", o->scale_rows};
+  const ffi::DataType f32 = ffi::DataType::F32;
+  PACKAX_TRY(Expect("key_scale", b.key_scale, f32, {rows, kv_heads}));
+  return Expect("value_scale", b.value_scale, f32, {rows, kv_heads});
 }
 
 ffi::Error ReadRest(DecodeBuffers& b, DecodeOperands* o) {
@@ -98,9 +111,10 @@ ffi::Error CheckDecode(Stream stream, DecodeBuffers b) {
   PACKAX_TRY(ReadQuery(b, &o));
   PACKAX_TRY(ReadCache(b, paged, &o));
   PACKAX_TRY(ReadRest(b, &o));
-  PACKAX_CHECK(o.qk_dim % 8 == 0 && o.v_dim % 8 == 0, kUnimplemented)
+  const int32_t multiple = o.fp8 ? 16 : 8;  // rows of whole 16 bytes
+  PACKAX_CHECK(o.qk_dim % multiple == 0 && o.v_dim % multiple == 0, kUnimplemented)
       << "no decode kernel for head dims " << o.qk_dim << "x" << o.v_dim
-      << " (query and key x value), which must be multiples of 8";
+      << " (query and key x value), which must be multiples of " << multiple;
   if (o.batch == 0) return ffi::Error::Success();
 
   o.qk_eighths = o.qk_dim / 8;
@@ -113,6 +127,8 @@ ffi::Error CheckDecode(Stream stream, DecodeBuffers b) {
   o.q_lo = b.q_lo.untyped_data();
   o.q_hi = b.q_hi.untyped_data();
   o.block_table = b.block_table.untyped_data();
+  o.key_scale = b.key_scale.untyped_data();
+  o.value_scale = b.value_scale.untyped_data();
   o.sinks = b.sinks.untyped_data();
   o.partial = b.partial->untyped_data();
   o.sums = b.sums->untyped_data();
@@ -136,6 +152,9 @@ auto DecodeSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
       .template Arg<ffi::AnyBuffer>()  // block_table: (batch, table_width) int32; absent
                                        //   where the cache is not paged
+      .template Arg<ffi::AnyBuffer>()  // key_scale: (1, batch or pages, kv_heads) float32; absent
+                                       //   where key and value are not float8_e4m3fn
+      .template Arg<ffi::AnyBuffer>()  // value_scale: like key_scale
       .template Arg<ffi::AnyBuffer>()  // sinks: (1 or batch, heads) float32; or absent
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
       .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32

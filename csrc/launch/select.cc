@@ -61,9 +61,13 @@ struct Selected {
   int block(size_t step) const { return kernels[step].variant->block; }
 };
 
-// A float32 kernel without matrix products is the same for both precisions.
-bool HasProducts(Kernel kernel) {
-  return kernel != Kernel::kBackwardDeltaFallback && kernel != Kernel::kDecodeCombine;
+// A float32 kernel without matrix products is the same for both precisions. Those for a cache in
+// FP8 take queries of both 16-bit dtypes.
+Dtype DtypeOf(Kernel kernel, Dtype dtype) {
+  if (kernel == Kernel::kDecodeFp8 || kernel == Kernel::kDecodeTallFp8) return Dtype::kE4m3;
+  const bool has_products =
+      kernel != Kernel::kBackwardDeltaFallback && kernel != Kernel::kDecodeCombine;
+  return dtype == Dtype::kTf32 && !has_products ? Dtype::kF32 : dtype;
 }
 
 // Finds all kernels of a row; false at the first that this device lacks, which is then in `query`.
@@ -72,8 +76,8 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
              std::array<const Variant*, kMaxSteps>* variants) {
   for (size_t i = 0; i < kMaxSteps && row.steps[i].list != nullptr; ++i) {
     const Kernel kernel = row.steps[i].kernel;
-    const bool both = o.dtype == Dtype::kTf32 && !HasProducts(kernel);
-    *query = {kernel, device.cc, both ? Dtype::kF32 : o.dtype, o.qk_dim, o.v_dim, device.driver};
+    const Dtype dtype = DtypeOf(kernel, o.dtype);
+    *query = {kernel, device.cc, dtype, o.qk_dim, o.v_dim, device.driver};
     (*variants)[i] = row.dims == Dims::kExact ? Find(*query) : FindCovering(*query);
     if ((*variants)[i] == nullptr) return false;
   }
@@ -314,11 +318,20 @@ constexpr Steps<D> Decode() {
   return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
-// The largest head dims have no `decode_tall`: their groups take more tiles of `decode`.
+template <bool fp8>
+bool TakesTallTile(const D& o, const Device&) {
+  return o.fp8 == fp8 && !TakesSmallDecodeTile(o.rows());
+}
+
+// The largest head dims have no `decode_tall`, most GPUs no `decode_tall_fp8`: their groups take
+// more tiles of the others.
 constexpr Row<D> kDecode[] = {
-    {[](const D& o, const Device&) { return !TakesSmallDecodeTile(o.rows()); }, Gpus::kSome,
-     Dims::kCovering, Decode<DecodeTallArgs>()},
-    {Always, Gpus::kAll, Dims::kCovering, Decode<DecodeArgs>()},
+    {TakesTallTile<true>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
+    {[](const D& o, const Device&) { return o.fp8; }, Gpus::kAll, Dims::kCovering,
+     Decode<DecodeFp8Args>()},
+    {TakesTallTile<false>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallArgs>()},
+    {[](const D& o, const Device&) { return !o.fp8; }, Gpus::kAll, Dims::kCovering,
+     Decode<DecodeArgs>()},
 };
 
 // --- Masks: three small kernels each. Grids put the batch in y.

@@ -16,7 +16,7 @@
 namespace packax {
 namespace {
 
-constexpr const char* kDtypeNames[] = {"any", "bf16", "f16", "f32", "tf32"};
+constexpr const char* kDtypeNames[] = {"any", "bf16", "f16", "f32", "tf32", "e4m3"};
 
 #define PACKAX_VARIANT(name, kernel, arch, cc, arch_specific, driver, dtype, qk_dim, v_dim, \
                        symbol, threads, shared, block, ...)                                 \

@@ -17,8 +17,9 @@
 
 namespace packax {
 
-// kTf32: float32 operands, with products in TF32 (11 bits of each operand).
-enum class Dtype { kAny, kBf16, kF16, kF32, kTf32 };
+// kTf32: float32 operands, with products in TF32 (11 bits of each operand). kE4m3: of key and
+// value.
+enum class Dtype { kAny, kBf16, kF16, kF32, kTf32, kE4m3 };
 
 struct Variant {
   const char* name;

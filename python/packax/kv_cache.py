@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import as_int32
+from packax._src.core.shapes import FP8, is_fp8
+from packax._src.decode import checked_kv_scale
 
 __all__ = ["write"]
 
@@ -18,6 +20,7 @@ def write(
     positions: ArrayLike,
     *,
     block_table: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> jax.Array:
     """Writes the keys, or the values, of new tokens into a cache.
 
@@ -27,7 +30,8 @@ def write(
 
     Args:
         cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
-        new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache.
+        new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache. In a
+            float8_e4m3fn cache, numbers beyond its largest, 448, become the largest.
         sequence_ids: (R, T) integers: the sequence of each token, which is a row of the cache or of
             block_table. A token with -1, or another number that is not a sequence, is not written.
         positions: (R, T) integers: the token's position in its sequence, from 0. Positions beyond
@@ -35,6 +39,10 @@ def write(
             written.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n], as in `decode_attention`.
+        scale: what the cache's numbers are to be multiplied by when they are read, for a cache in
+            float8_e4m3fn: new is divided by it. Shapes as those of key_scale and value_scale of
+            `decode_attention`, to which the same scale is passed. A scale stays as it is once
+            numbers were written with it. None: 1.
 
     Returns:
         The cache, with the same shape and dtype.
@@ -75,6 +83,8 @@ def write(
             raise ValueError(
                 f"{name} must have the rows and tokens of new, {new.shape[:2]}, but has {x.shape}"
             )
+    if scale is not None and not is_fp8(cache):
+        raise ValueError(f"scale is for caches in {FP8}, but cache is {cache.dtype}: omit it")
     there = (row >= 0) & (place >= 0)
     if block_table is not None:
         table = jnp.asarray(
@@ -83,5 +93,11 @@ def write(
         block, place = place // cache.shape[1], place % cache.shape[1]
         row = table.at[row, block].get(mode="fill", fill_value=-1)
         there &= row >= 0
+    if is_fp8(cache):
+        paged = block_table is not None
+        scales = checked_kv_scale("scale", scale, cache.shape[0], cache.shape[2], paged=paged)
+        of_token = scales[0] if scales.shape[0] == 1 else scales.at[row].get(mode="clip")
+        largest = float(jnp.finfo(cache.dtype).max)
+        new = jnp.clip(new.astype(jnp.float32) / of_token[..., None], -largest, largest)
     row = jnp.where(there, row, cache.shape[0])  # out of range, so dropped
     return cache.at[row, place].set(new.astype(cache.dtype), mode="drop")

@@ -66,6 +66,15 @@ def test_with_batch_and_heads(kind, kv_heads):
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
 
+@pytest.mark.parametrize("kind", some(["heads", "rows"], 1))
+def test_a_cache_in_fp8(kind):
+    """With scales of all devices, of which each reads those of its sequences and heads."""
+    x = decoding.in_fp8(RAGGED, decoding.cast(decoding.tensors(RAGGED), jnp.bfloat16), kind)
+    mesh = mesh_of("Auto", (2, 2, 2), ("data", "context", "tensor"))
+    got = attend(RAGGED, x, mesh, "data", "tensor", "tensor")
+    oracle.check(got, decoding.exact(RAGGED, x, SCALE), decoding.plain(RAGGED, x, SCALE))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_over_two_axes(kind):

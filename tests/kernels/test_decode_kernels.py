@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import decoding
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -32,6 +33,12 @@ def run(
     )
     sinks = None if x.sinks is None else x.sinks[None]
     tensors = [np.ascontiguousarray(y, np.float32) for y in x[:3]]
+    if x.key_cache.dtype == jnp.float8_e4m3fn:
+        tensors = [np.ascontiguousarray(y) for y in x[:3]]
+        rows, _, heads, _ = tensors[1].shape
+        given = [np.float32(1 if s is None else s) for s in (x.key_scale, x.value_scale)]
+        shape = (rows if given[0].ndim == 2 else 1, heads)
+        kernel["scales"] = tuple(np.broadcast_to(s, shape).copy() for s in given)
     ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
     return decoding.Results(
         *interpreter.decode(
@@ -95,6 +102,60 @@ def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
     np.testing.assert_allclose(got.lse, want.lse, **close)
     np.testing.assert_allclose(got.out, want.out, atol=2.0**-11 * np.abs(clean["value"]).max())
     assert not np.allclose(decoding.exact(case, x, SCALE).lse, want.lse, **close)
+
+
+FP8 = {"kernel": "decode_fp8", "room": (64, 64), "tile": (16, 32)}
+FP8_CASES = [
+    ("soft cap and sinks", "one", jnp.bfloat16),
+    ("one row", "heads", jnp.float16),
+    ("16 rows", "rows", jnp.bfloat16),
+    ("pages", "rows", jnp.bfloat16),
+    ("pages longer than a block", "rows", jnp.float16),
+    ("pages of 1, left", "none", jnp.bfloat16),
+    ("starts by row", "rows", jnp.float16),
+]
+
+
+@pytest.mark.parametrize("name,kind,dtype", FP8_CASES)
+def test_a_cache_in_fp8(name: str, kind: str, dtype: Any) -> None:
+    """As exact as plain attention, in the query's dtype, of what the bytes and scales stand for."""
+    case = CASES[name]._replace(dims=(32, 48))
+    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
+    kernel = FP8 | ({"kernel": "decode_tall_fp8", "tile": (32, 32)} if name == "16 rows" else {})
+    got = run(case, x, 3, **kernel)
+    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+
+
+@pytest.mark.parametrize("kind,page_size", [("rows", 0), ("rows", 16)])
+@pytest.mark.parametrize("size", [2.0**-120, 2.0**-30, 2.0**100])
+def test_queries_and_scales_of_any_size_over_fp8(kind: str, page_size: int, size: float) -> None:
+    """float16 would hold neither the query nor a value times its scale."""
+    case = Case((40, 9), heads=2, kv_heads=1, dims=(16, 16), page_size=page_size, capacity=48)
+    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), jnp.bfloat16), kind)
+    small = np.float32(1 / size)
+    grown = x._replace(
+        query=x.query * jnp.bfloat16(size), key_scale=x.key_scale * small,
+        value_scale=x.value_scale * small, value=x.value * small,
+    )  # fmt: skip
+    got, want = run(case, grown, 2, **FP8), decoding.exact(case, x, SCALE)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5, rtol=1e-5)
+    largest = np.abs(x.value).max()
+    np.testing.assert_allclose(got.out * size, want.out, atol=2.0**-10 * largest)
+
+
+@pytest.mark.parametrize("page_size", [0, 8])
+def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
+    case = Case((40, 9), heads=2, kv_heads=1, dims=(16, 16), page_size=page_size, capacity=40)
+    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), jnp.float16), "rows")
+    sign = np.where(np.arange(len(x.key_scale)) % 3, -1, 0)[:, None]
+    scales = [np.float32(s * sign) for s in (x.key_scale, x.value_scale)]
+    rows = np.arange(40) // page_size if page_size else None
+    of_key = sign[:, 0][x.block_table[:, rows]] if page_size else sign * np.ones(40)
+    factor = np.where(case.allowed().any(1), of_key, 0)[..., None, None]
+    x = x._replace(key=x.key * factor, value=x.value * factor)
+    x = x._replace(key_scale=scales[0], value_scale=scales[1])
+    want = decoding.exact(case, x, SCALE)
+    oracle.check(run(case, x, 2, **FP8), want, decoding.plain(case, x, SCALE))
 
 
 @pytest.mark.parametrize("splits", (1, 7, 128))

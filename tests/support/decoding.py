@@ -96,10 +96,13 @@ class Tensors(NamedTuple):
     sinks: Any
     key: np.ndarray  # (B, capacity, Hkv, Dqk) float64: what the caches hold, garbage as 0
     value: np.ndarray
+    key_scale: Any = None
+    value_scale: Any = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Those of decode_attention that are arrays."""
         given = {"block_table": self.block_table, "kv_starts": self.starts, "sinks": self.sinks}
+        given |= {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return self[:4], {name: x for name, x in given.items() if x is not None}
 
 
@@ -146,6 +149,39 @@ def cast(x: Tensors, dtype: Any) -> Tensors:
     key, value = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (x.key, x.value))
     rounded = {name: getattr(x, name).astype(dtype) for name in names}
     return x._replace(**rounded, key=key, value=value)
+
+
+SCALES = ("none", "one", "heads", "rows")
+
+
+def in_fp8(case: Case, x: Tensors, kind: str, seed: int | None = None) -> Tensors:
+    """Caches in float8_e4m3fn with scales of a kind of SCALES; "rows": of sequences or of pages.
+
+    What no row attends is NaN, its scales too. Values reach from subnormal ones to the largest.
+    """
+    rng = np.random.default_rng(seed)
+    idle = ~case.allowed().any(1)
+    places = np.indices(idle.shape)
+    if x.block_table is not None:
+        block, within = places[1] // case.page_size, places[1] % case.page_size
+        places = np.array([np.where(idle, 0, x.block_table[places[0], block]), within])
+    made, scales, clean = [], [], []
+    for cache in (x.key_cache, x.value_cache):
+        cache = np.asarray(cache, np.float64)
+        shape = {"none": (), "one": (), "heads": cache.shape[2:3], "rows": cache.shape[:3:2]}[kind]
+        scale = np.float32(1) if kind == "none" else np.exp(rng.uniform(-5, 1, shape))
+        scale = np.asarray(scale, np.float32)
+        factor = scale[:, None, :, None] if kind == "rows" else np.float64(scale[..., None])
+        lost = np.abs(cache) > 0.9 * GARBAGE
+        small = np.clip(np.where(lost, np.nan, cache / factor), -448, 448)
+        small = small.astype(jnp.float8_e4m3fn)
+        clean.append(np.where(idle[..., None, None], 0, (small * factor)[tuple(places)]))
+        if kind == "rows":
+            scale = np.where(lost.all((1, 3)), np.nan, scale).astype(np.float32)
+        made.append(jnp.asarray(small))
+        scales.append(None if kind == "none" else scale)
+    names = ("key_cache", "value_cache", "key_scale", "value_scale", "key", "value")
+    return x._replace(**dict(zip(names, [*made, *scales, *clean], strict=True)))
 
 
 def exact(case: Case, x: Tensors, scale: float) -> Results:
@@ -221,4 +257,4 @@ class Extension:
             {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80}
             for d in ("bf16", "f16", "f32", "tf32")
             for qk, v in ((64, 64), (192, 128))
-        ]
+        ] + [{"kernel": "decode_fp8", "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, "cc": 80}]

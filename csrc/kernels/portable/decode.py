@@ -15,12 +15,18 @@ A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size i
 Head dims are known at run time only, in eighths, which tells the compiler that rows begin at
 multiples of 16 bytes; the tile's columns behind them are not read. A row whose range ends behind
 the cache, or meets a page that is not there, is NaN.
+
+Of a cache in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`) keys and values are bytes, and become
+float16 in registers (fp8.py). Their scales are (scale_rows, kv_heads): of all keys, of a sequence
+or, of pages, of each page. Those of a sequence multiply its scores and its sums. Those of pages
+multiply every key's score and probability.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.fp8 import bytes_to_float16, rows_to_float16, unit_of_bytes
 from portable.kv_ranges import EMPTY_MIN, columns
 from portable.score_mods import LOG2E, dot, tanh
 
@@ -29,6 +35,7 @@ ENTRIES = tl.constexpr(128)  # of a block table, at once
 SEQUENCES = tl.constexpr(64)  # that shares are dealt to, at most: csrc/ffi/decode.cc
 ROWS = tl.constexpr(16)  # new rows of a sequence, at most
 LEAST = tl.constexpr(128)  # keys of a share: below, a program costs more than its keys
+TINY = tl.constexpr(2.0**-100)  # what no sum of values that matters is below
 
 
 @triton.jit
@@ -39,6 +46,16 @@ def load_columns(pointers, there, dim, DIM: tl.constexpr):
     if there is not None:
         real = there[:, None] & real
     return tl.load(pointers, mask=real, other=0.0)
+
+
+@triton.jit
+def load_scales(pointers, there):
+    """0 where none is `there` (None: all are)."""
+    if there is None:
+        scales = tl.load(pointers)
+    else:
+        scales = tl.load(pointers, mask=there, other=0.0)
+    return scales
 
 
 @triton.jit
@@ -116,21 +133,33 @@ class Cache(NamedTuple):
     kv_heads: tl.tensor
     qk_dim: tl.tensor
     v_dim: tl.tensor
+    key_scale: tl.tensor  # of this head, in page 0; None if the cache is not in FP8
+    value_scale: tl.tensor
+    scale_stride: tl.tensor  # from a page's scale to the next; 0: all have one
 
 
 @triton.jit
 def attend(
-    acc, m, l, q, cache, lo, hi, begin, stop, skip, skipped, scale, soft_cap,
+    acc, m, l, top, q, cache, lo, hi, begin, stop, skip, skipped, scale, soft_cap,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    FLOAT32_PRODUCTS: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr, NATIVE: tl.constexpr, PAGED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, stop), but for `skipped` of them at `skip`. Not MASKED: whole steps of keys
     that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
-    and no scale near 0 or below."""
+    and no scale near 0 or below.
+
+    `scale` is one number, or one of each row for a cache in FP8 (NATIVE is not None). With scales
+    of keys, `acc` is divided by `top`, a row's largest weight so far: float16 holds no weight below
+    2^-24."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
+    BY_KEY: tl.constexpr = NATIVE is not None and PAGED
     scale2 = scale * LOG2E
+    of_scores = scale2
+    if NATIVE is not None:
+        of_scores = scale2[:, None]
     cap2 = tl.where(soft_cap > 0, soft_cap, 1.0) * LOG2E
     cols = tl.arange(0, BLOCK_N)
     qk_dims = columns(QK_DIM)
@@ -158,9 +187,15 @@ def attend(
             row = page.to(tl.int64) * cache.page_size + (keys - entry * cache.page_size)
         k = load_columns(k_ptr + row[:, None] * k_row, readable, cache.qk_dim, QK_DIM)
         v = load_columns(v_ptr + row[:, None] * v_row, readable, cache.v_dim, V_DIM)
+        if NATIVE is not None:
+            k = bytes_to_float16(k, NATIVE, True)
+            v = bytes_to_float16(v, NATIVE, False)
         s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
+        if BY_KEY:
+            of_page = page.to(tl.int64) * cache.scale_stride
+            s *= load_scales(cache.key_scale + of_page, readable)[None, :]
         if MASKED:
-            s = s * scale2
+            s = s * of_scores
             # selected and not branched around: ptxas serialises wgmma around a branch
             s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
             if PAGED:
@@ -176,28 +211,42 @@ def attend(
         else:
             # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding,
             # and overflow behind 2^31
-            p = tl.exp2((s - base[:, None]) * scale2)
+            exponents = (s - base[:, None]) * of_scores
+            if BY_KEY:  # here, too, the largest is a rounded product
+                exponents = tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            p = tl.exp2(exponents)
             alpha = tl.exp2((m - base) * scale2)
         l = l * alpha + tl.sum(p, 1)
+        if BY_KEY:
+            p *= load_scales(cache.value_scale + of_page, readable)[None, :]
+            fading = top * alpha
+            top = tl.maximum(tl.maximum(fading, tl.max(tl.abs(p), 1)), TINY)
+            p *= (1.0 / top)[:, None]
+            alpha = fading / top
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
         m = m_new
     if not MASKED:
         m = tl.where(m == float("-inf"), m, m * scale2)
-    return acc, m, l
+    return acc, m, l, top
 
 
 @triton.jit
 def share(
-    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares,
+    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
-    qk_dim = qk_eighths * 8
-    v_dim = v_eighths * 8
+    FP8: tl.constexpr = NATIVE_FP8 is not None
+    if FP8:  # multiples of 16, for whole 16 bytes
+        qk_dim = qk_eighths // 2 * 16
+        v_dim = v_eighths // 2 * 16
+    else:
+        qk_dim = qk_eighths * 8
+        v_dim = v_eighths * 8
     tiles = tl.cdiv(q_len * group, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -236,6 +285,19 @@ def share(
         qk_dims = columns(QK_DIM)
         v_dims = columns(V_DIM)
         q = load_columns(query + row[:, None] * qk_dim + qk_dims[None, :], some, qk_dim, QK_DIM)
+        of_rows = scale
+        scale_stride = None
+        if FP8:
+            q, unit = rows_to_float16(q, bfloat16_query)
+            scale_stride = tl.where(scale_rows > 1, kv_heads, 0)
+            key_scale += kv_head
+            value_scale += kv_head
+            of_sums = unit_of_bytes(NATIVE_FP8)
+            scale *= unit_of_bytes(NATIVE_FP8)
+            if page_size == 0:
+                scale *= tl.load(key_scale + b.to(tl.int64) * scale_stride)
+                of_sums *= tl.load(value_scale + b.to(tl.int64) * scale_stride)
+            of_rows = scale * unit
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
@@ -245,43 +307,56 @@ def share(
         full_begin = tl.minimum(begin + before, stop)
         full_keys = tl.maximum(tl.minimum(full_hi, stop) - full_begin, 0)
         full_end = full_begin + full_keys // BLOCK_N * BLOCK_N
-        # of smaller scales, differences of scores may overflow before they are scaled
-        full_end = tl.where((soft_cap > 0) | (scale < 1e-30), full_begin, full_end)
+        if FP8:
+            full_end = tl.where((soft_cap > 0) | ~(scale > 0), full_begin, full_end)  # or NaN
+        else:  # of smaller scales, differences of scores may overflow before they are scaled
+            full_end = tl.where((soft_cap > 0) | (scale < 1e-30), full_begin, full_end)
         if FLOAT32_PRODUCTS:  # two loops of these products would not fit in registers
             full_end = full_begin
         if page_size > 0:
             table = block_table + b.to(tl.int64) * table_width
             cache = Cache(
                 key, value, table, b.to(tl.int64) * 0, kv_head, pages, page_size, kv_heads, qk_dim,
-                v_dim,
+                v_dim, key_scale, value_scale, scale_stride,
             )  # fmt: skip
+            top = None
+            if FP8:
+                top = tl.full([BLOCK_M], TINY, tl.float32)
             if not FLOAT32_PRODUCTS:
                 if not pages_there(table, full_begin, full_end, pages, page_size):
                     full_end = full_begin
-                acc, m, l = attend(
-                    acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
-                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, False,
+                acc, m, l, top = attend(
+                    acc, m, l, top, q, cache, lo, hi, full_begin, full_end, full_begin, 0, of_rows,
+                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, True,
+                    False,
                 )  # fmt: skip
-            acc, m, l = attend(
-                acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
-                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, True,
+            acc, m, l, top = attend(
+                acc, m, l, top, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
+                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, True,
+                True,
             )  # fmt: skip
+            if FP8:
+                acc *= top[:, None]
         else:
             cache = Cache(
                 key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,
-                kv_heads, qk_dim, v_dim,
+                kv_heads, qk_dim, v_dim, key_scale, value_scale, scale_stride,
             )  # fmt: skip
             if not FLOAT32_PRODUCTS:
-                acc, m, l = attend(
-                    acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
-                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, False,
+                acc, m, l, _ = attend(
+                    acc, m, l, None, q, cache, lo, hi, full_begin, full_end, full_begin, 0, of_rows,
+                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, False,
+                    False,
                 )  # fmt: skip
-            acc, m, l = attend(
-                acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
-                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, True,
+            acc, m, l, _ = attend(
+                acc, m, l, None, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
+                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, False,
+                True,
             )  # fmt: skip
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
         result = acc / tl.where(met, l, 1.0)[:, None]
+        if FP8:
+            result *= of_sums
         tl.store(
             partial + left[:, None] * v_dim + v_dims[None, :],
             result,
@@ -292,32 +367,34 @@ def share(
 
 @triton.jit
 def decode(
-    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares,
+    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     share(
-        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
-        kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
-        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+        query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums, scale,
+        soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths,
+        v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_tall(
-    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares,
+    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
-        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
-        kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
-        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+        query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums, scale,
+        soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths,
+        v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
     )  # fmt: skip
 
 

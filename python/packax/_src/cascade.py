@@ -22,6 +22,8 @@ def decode_shared_prefix(
     prefix_lengths: ArrayLike,
     *,
     block_table: ArrayLike,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -45,6 +47,7 @@ def decode_shared_prefix(
             group share. They must not include the Sq new ones.
         block_table: (B, max_blocks) integers. The pages of a prefix are looked up in the entries of
             the first sequence of its group, or of the first of every 16 / Sq sequences.
+        key_scale, value_scale: of pages in float8_e4m3fn, as in `decode_attention`.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
         return_lse: also return the log-sum-exp.
 
@@ -73,6 +76,8 @@ def decode_shared_prefix(
         for name, x in zip(integers, (kv_lengths, prefix_lengths, block_table), strict=True)
     )
     options: dict[str, Any] = {
+        "key_scale": key_scale,
+        "value_scale": value_scale,
         "scale": scale,
         "soft_cap": soft_cap,
         "precision": precision,

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from packax._src.core.arguments import numpy_array
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
+from packax._src.core.shapes import FP8, INT_MAX, MAX_LENGTH, is_fp8, is_symbolic
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         """Arguments that do not change the type of the result."""
 
         block_table: ArrayLike | None
+        key_scale: ArrayLike | None
+        value_scale: ArrayLike | None
         kv_starts: ArrayLike | None
         window: tuple[int | None, int | None] | None
         causal: bool
@@ -60,6 +62,8 @@ def decode_attention(
     kv_lengths: ArrayLike,
     *,
     block_table: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     kv_starts: ArrayLike | None = None,
     window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
@@ -81,15 +85,20 @@ def decode_attention(
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
-        key: the cache, (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv,
-            Dqk). H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
-            Where a mesh shards S, each device attends its slice, and the parts are merged.
+        key: the cache, (B, S, Hkv, Dqk), dtype of query or float8_e4m3fn; with block_table (pages,
+            page_size, Hkv, Dqk). H must be a multiple of Hkv: query head h reads key/value head
+            h // (H / Hkv). Where a mesh shards S, each device attends its slice, and the parts are
+            merged.
         value: like key, with head dim Dv.
         kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
             it is below Sq, the first rows are not tokens and attend nothing.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
             sequences may share pages, and pages may be in any order.
+        key_scale: what the keys of a float8_e4m3fn cache are multiplied by: a positive number or an
+            array of floats, of shape () for all, (Hkv,) for each head, (B, Hkv) for each sequence
+            and head, or with block_table (pages, Hkv) for each page and head. None: 1.
+        value_scale: the same for the values.
         kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
             (padding on the left; chunked attention: kv_starts = p // size * size).
         window: (left, right), Python integers from 0 or None for no limit: a row attends the keys
@@ -107,7 +116,8 @@ def decode_attention(
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
             "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
             The kernels take bfloat16 and float16 with head dims up to 512, and float32 with head
-            dims up to 256, all multiples of 8.
+            dims up to 256, all multiples of 8. With a float8_e4m3fn cache they take queries in
+            bfloat16 and float16 with head dims up to 256, multiples of 16.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
@@ -142,6 +152,7 @@ def decode_attention(
     lengths = as_integers("kv_lengths", kv_lengths)
     table = None if block_table is None else as_integers("block_table", block_table)
     _check_tensors(query, key, value, lengths, table)
+    scales = checked_scales(key, key_scale, value_scale, paged=table is not None)
     check_decode_types(query, key, value, paged=table is not None)
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
@@ -163,6 +174,7 @@ def decode_attention(
     operands = [require_device_info(query), key, value, *rows]
     if table is not None:
         operands.append(table)
+    operands += scales
     of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks
     if of_heads is not None:
         real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
@@ -186,6 +198,39 @@ def decode_attention(
         implementation=implementation,
     )
     return (out, lse) if return_lse else out
+
+
+def checked_scales(
+    key: jax.Array, key_scale: Any, value_scale: Any, *, paged: bool
+) -> tuple[jax.Array, ...]:
+    """The scales of a cache in FP8, both (1, Hkv) or both (B or pages, Hkv) float32; else none."""
+    given = {"key_scale": key_scale, "value_scale": value_scale}
+    rows, _, heads, _ = key.shape
+    arrays = []
+    for name, scale in given.items():
+        if not is_fp8(key):
+            if scale is not None:
+                raise ValueError(f"{name} is for caches in {FP8}, but key is {key.dtype}: omit it")
+            continue
+        arrays.append(checked_kv_scale(name, scale, rows, heads, paged=paged))
+    if any(x.shape[0] != 1 for x in arrays):
+        arrays = [jnp.broadcast_to(x, (rows, heads)) for x in arrays]
+    return tuple(arrays)
+
+
+def checked_kv_scale(name: str, given: Any, rows: Any, heads: int, *, paged: bool) -> jax.Array:
+    """A scale as (1, heads) or (rows, heads) float32; None: 1."""
+    scale = as_array(name, 1.0 if given is None else given)
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and scale.ndim:
+        raise ValueError(f"{name} must be a number or an array of floats, but is {scale.dtype}")
+    if scale.shape not in ((), (heads,), (rows, heads)):
+        each = "page" if paged else "sequence"
+        raise ValueError(
+            f"{name} must have shape (), ({heads},), one for each head of the cache, or "
+            f"{(rows, heads)}, one for each {each} and head, but has {scale.shape}"
+        )
+    scale = scale.astype(jnp.float32)
+    return scale if scale.ndim == 2 else jnp.broadcast_to(scale, (1, heads))
 
 
 def _ranges(
@@ -262,11 +307,12 @@ def _check_tensors(
         # an empty batch, or no rows, give an empty result
         if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
-        if str(x.dtype) not in DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, but is {x.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
+        dtypes = DTYPES if name == "query" else (*DTYPES, FP8)
+        if str(x.dtype) not in dtypes:
+            raise ValueError(f"{name} must be one of {', '.join(dtypes)}, but is {x.dtype}")
+    if not (key.dtype == value.dtype and (key.dtype == query.dtype or is_fp8(key))):
         raise ValueError(
-            "query, key and value must have one dtype, but have "
+            f"query, key and value must have one dtype, or key and value {FP8}, but have "
             f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
     batch, rows, heads, qk_dim = query.shape

@@ -22,6 +22,15 @@ def unrounded(x):
 
 
 @triton.jit
+def bytes_to_float16(x, IS_NATIVE: tl.constexpr, IS_PURE: tl.constexpr):
+    """For fp8.bytes_to_float16, where no GPU converts: the number / 256."""
+    bits = x.to(tl.int16)
+    magnitude = (bits & 0x7F) << 7
+    bits = magnitude | ((magnitude + 0x80) & 0x4000) | ((bits & 0x80) << 8)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
     """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as
     `decode` works them out."""

@@ -196,9 +196,10 @@ def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    shares: int = 0,
+    shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
+    """`scales`: (rows, kv_heads), of keys and values in float8_e4m3fn; the query is then in 16 bits,
+    and `out` in float32. `room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
     but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence."""
     if exact is None:
         score_mods = sys.modules["portable.score_mods"]
@@ -206,7 +207,7 @@ def decode(
             return decode(
                 query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel,
                 room=room,
-                tile=tile, exact=0, shares=shares,
+                tile=tile, exact=0, shares=shares, scales=scales,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
     first, second, kv_heads, v_dim = value.shape
@@ -215,17 +216,22 @@ def decode(
     block_m, block_n = tile
     partial = guarded((splits, batch, q_len, heads, v_dim), np.float32)
     sums = guarded((splits, batch, q_len, heads), np.float32)
-    out = guarded((batch, q_len, heads, v_dim), query.dtype)
+    out = guarded((batch, q_len, heads, v_dim), np.float32 if scales else query.dtype)
     lse = guarded((batch, heads, q_len), np.float32)
+    more, sizes, constants = (), (), {}
+    if scales is not None:
+        more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
+        query, key, value = query.view(np.int16), key.view(np.uint8), value.view(np.uint8)
+        constants = {"NATIVE_FP8": 0}
     programs = shares + batch if shares else batch * splits
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
-        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial,
-        sums, scale, soft_cap,
+        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, *more,
+        partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
         splits,
-        shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
-        FLOAT32_PRODUCTS=exact,
+        shares, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
+        FLOAT32_PRODUCTS=exact, **constants,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks,

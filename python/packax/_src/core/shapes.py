@@ -40,6 +40,14 @@ def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
     return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)
 
 
+FP8 = "float8_e4m3fn"
+"""The dtype of 8 bits that a cache of keys and values may have."""
+
+
+def is_fp8(x: Any) -> bool:
+    return str(x.dtype) == FP8
+
+
 def accumulator(dtype: Any) -> Any:
     """The dtype in which values of this dtype are summed: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

@@ -30,6 +30,7 @@ except ImportError as error:  # a source tree or a broken install: XLA works, `i
     ext, ext_error = None, str(error)
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+FP8 = "e4m3"  # of keys and values
 _FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are computed in float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
 MULTIPLE = 8  # of head dims: rows of 16 bytes
@@ -211,7 +212,7 @@ def require_extension() -> None:
 
 def listed(rows: Any) -> str:
     names = {short: name for name, short in _DTYPES.items()}
-    names |= dict.fromkeys(_FLOAT32.values(), "float32")
+    names |= dict.fromkeys(_FLOAT32.values(), "float32") | {FP8: "float8_e4m3fn"}
     have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
     return ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
 

@@ -18,7 +18,16 @@ from jax.interpreters import mlir
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import Pass
-from packax._src.core.shapes import BLOCK, MAX_LENGTH, TILE, ceil_div, is_exact, is_symbolic
+from packax._src.core.shapes import (
+    BLOCK,
+    FP8,
+    MAX_LENGTH,
+    TILE,
+    ceil_div,
+    is_exact,
+    is_fp8,
+    is_symbolic,
+)
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import (
     ffi,
@@ -224,9 +233,10 @@ _MOST_SHARES = 128  # the limit of csrc/launch/decode.cc
 
 def _xla_decode(*operands, paged, has_sinks, **static):
     query, key, value, q_lo, q_hi, *others = operands
-    table = others[0] if paged else None
-    sinks = others[-1] if has_sinks else None
-    return xla_decode.decode(query, key, value, q_lo, q_hi, table, sinks, **static)
+    table = others.pop(0) if paged else None
+    scales = (others.pop(0), others.pop(0)) if is_fp8(key) else None
+    sinks = others.pop() if has_sinks else None
+    return xla_decode.decode(query, key, value, q_lo, q_hi, table, scales, sinks, **static)
 
 
 _DECODE = ("scale", "soft_cap", "precision", "paged", "has_sinks")
@@ -240,8 +250,9 @@ def _decode_cuda(ctx, *operands, implementation, **static):
     query, key, value = ctx.avals_in[:3]
     float32_products = is_exact(precision)
     _require_decode_kernel(query, value, float32_products)
+    scaled = is_fp8(key)
     buffers, avals = list(operands), list(ctx.avals_in)
-    for place, there in ((5, paged), (6, has_sinks)):
+    for place, there in ((5, paged), (6, scaled), (7, scaled), (8, has_sinks)):
         if not there:
             avals.insert(place, ABSENT)
             buffers.insert(place, zeros(ctx, ABSENT))
@@ -276,15 +287,21 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
 
 def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
     ffi.require_extension()
-    rows = [row for row in ffi.variants() if row["kernel"] == "decode"]
+    fp8 = is_fp8(value)
+    rows = [row for row in ffi.variants() if row["kernel"] == ("decode_fp8" if fp8 else "decode")]
     qk_dim, v_dim = query.shape[3], value.shape[3]
     dtype = ffi.kernel_dtype(query.dtype, float32_products)
+    if fp8:  # the kernels take both dtypes of 16 bits
+        dtype = ffi.FP8 if dtype in ("bf16", "f16") else None
+    multiple = 2 * ffi.MULTIPLE if fp8 else ffi.MULTIPLE  # of 16 bytes
     rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
-    if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
+    if not (qk_dim % multiple or v_dim % multiple) and any(row["dtype"] == dtype for row in rooms):
         return
+    of = f"{query.dtype} over a {FP8} cache" if fp8 else query.dtype
+    queries = ", and queries in bfloat16 or float16" if fp8 else ""
     raise NotImplementedError(
-        f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); available, for multiples of 8 up to these: {ffi.listed(rows)}"
+        f"no decode kernel for {of} with head dims {qk_dim}/{v_dim} (query and key / "
+        f"value); available, for multiples of {multiple} up to these{queries}: {ffi.listed(rows)}"
         f"{ffi.whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )

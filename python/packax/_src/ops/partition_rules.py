@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from packax._src.core.shapes import is_fp8
 from packax._src.core.spec import OF_HEADS, TENSORS, Operands
 from packax._src.ops.merge import merged
 from packax._src.ops.partitioning import Dims
@@ -43,20 +44,28 @@ def backward(*avals, spec, names) -> Dims:
 def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
     batch, _, heads, _ = query.shape
     cache = "ppg." if paged else "bkg."  # pages belong to no row of the batch
-    rest = [_of_batch(x, batch) for x in operands[: int(paged)]]
-    rest += [_of_heads(x, batch, heads) for x in operands[int(paged) :]]  # sinks
+    number = int(paged), 2 * is_fp8(key)
+    tables, scales, sinks = (
+        operands[: number[0]],
+        operands[number[0] : sum(number)],
+        operands[sum(number) :],
+    )
+    rest = [_of_batch(x, batch) for x in tables]
+    rest += [(cache[0] if x.shape[0] == key.shape[0] else ".") + "g" for x in scales]
+    rest += [_of_heads(x, batch, heads) for x in sinks]
     operands = ("bsh.", cache, cache, "b.", "b.", *rest)
     return Dims(operands, ("b.h.", "bh."), by_keys=None if paged else _decode_by_keys)
 
 
-def _decode_by_keys(bind, axes, query, key, value, lo, hi, *sinks, has_sinks, **params):
+def _decode_by_keys(bind, axes, query, key, value, lo, hi, *others, has_sinks, **params):
     """Each device attends its slice of the caches; their parts are merged by their log-sum-exps."""
+    scales, sinks = others[: 2 * is_fp8(key)], others[2 * is_fp8(key) :]
     size = key.shape[1]
     first = jax.lax.axis_index(axes) * size
     beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # NaN in the slices, too
     lo = jnp.where(beyond, 0, jnp.maximum(lo - first, 0))
     hi = jnp.where(beyond, size + 1, jnp.clip(hi - first, 0, size))
-    out, lse = bind(query, key, value, lo, hi, has_sinks=False, **params)
+    out, lse = bind(query, key, value, lo, hi, *scales, has_sinks=False, **params)
     parts = zip(*(jax.lax.all_gather(x, axes) for x in (out.astype(lse.dtype), lse)), strict=True)
     out, lse = merged(list(parts))
     if has_sinks:

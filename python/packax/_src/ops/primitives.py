@@ -7,7 +7,8 @@ forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_lo
 backward_p: the same -> dq, dk, dv (those not in spec.needs_grad may hold anything), with
     spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
     spec.bias_grad the gradient of bias, shaped like it
-decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
+decode_p: query, key, value, q_lo, q_hi, block_table if paged, key_scale and value_scale if key and
+    value are in FP8, sinks if has_sinks -> out, lse
 docs/internals/ffi.md lists every shape; lowering.py implements them per platform.
 """
 
@@ -23,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from packax._src.core.jax_compat import check_for_nans, run_compiled
-from packax._src.core.shapes import BLOCK, TILE, TILE_192, accumulator, ceil_div
+from packax._src.core.shapes import BLOCK, TILE, TILE_192, accumulator, ceil_div, is_fp8
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops.batching_rules import (
     batch_attention,
@@ -179,28 +180,32 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
     folding = batching_rule(operands, dims)
     size = folding.size
     query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
-    table = rest[0] if paged else None
-    shared = key[1] is None and value[1] is None
+    table = rest.pop(0) if paged else None
+    scales = [rest.pop(0) for _ in range(2)] if is_fp8(key[0]) else []
+    shared = all(dim is None for _, dim in (key, value, *scales))
+    rows = key[0].shape[batch_axis(key[1])]
     if shared and not paged:
-        batch = key[0].shape[0]
-        table = (jnp.arange(batch, dtype=jnp.int32)[:, None], None)
+        table = (jnp.arange(rows, dtype=jnp.int32)[:, None], None)
     if table is not None:
         folded_table = folding.fold(*table)
         if not shared:  # the pages of all mapped elements, in the order of `fold`
-            pages = key[0].shape[batch_axis(key[1])]
             batch = folded_table.shape[0] // size
             own = folding.merged(
                 folding.place(jnp.arange(size, dtype=jnp.int32)[:, None], 0), batch
             )
-            there = (folded_table >= 0) & (folded_table < pages)
+            there = (folded_table >= 0) & (folded_table < rows)
             page = folded_table * size if folding.behind else folded_table
-            first = own if folding.behind else own * pages
+            first = own if folding.behind else own * rows
             folded_table = jnp.where(there, page + first[:, None], -1)
     folded = [folding.fold(*query)]
     folded += [key[0], value[0]] if shared else [folding.fold(*key), folding.fold(*value)]
     folded += [folding.fold(*q_lo), folding.fold(*q_hi)]
     if table is not None:
         folded.append(folded_table)
+    if shared:
+        folded += [x for x, _ in scales]
+    elif scales:
+        folded += folding.fold_shared(*zip(*scales, strict=True), rows)
     if has_sinks:
         sinks, dim = rest[-1]
         folded += folding.fold_shared([sinks], [dim], folded[0].shape[0] // size)

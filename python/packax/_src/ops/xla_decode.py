@@ -25,6 +25,7 @@ def decode(
     q_lo: jax.Array,
     q_hi: jax.Array,
     block_table: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
     sinks: jax.Array | None,
     *,
     scale: float,
@@ -54,14 +55,21 @@ def decode(
         # The last block begins so that it ends with the cache; keys it repeats are masked.
         first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
-        keys, values, there = _block(key, value, block_table, first, index)
+        keys, values, page = _block(key, value, block_table, first, index)
+        there = None if page is None else (page >= 0) & (page < key.shape[0])
         place = index[None, None]
         attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
         # A key that no row attends may hold anything, and so may the page read for a missing page.
         used = attends.any(1) if there is None else attends.any(1) & there
-        values = jnp.where(used[..., None, None], values, 0).astype(real)
+        keys, values = keys.astype(real), values.astype(real)
+        if scales is not None:
+            keys, values = (
+                x * _scale_of(y, page).astype(real)
+                for x, y in zip((keys, values), scales, strict=True)
+            )
+        values = jnp.where(used[..., None, None], values, 0)
         attends = attends[:, None, None]  # (B, 1, 1, Sq, keys)
-        s = einsum("bihgd,bjhd->bhgij", rows, keys.astype(real)) * scale
+        s = einsum("bihgd,bjhd->bhgij", rows, keys) * scale
         if soft_cap:
             s = soft_cap * jnp.tanh(s / soft_cap)
         if there is not None:
@@ -95,7 +103,8 @@ def decode(
 
 
 def _block(key, value, block_table, first, index):
-    """Keys and values (B, keys, Hkv, D) at `index`, and which exist (B, keys); None: all."""
+    """Keys and values (B, keys, Hkv, D) at `index`, and their pages (B, keys), which may not exist;
+    None: there are no pages."""
     if block_table is None:
         if is_symbolic(key.shape[1]):  # it may be less than a block: the rest is masked
             places = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
@@ -106,6 +115,12 @@ def _block(key, value, block_table, first, index):
         return keys, values, None
     pages, page_size = key.shape[:2]
     page = block_table[:, index // page_size]
-    there = (page >= 0) & (page < pages)
-    at = jnp.where(there, page, 0), index % page_size
-    return key[at], value[at], there
+    at = jnp.where((page >= 0) & (page < pages), page, 0), index % page_size
+    return key[at], value[at], page
+
+
+def _scale_of(scale, page):
+    """A scale (1, Hkv), or of sequences or pages, as a factor of (B, keys, Hkv, D)."""
+    if page is None or scale.shape[0] == 1:
+        return scale[:, None, :, None]
+    return scale.at[page].get(mode="clip")[..., None]

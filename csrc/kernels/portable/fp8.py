@@ -1,0 +1,84 @@
+"""float8_e4m3fn in a kernel, as float16: its bytes exactly, and rows of a query times powers of two.
+
+All of it multiplies in float16, whatever the query's dtype: float16 holds every float8_e4m3fn, and
+more bits of a probability than bfloat16. A row of the query is scaled so that its largest element
+fits, and the row's scores are scaled back in float32.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(14)  # the exponent of a row's largest element, in float16
+LEAST = tl.constexpr(15)  # exponents of rows, in float32's bits, at least
+
+# Four bytes to four float16. From compute capability 8.9 on the GPU converts:
+NATIVE = tl.constexpr(
+    """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+# Otherwise exponent and fraction move to their places in float16, whose exponents have a bias of 15
+# and not 7: the number / 256, of subnormal ones, too. NaN, the largest magnitude, needs one bit
+# more.
+BITS = tl.constexpr(
+    """{
+    .reg .b32 x, y, t, n;
+    prmt.b32 x, $2, 0, 0x1404;
+    and.b32 t, x, 0x7f007f00;
+    shr.u32 t, t, 1;
+    add.u32 n, t, 0x00800080;
+    and.b32 n, n, 0x40004000;
+    or.b32 t, t, n;
+    and.b32 x, x, 0x80008000;
+    or.b32 x, x, t;
+    prmt.b32 y, $2, 0, 0x3424;
+    and.b32 t, y, 0x7f007f00;
+    shr.u32 t, t, 1;
+    add.u32 n, t, 0x00800080;
+    and.b32 n, n, 0x40004000;
+    or.b32 t, t, n;
+    and.b32 y, y, 0x80008000;
+    or.b32 y, y, t;
+    mov.b32 $0, x;
+    mov.b32 $1, y;
+    }"""
+)
+
+
+@triton.jit
+def unit_of_bytes(IS_NATIVE: tl.constexpr):
+    """What `bytes_to_float16` divides by."""
+    return 1.0 if IS_NATIVE else 256.0
+
+
+@triton.jit
+def bytes_to_float16(x, IS_NATIVE: tl.constexpr, IS_PURE: tl.constexpr):
+    """Bytes of float8_e4m3fn as float16, divided by `unit_of_bytes`.
+
+    Not IS_PURE: in the layout of their load. Otherwise Triton converts in the layout of the
+    product, and of keys by rows would read every byte alone from shared memory.
+    """
+    ASM: tl.constexpr = NATIVE if IS_NATIVE else BITS
+    return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float16, is_pure=IS_PURE, pack=4)
+
+
+@triton.jit
+def rows_to_float16(bits, bfloat16):
+    """Rows of bfloat16 (`bfloat16` not 0) or float16, given as int16, as float16; and the power of
+    two that each row was divided by.
+
+    What is lost of an element is below 2^-38 of the row's largest.
+    """
+    x = tl.where(
+        bfloat16 != 0,
+        (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),
+        bits.to(tl.float16, bitcast=True).to(tl.float32),
+    )
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, LEAST), 254)
+    up = ((254 - exponent + LARGEST) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - LARGEST) << 23).to(tl.float32, bitcast=True)
+    return (x * up[:, None]).to(tl.float16), down

@@ -1,0 +1,163 @@
+"""decode_attention over caches in float8_e4m3fn, and how kv_cache.write fills them, on the CPU.
+
+Guards against a scale of another page, sequence or head, and against NaN bytes of what no row
+attends.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import packax
+import pytest
+from decoding import CASES, Case
+from packax import kv_cache
+
+SCALE = 0.4
+FP8 = jnp.float8_e4m3fn
+EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+KINDS = [
+    ("one row", "one", jnp.bfloat16),
+    ("soft cap and sinks", "heads", jnp.float16),
+    ("starts by row", "rows", jnp.float32),
+    ("pages", "rows", jnp.bfloat16),
+    ("pages of 1, left", "none", jnp.float16),
+]
+
+
+def tensors(case, dtype, kind):
+    return decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
+
+
+@pytest.mark.parametrize("name,kind,dtype", KINDS)
+def test_equals_the_definition(name, kind, dtype):
+    case = CASES[name]
+    x = tensors(case, dtype, kind)
+    got = decoding.run(case, x, SCALE)
+    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
+    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+
+
+def test_every_byte():
+    """A sequence of one key has its value, with NaN in its row alone."""
+    value = jnp.asarray(EVERY).reshape(256, 1, 1, 1)
+    key = jnp.zeros_like(value)
+    lengths = np.ones(256, int)
+    out = packax.decode_attention(
+        jnp.ones((256, 1, 1, 1)), key, value, lengths, value_scale=np.float32([3])
+    )
+    np.testing.assert_array_equal(out.ravel(), 3 * EVERY.astype(np.float32))
+
+
+def test_shared_prefixes():
+    """Both passes read the scales of their pages."""
+    case = Case((40, 37, 33, 40), capacity=40, page_size=8)
+    x = tensors(case, jnp.float32, "rows")
+    table = x.block_table.copy()
+    table[1::2, :4] = table[::2, :4]
+    operands, keywords = x._replace(block_table=table).arguments()
+    shared = packax.decode_shared_prefix(*operands, np.array([32, 32]), **keywords)
+    np.testing.assert_allclose(
+        shared, packax.decode_attention(*operands, **keywords), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("page_size", [0, 8])
+@pytest.mark.parametrize(
+    "mapped", [("query",), ("key_scale", "value_scale"), ("key", "value", "key_scale"), ("value",)]
+)
+def test_vmap(mapped, page_size):
+    case = Case((20, 9), capacity=24, page_size=page_size)
+    xs = [tensors(case, jnp.float32, "heads" if page_size else "rows") for _ in range(2)]
+    calls = []
+    for x in xs:
+        operands, keywords = x.arguments()
+        names = ("query", "key", "value", "kv_lengths")
+        calls.append(dict(zip(names, operands, strict=True)) | keywords)
+    if page_size:  # one table for both
+        calls[1]["block_table"] = calls[0]["block_table"]
+    axes = {name: 0 if name in mapped else None for name in calls[0]}
+    every = {
+        name: jnp.stack([call[name] for call in calls]) if name in mapped else calls[0][name]
+        for name in calls[0]
+    }
+    attend = jax.jit(lambda x: packax.decode_attention(**x))
+    got = jax.jit(jax.vmap(attend, (axes,)))(every)
+    for i, call in enumerate(calls):
+        one = calls[0] | {name: call[name] for name in mapped}
+        np.testing.assert_allclose(got[i], attend(one), atol=1e-5, rtol=1e-5)
+
+
+def test_written_rows_are_read():
+    """Prompts and a new token, in pages with scales of their own."""
+    rng = np.random.default_rng()
+    new = rng.standard_normal((2, 9, 2, 4)).astype(np.float32)
+    table = np.array([[3, 0, 5], [1, 4, 2]])
+    scale = np.exp(rng.uniform(-5, 0, (6, 2))).astype(np.float32)
+    rows, places = np.mgrid[:2, :9]
+    pages = kv_cache.write(
+        jnp.zeros((6, 3, 2, 4), FP8), new, rows, places, block_table=table, scale=scale
+    )
+    read = pages[table].astype(jnp.float32) * scale[table][:, :, None, :, None]
+    largest = 448 * scale[table][:, :, None, :, None]
+    want = np.clip(new.reshape(2, 3, 3, 2, 4), -largest, largest)
+    # four bits, or a step of the subnormal ones
+    bound = np.maximum(np.abs(want) / 16, largest / 448 * 2.0**-10) * (1 + 1e-6)
+    assert (np.abs(read - want) <= bound).all()
+
+
+def test_written_numbers_are_rounded_as_bytes_are():
+    """To the nearest, beyond 448 to 448, NaN to NaN; scales of heads and of one sequence."""
+    new = np.array([0.0, -0.0, 1.06, 447, 465, 1e30, -np.inf, np.nan], np.float32)
+    write = jax.jit(functools.partial(kv_cache.write, sequence_ids=[[1]], positions=[[0]]))
+    cache = jnp.full((2, 1, 1, 8), 2, FP8)
+    want = np.clip(new, -448, 448).astype(FP8).astype(np.float32)
+    got = write(cache, new[None, None, None]).astype(jnp.float32)
+    np.testing.assert_array_equal(got[0], 2)
+    np.testing.assert_array_equal(got[1, 0, 0], want)
+    np.testing.assert_array_equal(np.signbit(got[1, 0, 0, :2]), [False, True])
+    for scale in (0.5, np.float32([0.5]), np.float32([[np.nan], [0.5]])):
+        got = write(cache, new[None, None, None] / 2, scale=scale)
+        np.testing.assert_array_equal(got[1, 0, 0].astype(jnp.float32), want)
+
+
+REFUSED = [
+    ({"key_scale": np.ones(3, np.float32)}, ValueError,
+     r"key_scale must have shape \(\), \(2,\), one for each head of the cache, or \(3, 2\), one "
+     r"for each sequence and head, but has \(3,\)"),
+    ({"value_scale": np.ones((2, 2), np.float32), "block_table": np.zeros((3, 1), int)}, ValueError,
+     r"value_scale must have .* one for each page and head, but has \(2, 2\)"),
+    ({"key_scale": np.ones(2, int)}, ValueError, "key_scale must be .* of floats, but is int"),
+    ({"key_scale": "1"}, ValueError, "key_scale must be an array, but is "),
+    ({"key": jnp.ones((3, 8, 2, 8))}, ValueError,
+     "one dtype, or key and value float8_e4m3fn, but have float32, float32 and float8_e4m3fn"),
+    ({"value": jnp.ones((3, 8, 2, 8), jnp.float8_e5m2)}, ValueError,
+     "value must be one of .*float64, float8_e4m3fn, but is float8_e5m2"),
+    ({"query": jnp.ones((3, 1, 2, 8), FP8)}, ValueError,
+     "query must be one of bfloat16, float16, float32, float64, but is float8_e4m3fn"),
+    ({"key": jnp.ones((3, 8, 2, 8)), "value": jnp.ones((3, 8, 2, 8)), "value_scale": 2.0},
+     ValueError, "value_scale is for caches in float8_e4m3fn, but key is float32: omit it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change,error,message", REFUSED)
+def test_refusals(change, error, message):
+    cache = jnp.ones((3, 8, 2, 8), FP8)
+    call = {"query": jnp.ones((3, 1, 2, 8)), "key": cache, "value": cache}
+    with pytest.raises(error, match=message):
+        packax.decode_attention(**call | {"kv_lengths": np.array([1, 2, 3])} | change)
+
+
+def test_refusals_of_write():
+    at = {"sequence_ids": [[0]], "positions": [[0]]}
+    new, cache = jnp.ones((1, 1, 2, 8)), jnp.zeros((3, 4, 2, 8))
+    with pytest.raises(ValueError, match="scale is for caches in float8_e4m3fn, but cache is floa"):
+        kv_cache.write(cache, new, scale=1.0, **at)
+    with pytest.raises(ValueError, match=r"scale must have shape .*\(3, 2\), one for each seq"):
+        kv_cache.write(cache.astype(FP8), new, scale=np.ones((2, 2), np.float32), **at)
