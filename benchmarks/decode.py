@@ -6,9 +6,10 @@ Bytes are those of the attended keys and values, once. Results are compared with
 float32 before anything is timed; a wrong one is not timed, and the run fails. A pass runs LOOP
 times inside one jitted call, because a dispatch can take longer than a pass. cuDNN is
 jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages. If it cannot run a case,
-the reason is listed. All implementations of a case take turns in one process. Prints a table and
-writes decode.json into --out (default: $OUT, else benchmarks/results). Products of float32 are
-TF32, or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
+the reason is listed. The same cache in float8_e4m3fn, with a scale of each page or sequence, is
+compared with XLA over the same bytes. All implementations of a case take turns in one process.
+Prints a table and writes decode.json into --out (default: $OUT, else benchmarks/results). Products
+of float32 are TF32, or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from lib.decode_cases import CASES, Case
+from lib.decode_cases import CASES, SIZES, Case
 from lib.implementations import LOOP, touched
 from lib.machine import machine
 from lib.output import arguments_of, write_json
@@ -31,6 +32,7 @@ from lib.timing import interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
 COPIED = 1 << 30  # bytes
+FP8 = "float8_e4m3fn"
 
 
 def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
@@ -54,6 +56,20 @@ def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
         order = jax.random.permutation(next(keys), cache[0]).astype(jnp.int32)
         arrays["block_table"] = order.reshape(batch, -1)
     return arrays
+
+
+def in_fp8(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands with the caches in FP8, and a scale of each page or sequence and head."""
+
+    @jax.jit
+    def quantise(x):
+        scale = jnp.abs(x).max((1, 3)).astype(jnp.float32) / 448
+        return (x / scale[:, None, :, None]).astype(FP8), scale
+
+    small = dict(arrays)
+    for name in ("key", "value"):
+        small[name], small[f"{name}_scale"] = quantise(arrays[name])
+    return small
 
 
 def cudnn(query, key, value, kv_lengths):
@@ -102,6 +118,7 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
         functools.partial(packax.decode_attention, implementation="xla", precision="highest")
     )
     functions: dict[str, Callable[[], Any]] = {"packax": lambda: ours(**arrays)}
+    operands = {"packax": arrays, "cudnn": arrays}
     size = case.bytes(dtype)
     row: dict[str, Any] = {"case": case.name, "dtype": dtype, "bytes": size, "times": {}}
     row["left_out"] = left_out = {}
@@ -110,12 +127,21 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
     else:
         bare["cudnn"] = theirs = jax.jit(cudnn)
         functions["cudnn"] = lambda: theirs(**arrays)
-    reference = xla(**arrays)
+    if SIZES[dtype] == 2 and case.dim <= 256:
+        small = operands["fp8"] = in_fp8(arrays)
+        bare["fp8"], functions["fp8"] = ours, lambda: ours(**small)
+    else:
+        left_out["fp8"] = "no kernel"
+    references = {"packax": xla(**arrays)}
+    references["cudnn"] = references["packax"]
+    if "fp8" in functions:
+        references["fp8"] = xla(**operands["fp8"])
+        row["fp8_from_16_bits"] = difference(references["fp8"], references["packax"])
     for name in list(functions):
         try:
-            error = difference(functions[name](), reference)
+            error = difference(functions[name](), references[name])
         except Exception as failure:
-            if name == "packax":
+            if name != "cudnn":
                 raise
             left_out[name] = (str(failure).splitlines() or [type(failure).__name__])[0][:200]
             del functions[name]
@@ -124,12 +150,12 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
         if not error < LIMIT[dtype]:
             left_out[name] = f"wrong: {error:.1e} from XLA"
             del functions[name]
-    del reference
+    del references
     elements = COPIED // 4
     inner = dict.fromkeys(functions, LOOP) | {"copy": 1}
-    functions = {name: looped(bare[name], arrays) for name in functions}
+    functions = {name: looped(bare[name], operands[name]) for name in functions}
     functions["copy"] = copy_of(elements)
-    bytes_of = {"copy": 2 * COPIED}
+    bytes_of = {"copy": 2 * COPIED, "fp8": case.bytes(FP8)}
     times = interleaved(functions, rounds=rounds, inner=inner)
     rates = {name: bytes_of.get(name, size) / t.ms / 1e6 for name, t in times.items()}
     for name, t in times.items():
@@ -143,12 +169,13 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| case | packax us | GB/s | of the copy | cuDNN us | GB/s | of the copy | copy GB/s |"
+        "| case | packax us | GB/s | of the copy | FP8 us | GB/s | of the copy "
+        "| cuDNN us | GB/s | of the copy | copy GB/s |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines.append("|---" * 11 + "|")
     for row in rows:
         cells = [row["case"]]
-        for name in ("packax", "cudnn"):
+        for name in ("packax", "fp8", "cudnn"):
             t = row["times"].get(name)
             if t is None:
                 cells += [row["left_out"][name], "", ""]
@@ -178,7 +205,8 @@ def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) ->
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "copied_bytes": COPIED, "cases": rows}
     write_json(options.out / "decode.json", result)
-    return 0 if all("packax" in row["times"] for row in rows) else 1
+    wrong = any(row["left_out"].get("fp8", "").startswith("wrong") for row in rows)
+    return 0 if all("packax" in row["times"] for row in rows) and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Case:
         return max(self.lengths)
 
     def bytes(self, dtype: str) -> int:
-        """Of the keys and values that some row attends."""
+        """Of the keys and values that some row attends, of a cache in that dtype."""
         return 2 * SIZES[dtype] * sum(self.lengths) * self.kv_heads * self.dim
 
 

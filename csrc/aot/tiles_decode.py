@@ -69,7 +69,8 @@ FLOAT32_DECODE_TILES = {
     },
 }
 # Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes: about the same bytes in flight. Not
-# timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall tiles.
+# timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall tiles,
+# up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {
@@ -84,9 +85,8 @@ FP8_DECODE_TILES = {
         **dict.fromkeys((("ampere", 256), ("small", 256)), (16, 32, 3, 4)),
     },
     "decode_tall_fp8": {
-        ("hopper", 64): (64, 128, 3, 4),
-        ("hopper", 128): (64, 64, 3, 4),
-        ("hopper", 256): (64, 64, 2, 8),
+        ("hopper", 64): (64, 64, 3, 4),
+        ("hopper", 128): (64, 64, 3, 8),
     },
 }
 # What these kernels alone take.

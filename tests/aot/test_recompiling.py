@@ -77,6 +77,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.bwd_prepost", ["backward_prepare", "backward_finish"]),
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.decode", DECODE),
+        ("portable.fp8", DECODE),
         ("portable.score_mods", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient

@@ -25,7 +25,8 @@ def test_every_architecture_has_every_kernel() -> None:
         if arch.tiles == "hopper":
             own.remove("backward_prepare")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
-        shared = set(table.BIAS_TILES) if covered else set()
+        shared = {*table.BIAS_TILES, *table.FP8_DECODE_TILES} if covered else set()
+        shared |= {"decode_tall_fp8"} if arch.tiles != "hopper" else set()
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
         decoding = (*table.DECODE_TILES, "decode_combine")
         for kernel in (
@@ -87,7 +88,7 @@ def test_float32() -> None:
     """Every GPU has both precisions of every general kernel and of decoding's, from one set for all
     of a family."""
     rows = [v for v in ALL if v.dtype in table.FLOAT32 and v.kernel not in table.BIAS_TILES]
-    assert {v.kernel for v in rows} == {*GENERAL, *DECODE}
+    assert {v.kernel for v in rows} == {*GENERAL, *DECODE} - set(table.FP8_DECODE_TILES)
     for arch in table.ARCHS.values():
         mine = [v for v in rows if arch in table.served_by(v.arch)]
         for kernel in (*table.FALLBACK_TILES, *table.DECODE_TILES):
@@ -103,6 +104,25 @@ def test_float32() -> None:
     assert {v.dtype for v in table.variants(("86",), ("tf32",))} == {"tf32", "f32", "any"}
     few = [v.arch.name for v in table.variants(("80", "86")) if v.dtype == "f32"]
     assert few and set(few) == {"sm_80"}
+
+
+def test_caches_in_fp8() -> None:
+    """Every GPU has one kernel for each pair of head dims, whatever the query's dtype; only those
+    that convert themselves have PTX of their own."""
+    rows = [v for v in ALL if v.dtype == table.FP8]
+    assert {v.kernel for v in rows} == set(table.FP8_DECODE_TILES)
+    for arch in table.ARCHS.values():
+        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        few = sorted((v.qk_dim, v.v_dim) for v in mine if v.kernel == "decode_fp8")
+        assert few == sorted(table.FP8_DIMS)
+        assert all(v.shared <= arch.shared for v in mine)
+        converts = arch.tiles in table.NATIVE_FP8
+        ptx = {v.ptx_arch.name for v in mine}
+        assert ptx == ({table.exact(arch).name} if converts else {"sm_80"})
+        assert {dict(v.constants)["NATIVE_FP8"] for v in mine} == {int(converts)}
+    assert not [v for v in table.variants(dtypes=("f32", "tf32")) if v.dtype == table.FP8]
+    few = [v for v in table.variants(("80",), ("bf16",)) if v.dtype == table.FP8]
+    assert len(few) == len(table.FP8_DIMS)
 
 
 def test_head_dims_of_fallback_kernels_alone() -> None:
@@ -258,7 +278,7 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     of decode_combine is its most shares."""
     source = (ROOT / "csrc" / "launch" / "decode_shares.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])
-    assert {v.block for v in ALL if v.kernel == "decode"} == {few}
+    assert {v.block for v in ALL if v.kernel in ("decode", "decode_fp8")} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
     lowering = (ROOT / "python" / "packax" / "_src" / "ops" / "lowering.py").read_text()
     most = int(re.search(r"_MOST_SHARES = (\d+)", lowering)[1])

@@ -34,7 +34,9 @@ def test_lowering(monkeypatch):
         "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "float32_products": "0"
     }  # fmt: skip
     cache = "2x4096x2x64xbf16"
-    assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "0xf32", "0xf32"]
+    assert operands == [
+        *("2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "0xf32", "0xf32", "0xf32", "0xf32")
+    ]
     assert results == ["2x1x8x64xbf16", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
 
     table = jax.ShapeDtypeStruct((2, 7), jnp.int32)
@@ -47,7 +49,7 @@ def test_lowering(monkeypatch):
         "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "float32_products": "0"
     }  # fmt: skip
     assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
-    assert operands[5:] == ["2x7xi32", "1x8xf32"]
+    assert operands[5:] == ["2x7xi32", "0xf32", "0xf32", "1x8xf32"]
     assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
 
 
@@ -126,7 +128,46 @@ def test_vmap_keeps_one_cache(monkeypatch):
     function = jax.vmap(packax.decode_attention, (0, None, None, 0))
     ((_, _, operands, _),) = calls(text_of(function, mapped[0], key, value, mapped[1]))
     assert operands[:3] == ["6x1x8x64xbf16", *["2x4096x2x64xbf16"] * 2]
-    assert operands[3:] == [*["6x1xi32"] * 3, "0xf32"]
+    assert operands[3:] == [*["6x1xi32"] * 3, *["0xf32"] * 3]
+
+
+@pytest.mark.parametrize("scales", [(), (2,), (99, 2)], ids=str)
+def test_a_cache_in_fp8(monkeypatch, scales):
+    monkeypatch.setattr(ffi, "ext", Extension)
+    query, key, value, lengths = shapes(keys=(99, 16))
+    cache = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in (key, value)]
+    table, scale = (jax.ShapeDtypeStruct(*x) for x in (((2, 7), jnp.int32), (scales, jnp.bfloat16)))
+
+    def call(*x):
+        return packax.decode_attention(*x[:4], block_table=x[4], value_scale=x[5])
+
+    ((target, _, operands, results),) = calls(text_of(call, query, *cache, lengths, table, scale))
+    assert target == "packax_decode_v1"
+    assert operands[1:3] == ["99x16x2x64xf8E4M3FN"] * 2
+    scale = "99x2xf32" if len(scales) == 2 else "1x2xf32"
+    assert operands[5:] == ["2x7xi32", scale, scale, "0xf32"]
+    assert results[0] == "2x1x8x64xbf16"
+
+
+def test_kernels_over_fp8_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(ffi, "ext", Extension)
+    for dims, dtype in (
+        ((136, 64), jnp.bfloat16),
+        ((64, 72), jnp.float16),
+        ((64, 64), jnp.float32),
+    ):
+        query, *cache, lengths = shapes(dims=dims, dtype=dtype)
+        cache = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in cache]
+        with pytest.raises(NotImplementedError) as error:
+            text_of(packax.decode_attention, query, *cache, lengths)
+        assert str(error.value) == (
+            f"no decode kernel for {jnp.dtype(dtype)} over a float8_e4m3fn cache with head dims "
+            f"{dims[0]}/{dims[1]} (query and key / value); available, for multiples of 16 up to "
+            "these, and queries in bfloat16 or float16: float8_e4m3fn 128/128. "
+            'implementation="xla" takes any head dim, and float64'
+        )
+        xla = functools.partial(packax.decode_attention, implementation="xla")
+        assert calls(text_of(xla, query, *cache, lengths)) == []
 
 
 def test_kernels_that_are_not_there(monkeypatch):
@@ -175,9 +216,10 @@ REFUSED = {
         "query": as_type(Q, shape=(2, 1, 0, 64))},
     "key must not be empty, but has shape (2, 0, 2, 64)": {
         "key": as_type(K, shape=(2, 0, 2, 64))},
-    "value must be one of bfloat16, float16, float32, float64, but is int32": {
+    "value must be one of bfloat16, float16, float32, float64, float8_e4m3fn, but is int32": {
         "value": as_type(V, dtype=jnp.int32)},
-    "query, key and value must have one dtype, but have float32, float16 and float32": {
+    "query, key and value must have one dtype, or key and value float8_e4m3fn, but have float32, "
+    "float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
     "query must have 1 to 16 rows per sequence, but has 17: for more, use flash_attention with "
     "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, rows, "

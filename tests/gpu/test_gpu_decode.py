@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import decoding
@@ -111,6 +112,51 @@ def test_float32(name, dims, precision):
     case = (CASES | LONG)[name]._replace(dims=dims)
     with jax.default_matmul_precision(precision):
         check(case, jnp.float32, tf32=precision == "tensorfloat32")
+
+
+FP8_DIMS = ((64, 64), (128, 128), (256, 256), (80, 48))
+FP8_LONG = {name: case for name, case in LONG.items() if name != "two tiles and a part"}
+
+
+def check_fp8(case, kind, dtype):
+    """The yardstick is plain attention in the query's dtype of what the bytes stand for."""
+    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
+    got = decoding.run(case, x, SCALE, "cuda")
+    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
+    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+
+
+FP8_KINDS = itertools.cycle(itertools.product(FP8_DIMS, DTYPES, reversed(decoding.SCALES)))
+
+
+@pytest.mark.parametrize(
+    "name,kind", [pytest.param(n, k, id=n) for n, k in zip(CASES, FP8_KINDS, strict=False)]
+)
+def test_fp8_cases(name, kind):
+    dims, dtype, scales = kind
+    check_fp8(CASES[name]._replace(dims=dims), scales, dtype)
+
+
+@pytest.mark.parametrize("dims", FP8_DIMS, ids=str)
+@pytest.mark.parametrize("name", FP8_LONG)
+def test_fp8_split_over_the_gpu(name, dims):
+    """With scales of every sequence and of every page, what no row attends NaN."""
+    check_fp8(FP8_LONG[name]._replace(dims=dims), "rows", jnp.float16)
+
+
+def test_every_byte_of_fp8():
+    """A sequence of one key has its value: NaN in its row alone, -0, subnormal numbers, 448."""
+    every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
+    value = jnp.asarray(np.repeat(every, 64).reshape(256, 1, 1, 64))
+    for q_len in (1, 16):  # tiles of either kind
+        out = jax.jit(functools.partial(packax.decode_attention, implementation="cuda"))(
+            jnp.ones((256, q_len, 2, 64), jnp.float16),
+            jnp.zeros_like(value),
+            value,
+            np.ones(256, int),
+        )
+        want = np.broadcast_to(every.astype(np.float32)[:, None, None], (256, 2, 64))
+        np.testing.assert_array_equal(np.asarray(out[:, -1], np.float32), want)
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():

@@ -27,11 +27,17 @@ def f32(x):
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-def expect(machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, sink_batch=1):
+def expect(
+    machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, sink_batch=1, scale_rows=0
+):
     """`splits`: how many shares of a sequence must have been chosen, or the most where `dealt` are
     dealt out to all."""
     group = s.heads // s.kv_heads
     kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
+    if scale_rows:
+        v, kernel = machine.variant, f"{kernel}_fp8"
+        if machine.ext.find(kernel, v["cc"], "e4m3", v["qk_dim"], v["v_dim"]) is None:
+            kernel = "decode_fp8"  # most GPUs have no tall one
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
     scalars = {
         **{n: f32(call.attributes[n][1]) for n in ("scale", "soft_cap")},
@@ -49,6 +55,8 @@ def expect(machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, 
         "v_eighths": dims[1] // 8,
         "splits": splits,
         "shares": dealt,
+        "scale_rows": scale_rows,
+        "bfloat16_query": int(call.operands["query"].dtype == "bfloat16"),
     }
     places = dealt + s.batch if dealt else s.batch * splits
     grids = {
@@ -109,6 +117,56 @@ def test_pages_and_sinks(machine, sink_batch):
     call = decode(machine, s, page_size=48, sink_batch=sink_batch)
     layout = {"pages": 99, "page_size": 48, "width": 21}
     expect(machine, call, s, 3, **layout, sink_batch=max(sink_batch, 1))
+
+
+@pytest.fixture
+def machine_of_fp8(tmp_path, driver):
+    def serves(m):
+        v = m.variant
+        return m.ext.find("decode_fp8", v["cc"], "e4m3", v["qk_dim"], v["v_dim"]) is not None
+
+    return make_machine(tmp_path, driver, choose=serves)
+
+
+@pytest.mark.parametrize("q_len", [2, 16])
+@pytest.mark.parametrize("page_size,rows", [(0, 1), (0, 3), (48, 1), (48, 99)])
+def test_a_cache_in_fp8(machine_of_fp8, page_size, rows, q_len):
+    """Scales of all, of a sequence, of a page; queries of both dtypes."""
+    s = Sizes(3, 3, q_len, 1000, 6, 2)
+    layout = {"pages": 99, "page_size": 48, "width": 21} if page_size else {}
+    for dtype in ("bfloat16", "float16"):
+        m = machine_of_fp8
+        v = m.variant
+        short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+        if m.ext.find("decode_combine", v["cc"], short, v["qk_dim"], v["v_dim"]) is None:
+            continue
+        m.cuda.fake_clear()
+        m.variant = v | {"dtype": short}
+        call = decode(m, s, page_size=page_size, scale_rows=rows, dtype=dtype)
+        expect(m, call, s, 3, **layout, scale_rows=rows)
+
+
+@pytest.mark.parametrize(
+    "options,text",
+    [
+        (
+            {"dtype": "float32"},
+            "no decode kernel for a query in float32 over key in float8_e4m3fn, only for bfloat16 "
+            "and float16",
+        ),
+        (
+            {"dims": (24, 64)},
+            "no decode kernel for head dims 24x64 (query and key x value), which must be multiples "
+            "of 16",
+        ),
+    ],
+)
+def test_what_no_kernel_takes_over_fp8(machine, options, text):
+    for stage in (INITIALIZE, EXECUTE):
+        failure = machine.run(decode(machine, scale_rows=1, **options), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == f"packax_decode_v1: {text}"
+    assert machine.launches() == []
 
 
 def test_dims_in_between(tmp_path, driver):
@@ -360,6 +418,33 @@ def refusals():
         {},
         {"sums": Array(F32, (63, 2, 2, 6))},
         "sums is float32[63, 2, 2, 6], expected float32[splits=64, batch=2, q_len=2, heads=6]",
+    )
+    fp8 = {"scale_rows": 2}
+    yield (
+        fp8,
+        {"value": Array("D", (2, 700, 2, "V"))},
+        "value is D[2, 700, 2, V], expected float8_e4m3fn[batch=2, kv_len=700, kv_heads=2, "
+        "v_dim=V]",
+    )
+    yield (
+        fp8,
+        {"key_scale": Array(F32, (2,))},
+        "key_scale is float32[2], expected 2 axes (1 or batch, kv_heads)",
+    )
+    yield (
+        fp8,
+        {"key_scale": Array(F32, (3, 2))},
+        "key_scale is float32[3, 2], expected float32[1 or batch=2, kv_heads=2]",
+    )
+    yield (
+        fp8,
+        {"value_scale": Array(F32, (1, 2))},
+        "value_scale is float32[1, 2], expected float32[1 or batch=2, kv_heads=2]",
+    )
+    yield (
+        paged | {"scale_rows": 99},
+        {"value_scale": Array(F32, (2, 2))},
+        "value_scale is float32[2, 2], expected float32[1 or pages=99, kv_heads=2]",
     )
     yield {}, {"scale": (F32, float("nan"))}, "attribute scale is nan, expected a finite number"
     yield (

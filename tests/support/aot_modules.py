@@ -34,7 +34,7 @@ compiler = load("compile")
 ALL = list(table.variants())
 
 
-DECODE = ["decode", "decode_tall", "decode_combine"]
+DECODE = ["decode", "decode_tall", "decode_combine", "decode_fp8", "decode_tall_fp8"]
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_fallback" for kernel in PLAIN]
 DBIAS = ["backward_dbias", "backward_dbias_alone"]

@@ -18,7 +18,7 @@ DTYPES = {
     "float64": 12,
     "bfloat16": 16,
 }
-DTYPES |= {"int8": 2, "int16": 3, "uint32": 8, "complex64": 15}
+DTYPES |= {"int8": 2, "int16": 3, "uint32": 8, "complex64": 15, "float8_e4m3fn": 20}
 CODES = {3: "InvalidArgument", 12: "Unimplemented", 13: "Internal"}
 P, I64, SIZE = C.c_void_p, C.c_int64, C.c_size_t
 

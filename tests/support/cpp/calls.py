@@ -361,24 +361,28 @@ def blocks(m, s=Sizes()):
 
 def decode(
     m, s=Sizes(q_len=2, kv_len=700), scale=0.125, soft_cap=0.0, page_size=0, sink_batch=0, room=64,
-    pages=99, dims=None, dtype=None, float32=0,
+    pages=99, dims=None, dtype=None, float32=0, scale_rows=0,
 ):  # fmt: skip
     """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares
-    in the workspace."""
+    in the workspace. `scale_rows`: of the scales of a cache in FP8; 0: it is not."""
     dtype = dtype or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
     rows = Array("int32", (s.batch, s.q_len))
     table = Array("int32", (s.batch, ceil(s.kv_len / page_size))) if page_size else ABSENT
     cache = (pages, page_size) if page_size else (s.batch, s.kv_len)
+    kept = "float8_e4m3fn" if scale_rows else dtype
+    scales = Array("float32", (scale_rows, s.kv_heads)) if scale_rows else ABSENT
     return make_call(
         "packax_decode_v1",
         {
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
-            "key": Array(dtype, (*cache, s.kv_heads, qk_dim)),
-            "value": Array(dtype, (*cache, s.kv_heads, v_dim)),
+            "key": Array(kept, (*cache, s.kv_heads, qk_dim)),
+            "value": Array(kept, (*cache, s.kv_heads, v_dim)),
             "q_lo": rows,
             "q_hi": rows,
             "block_table": table,
+            "key_scale": scales,
+            "value_scale": scales,
             "sinks": Array("float32", (sink_batch, s.heads)) if sink_batch else ABSENT,
         },
         {

@@ -66,6 +66,10 @@ POINTERS = {
     **dict.fromkeys(
         ("decode", "decode_tall"), "query key value q_lo q_hi block_table partial sums"
     ),
+    **dict.fromkeys(
+        ("decode_fp8", "decode_tall_fp8"),
+        "query key value q_lo q_hi block_table key_scale value_scale partial sums",
+    ),
     "decode_combine": "partial sums sinks q_lo q_hi out lse",
 }
 ADDED = "bias dropout_streams dropout_rows"
@@ -139,6 +143,7 @@ SCALARS = {
     "blocks_order": "q_len kv_len",
     "decode": DECODE,
     "decode_tall": DECODE,
+    **dict.fromkeys(("decode_fp8", "decode_tall_fp8"), f"{DECODE} scale_rows bfloat16_query"),
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
 OF_BIAS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
@@ -359,7 +364,8 @@ class Machine:
 
     def row(self, kernel, device_cc, driver=DRIVER):
         v = self.variant
-        dims = (v["dtype"], v["qk_dim"], v["v_dim"])
+        dtype = "e4m3" if kernel.endswith("_fp8") else v["dtype"]
+        dims = (dtype, v["qk_dim"], v["v_dim"])
         attention = kernel.startswith(("forward", "backward", "decode"))
         name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)), driver)
         return next(r for r in self.ext.variants() if r["name"] == name)
