@@ -68,9 +68,9 @@ FLOAT32_DECODE_TILES = {
         "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
     },
 }
-# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes: about the same bytes in flight. Not
-# timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall tiles,
-# up to 128.
+# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes: about the same bytes in flight.
+# Not timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall
+# tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {

@@ -146,7 +146,7 @@ def test_missing_field(tmp_path, field):
             for driver in (12, 11080, 12009)
         ),
         ({"driver": "13.0"}, "driver is '13.0', expected int"),
-        ({"dtype": "f64"}, "dtype is 'f64', expected one of any, bf16, f16, f32, tf32"),
+        ({"dtype": "f64"}, "dtype is 'f64', expected one of any, bf16, f16, f32, tf32, e4m3"),
         (
             {"v_dim": 0},
             "head dims (64, 0) with dtype bf16; "

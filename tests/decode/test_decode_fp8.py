@@ -94,6 +94,37 @@ def test_vmap(mapped, page_size):
         np.testing.assert_allclose(got[i], attend(one), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [1 << 10, pytest.param(1 << 17, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["normal", "outliers", "needle"])
+def test_error_of_rounded_caches(kind, keys):
+    """What docs/guide/numerics.md says: it does not grow with the row, nor by larger channels."""
+    rng = np.random.default_rng()
+    query, key, value = (rng.standard_normal((n, 128)) for n in (16, keys, keys))
+    if kind == "outliers":
+        factors = np.array([10, 20, 30, 50])
+        channels = rng.permutation(128)[:8]
+        key[:, channels[:4]] *= factors
+        query[:, channels[:4]] /= factors
+        value[:, channels[4:]] *= factors
+    if kind == "needle":
+        query = 2.2 * key[rng.integers(0, keys, 16)]
+    query = query.astype(ml_dtypes.bfloat16).astype(np.float64)
+    weights = np.exp(query @ key.T / np.sqrt(128))
+    want = weights @ value / weights.sum(1, keepdims=True)
+
+    def attend(key, value, **scales):
+        caches = (jnp.asarray(x)[None, :, None] for x in (key, value))
+        out = packax.decode_attention(
+            jnp.asarray(query, jnp.float32)[None, None], *caches, np.array([keys]), **scales
+        )
+        return np.linalg.norm(out[0, 0] - want) / np.linalg.norm(want)
+
+    scales = [np.abs(x).max() / 448 for x in (key, value)]
+    small = [(x / s).astype(FP8) for x, s in zip((key, value), scales, strict=True)]
+    assert attend(key.astype(np.float32), value.astype(np.float32)) < 1e-5
+    assert 0.01 < attend(*small, key_scale=scales[0], value_scale=scales[1]) < 0.07
+
+
 def test_written_rows_are_read():
     """Prompts and a new token, in pages with scales of their own."""
     rng = np.random.default_rng()

@@ -1,4 +1,4 @@
-"""The assembly that turns bytes of float8_e4m3fn into float16: every byte, in every place of four."""
+"""The assembly that makes float16 of bytes of float8_e4m3fn: every byte, in every place of four."""
 
 from __future__ import annotations
 

@@ -332,8 +332,8 @@ def share(
                 )  # fmt: skip
             acc, m, l, top = attend(
                 acc, m, l, top, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
-                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, True,
-                True,
+                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+                True, True,
             )  # fmt: skip
             if FP8:
                 acc *= top[:, None]
@@ -350,8 +350,8 @@ def share(
                 )  # fmt: skip
             acc, m, l, _ = attend(
                 acc, m, l, None, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
-                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, False,
-                True,
+                of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+                False, True,
             )  # fmt: skip
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
         result = acc / tl.where(met, l, 1.0)[:, None]

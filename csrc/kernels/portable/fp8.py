@@ -1,6 +1,6 @@
-"""float8_e4m3fn in a kernel, as float16: its bytes exactly, and rows of a query times powers of two.
+"""float8_e4m3fn in a kernel, as float16: its bytes exactly, rows of a query times powers of two.
 
-All of it multiplies in float16, whatever the query's dtype: float16 holds every float8_e4m3fn, and
+All products are of float16, whatever the query's dtype: float16 holds every float8_e4m3fn, and
 more bits of a probability than bfloat16. A row of the query is scaled so that its largest element
 fits, and the row's scores are scaled back in float32.
 """

@@ -198,9 +198,10 @@ def decode(
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
     shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`scales`: (rows, kv_heads), of keys and values in float8_e4m3fn; the query is then in 16 bits,
-    and `out` in float32. `room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
-    but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence."""
+    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
+    but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence; `scales`:
+    (rows, kv_heads), of keys and values in float8_e4m3fn, for which a query is in 16 bits and `out`
+    in float32."""
     if exact is None:
         score_mods = sys.modules["portable.score_mods"]
         with unittest.mock.patch.object(score_mods, "to_tf32", KERNELS["unrounded"]):
