@@ -17,6 +17,9 @@ ONE_BLOCK = (1 << 30, 1 << 30)
 """The block size of a mask with block lists whose elements are checked by segment alone: its block
 mask is one block, which is attended."""
 
+FP8 = "float8_e4m3fn"
+"""The dtype of 8 bits that a cache of keys and values may have."""
+
 PADDING_SEGMENT_ID = -1
 """The segment id of padding: its rows attend nothing and no row attends its keys."""
 
@@ -38,10 +41,6 @@ def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
         return x
     shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
     return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)
-
-
-FP8 = "float8_e4m3fn"
-"""The dtype of 8 bits that a cache of keys and values may have."""
 
 
 def is_fp8(x: Any) -> bool:

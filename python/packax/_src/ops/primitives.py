@@ -205,7 +205,8 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
     if shared:
         folded += [x for x, _ in scales]
     elif scales:
-        folded += folding.fold_shared(*zip(*scales, strict=True), rows)
+        arrays, axes = zip(*scales, strict=True)
+        folded += folding.fold_shared(arrays, axes, rows)
     if has_sinks:
         sinks, dim = rest[-1]
         folded += folding.fold_shared([sinks], [dim], folded[0].shape[0] // size)
