@@ -36,5 +36,6 @@ message(STATUS "packax: cuda.h ${CudaHeader_VERSION} from ${CudaHeader_INCLUDE_D
 set(CudaHeader_FOUND TRUE)
 if(NOT TARGET packax::cuda_header)
   add_library(packax::cuda_header INTERFACE IMPORTED)
-  target_include_directories(packax::cuda_header SYSTEM INTERFACE "${CudaHeader_INCLUDE_DIR}")
+  keep_copy("${CudaHeader_INCLUDE_DIR}" cuda_header "cuda.h")
+  target_include_directories(packax::cuda_header SYSTEM INTERFACE "${cuda_header}")
 endif()

@@ -38,5 +38,6 @@ message(STATUS "packax: XLA FFI API ${XlaFfi_VERSION} from ${XlaFfi_INCLUDE_DIR}
 set(XlaFfi_FOUND TRUE)
 if(NOT TARGET packax::xla_ffi)
   add_library(packax::xla_ffi INTERFACE IMPORTED)
-  target_include_directories(packax::xla_ffi SYSTEM INTERFACE "${XlaFfi_INCLUDE_DIR}")
+  keep_copy("${XlaFfi_INCLUDE_DIR}" xla_ffi "xla/ffi/api/*.h")
+  target_include_directories(packax::xla_ffi SYSTEM INTERFACE "${xla_ffi}")
 endif()
