@@ -22,7 +22,7 @@ from hypothesis import settings
 
 # Compiling is slow and comes at random: no deadline. One seed, so that a failure comes back.
 # What draws its inputs draws more of them under `-m exhaustive`.
-settings.register_profile("each time", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("each time", deadline=None, derandomize=True, max_examples=12)
 settings.register_profile("exhaustive", settings.get_profile("each time"), max_examples=60)
 
 # Tracing makes many small objects that live on: at Python's thresholds the collector looks through
@@ -62,10 +62,11 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests share programs: one worker runs them."""
-    from xdist.scheduler import LoadFileScheduling
+    """A file's tests share programs: a worker gets files that stand together, and who is done
+    takes half of what another has left."""
+    from xdist.scheduler import WorkStealingScheduling
 
-    return LoadFileScheduling(config, log) if config.option.dist == "load" else None
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 def _has_cuda() -> bool:

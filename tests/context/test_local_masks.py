@@ -140,6 +140,17 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
     documents = packax.documents(ROWS)
     chosen = packax.masks.block_sparse(np.ones((8, 8), bool), 128)
     replicated = packax.AttentionSharding(query=P(None, "context"), key_value=P())
+
+    def parts(expression, sharding=CONTEXT, **keywords):
+        def build():
+            return packax.create_attention_mask(
+                expression, sharding=sharding, plan=plan, **keywords
+            )
+
+        with jax.set_mesh(mesh_of(4, axes=("context",))):
+            mask = jax.eval_shape(build)
+        return mask.private_part, mask.shared_parts
+
     for expression, keywords in (
         (documents & chosen, {}),
         (packax.causal(), {"q_len": LENGTH, "kv_len": LENGTH}),
@@ -147,10 +158,10 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
         (documents, {"sharding": replicated}),
         (documents, {"permuted_keys": False}),
     ):
-        mask = build(expression, plan, 4, **keywords)
-        assert mask.private_part is None and not mask.shared_parts, expression
-    mask = build(documents, plan, 4)
-    assert mask.private_part is not None and len(mask.shared_parts) == 1
+        private, shared = parts(expression, **keywords)
+        assert private is None and not shared, expression
+    private, shared = parts(documents)
+    assert private is not None and len(shared) == 1
     assert packax.create_attention_mask(documents, plan=plan).private_part is None
 
 

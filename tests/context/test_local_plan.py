@@ -120,7 +120,7 @@ ROW = np.zeros((1, LENGTH), np.int32)
             (512, 500, 4, 0.015),
             (512, 500, 16, 0.06),
         ],
-        *(1, 3, 4),
+        *(1, 3),
     ),
 )
 def test_fair_and_small(thousands, mean, ranks, share):

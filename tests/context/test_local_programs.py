@@ -80,7 +80,7 @@ def test_no_result_is_updated_at_a_place_that_xla_knows():
         assert found and all(found), way
 
 
-@pytest.mark.parametrize("shared,gathers", [(50, 2), (52, 3)])
+@pytest.mark.parametrize("shared,gathers", some([(50, 2), (52, 3)], 1))
 def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, gathers):
     """Else one gather of keys and one of values, which they hide."""
     ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))

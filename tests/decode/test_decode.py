@@ -20,6 +20,7 @@ import pytest
 from decoding import CASES, Case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import once_each
 
 SCALE = 0.4
 
@@ -222,8 +223,7 @@ def test_the_documented_loop_writes_to_no_page_that_is_not_there():
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("page_size", (0, 16))
-@pytest.mark.parametrize("mapped", ("query", "caches"))
+@pytest.mark.parametrize("page_size,mapped", once_each((0, 16), ("query", "caches")))
 def test_vmap_with_a_batch_that_is_sharded_in_its_type(page_size, mapped):
     """The mapped axis goes behind the batch there."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from paths import EXAMPLES
-from tiers import some
 from xla_flags import of_devices
 
 
@@ -65,17 +64,15 @@ def test_windows_and_global():
     assert float(error[1]) < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "needed"),
-    some(
-        [
-            ("pack_and_train.py", ("optax",)),
-            ("llama.py", ("optax",)),
-            ("flax_linen.py", ("optax", "flax")),
-            ("flax_nnx.py", ("optax", "flax")),
-        ],
-        1,
-    ),
+    [
+        ("pack_and_train.py", ("optax",)),
+        ("llama.py", ("optax",)),
+        ("flax_linen.py", ("optax", "flax")),
+        ("flax_nnx.py", ("optax", "flax")),
+    ],
 )
 def test_training(name, needed):
     for module in needed:

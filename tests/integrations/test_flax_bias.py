@@ -78,7 +78,7 @@ def test_biases(shape, of_mask):
     jax.tree.map(same, got, expected)
 
 
-@pytest.mark.parametrize("shape", some(["11111", "00111", "11011", "10111", "110", "11"], 0, 5))
+@pytest.mark.parametrize("shape", some(["11111", "00111", "11011", "10111", "110", "11"], 0))
 def test_dense_masks(shape):
     mask = jnp.asarray(cut(MASK, shape))
     for x in (mask, mask.astype(jnp.float32)):
@@ -94,7 +94,7 @@ def test_layers_of_flax_with_their_masks():
     x = jnp.asarray(RNG.standard_normal((2, LENGTH, 32)), jnp.float32)
     own = nn.MultiHeadDotProductAttention(num_heads=HEADS)
     layer = own.clone(attention_fn=ours.dot_product_attention)
-    parameters = own.init(jax.random.key(0), x)
+    parameters = jax.jit(own.init)(jax.random.key(0), x)
 
     def loss(layer, parameters):
         return jnp.sum(jnp.sin(layer.apply(parameters, x, mask=mask)))
@@ -104,9 +104,9 @@ def test_layers_of_flax_with_their_masks():
     )
     jax.tree.map(same, got, expected)
     theirs = nnx.MultiHeadAttention(HEADS, 32, rngs=nnx.Rngs(0), decode=False)
-    expected = theirs(x, mask=mask)
+    expected = nnx.jit(lambda layer: layer(x, mask=mask))(theirs)
     theirs.attention_fn = ours.dot_product_attention
-    same(theirs(x, mask=mask), expected)
+    same(nnx.jit(lambda layer: layer(x, mask=mask))(theirs), expected)
 
 
 def test_a_bias_with_options_and_built_masks():

@@ -143,12 +143,16 @@ def test_errors():
             ValueError, "plan permutes queries and keys in the same way", "(2, 2048)", "(2, 2052)"
         ):
             create_attention_mask(*permuted, *longer, plan=plan)
-        mask = create_attention_mask(*permuted, *TOKENS[2:], plan=plan)
-        with rejected(ValueError, "permute_tokens_for_load_balance must be True"):
-            flash_attention(
-                *tensors()[:3], *permuted, *TOKENS[2:], mask,
+
+        def in_another_order(query, key, value):
+            mask = create_attention_mask(*permuted, *TOKENS[2:], plan=plan)
+            return flash_attention(
+                query, key, value, *permuted, *TOKENS[2:], mask,
                 permute_tokens_for_load_balance=False,
             )  # fmt: skip
+
+        with rejected(ValueError, "permute_tokens_for_load_balance must be True"):
+            jax.eval_shape(in_another_order, *tensors()[:3])
     with jax.set_mesh(mesh_of(1, 1, 2, 1)), attention_specs(*SPECS):
         with rejected(ValueError, "made for 4 ranks, but the context axis has size 2"):
             permute_tokens_context_parallelism(IDS, plan=plan)

@@ -163,7 +163,6 @@ def test_bits():
             ("sparse_wide", "float32", (8, 16), {"soft_cap": 3.0}),
         ],
         0,
-        4,
     ),
 )
 def test_attention(name, dtype, dims, options):
