@@ -42,10 +42,12 @@ class KVGatherPipeline:
         backward: bool = False,
         starts: tuple[int, ...] = (0,),
         private_rows: int = 0,
-        fetch: Callable[[jax.Array], jax.Array] | None = None,
+        halves: bool = True,
+        fetch: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     ) -> None:
         """starts: at which context axes gathers begin, (): keys that only this rank reads;
-        private_rows: how many rows attend such keys; fetch: fetches halos instead."""
+        private_rows: how many rows attend such keys; halves: whether such keys are attended before
+        and after the shared ones, in the backward pass; fetch: fetches halos instead."""
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
         private = not starts
@@ -55,8 +57,7 @@ class KVGatherPipeline:
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
-        # Private heads are attended before and after the shared groups.
-        if private and backward and self.heads > 1 and fetch is None:
+        if private and backward and self.heads > 1 and halves:
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
         elif layout is not None and not private:
             # The attention of private rows overlaps with one gather of all heads.
@@ -141,7 +142,7 @@ class KVGatherPipeline:
         for axes in self.steps:
             pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
         if self.fetch is not None:
-            pieces = [self.fetch(x) for x in pieces]
+            pieces = self.fetch(pieces)
         if len(groups) > 1:
             (both,) = pieces
             dims = self.key.shape[3] + self.value.shape[3]

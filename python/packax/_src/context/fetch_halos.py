@@ -1,12 +1,15 @@
 """A rank's keys with halos, fetched from other ranks, and their gradients handed back.
 
-Without a plan, and by "zigzag", the rank of every chunk is known when tracing: each halo is sent to
+Keys and values travel together: XLA runs one collective of a kind at a time, so the second of two
+would not overlap with attention. Without a plan, and by "zigzag", the rank of every chunk is known when tracing: each halo is sent to
 the one rank that reads it. Else the edges of all chunks are gathered, and each rank takes its own.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -38,38 +41,61 @@ def index(halo: Halo, stretch: Stretch, numbers: jax.Array) -> jax.Array:
     return jnp.clip(index, 0, last).reshape(len(numbers), -1)
 
 
-def fetch(halo: Halo, x: jax.Array, layout: Layout, kv_plan: Any) -> jax.Array:
-    """The keys of `edge`, of this rank's, (B, rows, ...)."""
-    pieces = x.reshape(x.shape[0], halo.chunks, halo.chunk, *x.shape[2:])
-    before, after = _halos(halo, *_edges(halo, pieces), layout=layout, kv_plan=kv_plan)
-    keys = jnp.concatenate([before, pieces[:, :, : halo.rows], after], 2)
-    return keys.reshape(x.shape[0], -1, *x.shape[2:])
+def fetch(halo: Halo, pieces: list[jax.Array], layout: Layout, kv_plan: Any) -> list[jax.Array]:
+    """Of this rank's keys and values those of `edge`, (B, rows, ...) each."""
+    chunks = [_by_chunks(halo, x) for x in pieces]
+    halos = _halos(halo, *_edges(halo, chunks), layout=layout, kv_plan=kv_plan)
+    before, after = (_apart(x, chunks) for x in halos)
+    own = [x[:, :, : halo.rows] for x in chunks]
+    keys = (jnp.concatenate(x, 2) for x in zip(before, own, after, strict=True))
+    return [x.reshape(len(x), -1, *like.shape[2:]) for x, like in zip(keys, pieces, strict=True)]
 
 
 def give_back(
-    halo: Halo, gradient: jax.Array, onto: jax.Array | None, layout: Layout, kv_plan: Any
-) -> jax.Array:
-    """The transpose of `fetch`, added to a gradient of the rank's keys, if there is one."""
-    batch, _, *rest = gradient.shape
-    shape = (batch, halo.chunks, halo.chunk, *rest)
-    gradient = gradient.reshape(batch, halo.chunks, halo.edge.keys, *rest)
+    halo: Halo,
+    gradients: list[jax.Array],
+    onto: list[jax.Array] | None,
+    layout: Layout,
+    kv_plan: Any,
+) -> list[jax.Array]:
+    """The transpose of `fetch`, added to gradients of the rank's keys and values, if given."""
+    found = [_by_chunks(halo, x) for x in gradients]
     end = halo.before + halo.rows
-    own = gradient[:, :, halo.before : end]
-    pieces = own if onto is None else update_at(jnp.add, onto.reshape(shape), own, 0, 2)
-    halos = gradient[:, :, : halo.before], gradient[:, :, end:]
+    chunks = [x[:, :, halo.before : end] for x in found]
+    if onto is not None:
+        every = (_by_chunks(halo, x) for x in onto)
+        chunks = [update_at(jnp.add, *x, 0, 2) for x in zip(every, chunks, strict=True)]
+    halos = (
+        _together(x[:, :, : halo.before] for x in found),
+        _together(x[:, :, end:] for x in found),
+    )
     function = functools.partial(_halos, halo, layout=layout, kv_plan=kv_plan)
-    edges = _edges(halo, pieces)
-    last, first = jax.linear_transpose(function, *edges)(halos)
+    last, first = jax.linear_transpose(function, *_edges(halo, chunks))(halos)
     for begin, more in ((halo.chunk - last.shape[2], last), (0, first)):
         if more.shape[2]:
-            pieces = update_at(jnp.add, pieces, more, begin, 2)
-    return pieces.reshape(batch, -1, *rest)
+            both = zip(chunks, _apart(more, chunks), strict=True)
+            chunks = [update_at(jnp.add, *x, begin, 2) for x in both]
+    return [x.reshape(len(x), -1, *y.shape[2:]) for x, y in zip(chunks, gradients, strict=True)]
 
 
-def _edges(halo: Halo, pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each chunk the last and the first rows that others read."""
-    last = pieces[:, :, halo.chunk - min(halo.before, halo.chunk) :]
-    return last, pieces[:, :, : min(halo.after, halo.chunk)]
+def _by_chunks(halo: Halo, x: jax.Array) -> jax.Array:
+    """(B, chunks, rows of each, heads * dim)."""
+    return x.reshape(len(x), halo.chunks, x.shape[1] // halo.chunks, -1)
+
+
+def _together(parts: Iterable[jax.Array]) -> jax.Array:
+    return jnp.concatenate(list(parts), 3)
+
+
+def _apart(x: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
+    ends = itertools.accumulate(y.shape[3] for y in like[:-1])
+    return jnp.split(x, list(ends), 3)
+
+
+def _edges(halo: Halo, chunks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Of each chunk the last and the first rows that others read, of keys and values."""
+    last = _together(x[:, :, halo.chunk - min(halo.before, halo.chunk) :] for x in chunks)
+    return last, _together(x[:, :, : min(halo.after, halo.chunk)] for x in chunks)
 
 
 def _halos(

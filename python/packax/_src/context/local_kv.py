@@ -4,8 +4,11 @@ With a local plan, a document is whole on one rank, or in the shared parts of al
 of a host. So there is one attention, with its mask, for all rows of a rank and the rank's keys, and
 one for its first rows and the shared keys. With halos (halo.py), the second one is for the first
 rows of each chunk and the keys next to them. A row is empty in all masks but one, and adds 0 there.
-The first attention runs while the other keys are fetched. In the backward pass, it runs for half of
-the heads then, and for the other half while gradients of the fetched keys are sent back.
+The first attention runs while the other keys are fetched. In the backward pass of a local plan, it
+runs for half of the heads then, and for the other half while gradients of the fetched keys are sent
+back. Halos are too few for that: slices of heads and two launches take longer than fetching halos.
+So in the backward pass they are attended first, and the first attention runs while their gradients
+are sent back.
 """
 
 from __future__ import annotations
@@ -81,11 +84,11 @@ def backward(
         own.add(*backward_group(spec, private.groups, group, private.rows, own.dq))
     dq, dk, dv, of_scores, _ = own.whole()
     if private.give_back is not None:
-        dk, dv = (private.give_back(x, None) for x in (dk, dv))
+        dk, dv = private.give_back([dk, dv], None)
     for part, more in zip(shared, others, strict=True):
         more_dq, *of_keys, more_scores, _ = more.whole()
         dq = part.place.put(jnp.add, dq, more_dq, 1)
-        dk, dv = (part.add_keys(*x) for x in zip((dk, dv), of_keys, strict=True))
+        dk, dv = part.add_keys([dk, dv], of_keys)
         of_scores = None if of_scores is None else of_scores + more_scores
     groups = private.groups
     return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
@@ -120,11 +123,12 @@ class _Part(NamedTuple):
     place: First  # of the rows, and of the keys without `give_back`
     give_back: Any  # of gradients of halos, or None
 
-    def add_keys(self, onto: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Its gradient of keys, added to that of all keys of the rank."""
+    def add_keys(self, onto: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
+        """Its gradients of keys and values, added to those of all of the rank."""
         if self.give_back is not None:
-            return self.give_back(gradient, onto)
-        return self.place.put(jnp.add, onto, gradient, 1)
+            return self.give_back(gradients, onto)
+        both = zip(onto, gradients, strict=True)
+        return [self.place.put(jnp.add, *x, 1) for x in both]
 
 
 def _parts(
@@ -159,6 +163,7 @@ def _parts(
             backward=bool(results),
             starts=of.gathers,
             private_rows=private,
+            halves=halo is None,
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         own_fixed = fixed
