@@ -8,10 +8,11 @@ backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s for 
 a host, 50 GB/s per GPU for those from other hosts; 4.8 TB/s to order gathered keys. Gathers and
 reduce-scatters run one at a time, by the program's groups of heads. With "local", private rows are
 attended while shared keys are in flight: in the forward before the shared rows, in the backward
-half of the heads before and half after them. Beyond one host of eight GPUs "local" has two levels:
-what all hosts share crosses hosts once per GPU, and is then gathered inside; the other plans gather
-in one step, in which each GPU separately fetches what other hosts have. Efficiency is the time of
-the mean rank's attention without communication over that of the slowest rank with all of this.
+half of the heads before and half after them (packax attends all of them after, if few keys are
+fetched). Beyond one host of eight GPUs "local" has two levels: what all hosts share crosses hosts
+once per GPU, and is then gathered inside; the other plans gather in one step, in which each GPU
+separately fetches what other hosts have. Efficiency is the time of the mean rank's attention
+without communication over that of the slowest rank with all of this.
 
 "limit" is the most that a plan can reach that gathers whole documents over hosts or inside: those
 that are too long or too heavy for one rank, or for one host, at a load of at most 1.03 of the mean.

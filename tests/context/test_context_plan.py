@@ -177,6 +177,25 @@ def test_default_chunk():
     assert chunk(131072 * 3, 16) == 1024  # 24 a rank: 2048 would leave 12
 
 
+def test_default_chunk_of_windows():
+    """Four a rank, unless halos are more than half of such a chunk, or keys are not the rows."""
+
+    def chunk(expression, ranks, length=131072):
+        return packax.context_plan(expression, ranks=ranks, length=length).chunk
+
+    window = packax.sliding_window
+    assert chunk(window(511), 2) == chunk(window(4095), 2) == 16384
+    assert chunk(window(4095), 4) == 8192
+    assert chunk(window(4095), 8) == 1024
+    assert chunk(window(2000, 100), 8) == 1024
+    assert chunk(window(1900, 100), 8) == 4096
+    assert chunk(packax.causal() & packax.chunked(8192), 8) == 4096  # no halos
+    ids = np.zeros(131072, np.int32)
+    assert chunk(window(511) & packax.documents(ids), 2) == 16384
+    crossed = packax.documents(ids, kv_segment_ids=np.zeros(1000, np.int32))
+    assert chunk(window(511) & crossed, 2) == 4096
+
+
 def test_balance_of_real_lengths():
     """What benchmarks/context_plans.py measures, on a few rows."""
     rng = np.random.default_rng(0)

@@ -19,6 +19,11 @@ from packax._src.core.arguments import described
 from packax._src.core.shapes import TILE, ceil_div
 
 
+def keys_of_halos(expression: Any, chunk: int) -> list[int]:
+    """Before and behind each chunk, as whole tiles; without those that are not known."""
+    return [TILE * ceil_div(x, TILE) for x in expression.reach(chunk) if x is not None]
+
+
 class Send(NamedTuple):
     """A collective permute of rows at the end or start of chunks. A slot is the index of a chunk on
     its rank."""
@@ -62,7 +67,7 @@ class Halo(NamedTuple):
             raise ValueError(
                 f"expression must be a mask expression, but is {described(expression)}"
             )
-        reach = [TILE * ceil_div(x, TILE) for x in expression.reach(chunk) if x is not None]
+        reach = keys_of_halos(expression, chunk)
         if len(reach) < 2 or placed == "local" or (placed == "balanced" and sum(reach) >= chunk):
             return None
         halo = Halo(ranks, length // (ranks * chunk), chunk, reach[0], reach[1], placed)

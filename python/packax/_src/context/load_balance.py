@@ -19,14 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.context.halo import Halo
+from packax._src.context.halo import Halo, keys_of_halos
 from packax._src.core.shapes import TILE
 
 P = jax.sharding.PartitionSpec
 
 Tree = TypeVar("Tree")
 
-_ROUNDS = 16  # chunks per rank that the default chunk leaves: benchmarks/context_plans.py
+# Chunks per rank that the default chunk leaves: benchmarks/context_plans.py. Every chunk has a halo,
+# and rows under a window are about equal work: fewer chunks, if halos are at most half of them.
+_ROUNDS, _ROUNDS_WITH_HALOS = 16, 4
 
 
 class Step(NamedTuple):
@@ -246,13 +248,16 @@ def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
     return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, chunk)
 
 
-def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
+def balanced(
+    ranks: int, keys: Any, chunk: int | None = None, expression: Any = None
+) -> ContextPlan:
     """Chunks dealt by `keys`, (B or 1, length) int32: how many keys each row attends.
 
-    With numpy arrays it runs on the host, with the same result.
+    With numpy arrays it runs on the host, with the same result. expression: of self-attention,
+    whose halos count in the default chunk.
     """
     length = keys.shape[1]
-    chunk = _balanced_chunk(length, ranks, chunk)
+    chunk = _balanced_chunk(length, ranks, chunk, expression)
     if isinstance(keys, np.ndarray):
         order = _deal_on_host(_chunk_areas(keys, chunk, np), ranks)
         inverse = inverse_of(order)
@@ -338,11 +343,19 @@ def _zigzag_chunk(length: int, ranks: int, chunk: int | None) -> int:
     return own
 
 
-def _balanced_chunk(length: int, ranks: int, chunk: int | None) -> int:
+def _default_chunk(length: int, ranks: int, rounds: int) -> int:
+    chunk = TILE
+    while length % (2 * chunk * ranks) == 0 and length >= 2 * chunk * ranks * rounds:
+        chunk *= 2
+    return chunk
+
+
+def _balanced_chunk(length: int, ranks: int, chunk: int | None, expression: Any) -> int:
     if chunk is None:
-        chunk = TILE
-        while length % (2 * chunk * ranks) == 0 and length >= 2 * chunk * ranks * _ROUNDS:
-            chunk *= 2
+        chunk = _default_chunk(length, ranks, _ROUNDS_WITH_HALOS)
+        halos = [] if expression is None else keys_of_halos(expression, chunk)
+        if len(halos) < 2 or 2 * sum(halos) > chunk:
+            chunk = _default_chunk(length, ranks, _ROUNDS)
     chunk = positive("chunk", chunk)
     if chunk % TILE:
         raise ValueError(f"chunk must be a multiple of {TILE}, but is {chunk}")

@@ -4,11 +4,10 @@ With a local plan, a document is whole on one rank, or in the shared parts of al
 of a host. So there is one attention, with its mask, for all rows of a rank and the rank's keys, and
 one for its first rows and the shared keys. With halos (halo.py), the second one is for the first
 rows of each chunk and the keys next to them. A row is empty in all masks but one, and adds 0 there.
-The first attention runs while the other keys are fetched. In the backward pass of a local plan, it
-runs for half of the heads then, and for the other half while gradients of the fetched keys are sent
-back. Halos are too few for that: slices of heads and two launches take longer than fetching halos.
-So in the backward pass they are attended first, and the first attention runs while their gradients
-are sent back.
+The first attention runs while the other keys are fetched. In the backward pass, it runs for half of
+the heads then, and for the other half while gradients of the fetched keys are sent back. If few
+keys are fetched, slices of heads would take longer than these transfers: then fetched keys are
+attended first, and the whole first attention runs while their gradients are sent back.
 """
 
 from __future__ import annotations
@@ -94,6 +93,12 @@ def backward(
     return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
 
 
+# Halves of heads pay if a rank fetches more keys than this fraction of those that it has. Slices of
+# keys and values, and joined gradients, move five times their bytes in memory, which is about 15
+# times as fast as transfers between GPUs.
+_HALVES = 1 / 4
+
+
 class First(NamedTuple):
     """Of so many equal pieces of a rank's rows the first rows of each."""
 
@@ -163,7 +168,7 @@ def _parts(
             backward=bool(results),
             starts=of.gathers,
             private_rows=private,
-            halves=halo is None,
+            halves=mask.fetched > _HALVES * own,
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         own_fixed = fixed

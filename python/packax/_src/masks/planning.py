@@ -87,7 +87,8 @@ def context_plan(
             such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that gives a rank 16 chunks, at least 128.
+            largest power of two times 128 that gives a rank 16 chunks, at least 128; 4 chunks if
+            the expression has a window whose halos are at most half as long as such a chunk.
         shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
             0.0 to 1.0, rounded up to 128 rows) or a number of rows (an int). With levels, a tuple
             with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
@@ -140,7 +141,7 @@ def context_plan(
         expression = jax.tree.map(_on_host, expression)
     keys = _keys(expression, rows, rows if kv_len is None else kv_len)
     if kind == "balanced":
-        return balanced(ranks, keys, chunk)
+        return balanced(ranks, keys, chunk, expression if kv_len in (None, rows) else None)
     document = documents_of(expression)
     ids = None if document is None or document.kv_ids is not None else document.q_ids
     return local(levels, ids, np.asarray(keys), shared)
