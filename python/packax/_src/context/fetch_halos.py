@@ -1,8 +1,9 @@
 """A rank's keys with halos, fetched from other ranks, and their gradients handed back.
 
 Keys and values travel together: XLA runs one collective of a kind at a time, so the second of two
-would not overlap with attention. Without a plan, and by "zigzag", the rank of every chunk is known when tracing: each halo is sent to
-the one rank that reads it. Else the edges of all chunks are gathered, and each rank takes its own.
+would not overlap with attention. Without a plan, and by "zigzag", the rank of every chunk is known
+when tracing: each halo is sent to the one rank that reads it. Else the edges of all chunks are
+gathered, and each rank takes its own.
 """
 
 from __future__ import annotations

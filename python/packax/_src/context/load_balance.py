@@ -26,8 +26,8 @@ P = jax.sharding.PartitionSpec
 
 Tree = TypeVar("Tree")
 
-# Chunks per rank that the default chunk leaves: benchmarks/context_plans.py. Every chunk has a halo,
-# and rows under a window are about equal work: fewer chunks, if halos are at most half of them.
+# Chunks per rank that the default chunk leaves: benchmarks/context_plans.py. Under a window every
+# chunk has a halo, and chunks differ less in work: fewer, if halos are at most half of each.
 _ROUNDS, _ROUNDS_WITH_HALOS = 16, 4
 
 
