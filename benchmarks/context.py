@@ -17,7 +17,8 @@ output and gradient is compared with one GPU's before it is timed; a wrong one i
 makes the program exit 1.
 --cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
 log-normal distribution with mean 500, 2000 or 8000, and windows of 128 to 4096 keys ("all", or
-names such as "mean2000_128k" or "window512_128k").
+names such as "mean2000_128k" or "window512_128k"). If all have windows, they are also timed with
+the balanced plan of a model's layers without a window.
 --hosts times every plan, and local plans of two levels and of one, on a mesh of hosts and GPUs: it
 divides the devices of this process, in order, among that many hosts.
 --groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
@@ -51,7 +52,7 @@ from jax.sharding import PartitionSpec as P
 from lib.cases import Case
 from lib.context_cases import BOARD, CASES, QUICK, QUICK_CASES
 from lib.context_mesh import context_axes, levels_of, mesh_of, rows_of
-from lib.context_schemes import OF_HOSTS, PLANS, SCHEMES, Scheme
+from lib.context_schemes import OF_HOSTS, OF_WINDOWS, PLANS, SCHEMES, Scheme
 from lib.context_table import table
 from lib.kvax_scheme import Arrays, kvax_like
 from lib.machine import machine
@@ -83,7 +84,8 @@ class Distributed:
 
     def __init__(self, case: Case, scheme: Scheme, mesh: Any) -> None:
         local = scheme.plan == "local" and not scheme.one_level
-        self.plan = plan_of(case, scheme.plan, levels_of(mesh) if local else mesh.size)
+        planned = dataclasses.replace(case, window=0) if scheme.of_causal else case
+        self.plan = plan_of(planned, scheme.plan, levels_of(mesh) if local else mesh.size)
         rows = rows_of(mesh)
         sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
         self.mask = packax.create_attention_mask(
@@ -336,7 +338,8 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...
         unknown = [name for name in names if name not in there]
         if unknown:
             raise SystemExit(f"--cases must be all or of {', '.join(there)}, but is {unknown}")
-        cases, schemes = [there[name] for name in names], PLANS
+        cases = [there[name] for name in names]
+        schemes = OF_WINDOWS if all(case.window for case in cases) else PLANS
     if arguments.hosts > 1:
         schemes = OF_HOSTS
     if arguments.groups:

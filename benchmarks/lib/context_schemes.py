@@ -12,6 +12,7 @@ class Scheme:
     scheduler: bool = False  # XLA's latency-hiding one, else its default
     kvax: bool = False
     one_level: bool = False  # of a local plan, though there are hosts
+    of_causal: bool = False  # under a window: planned for a model's layers without one
 
     @property
     def name(self) -> str:
@@ -20,7 +21,8 @@ class Scheme:
         hiding = ", latency-hiding scheduler" if self.scheduler else ""
         groups = "" if self.groups is None else f", groups {self.groups}"
         levels = ", one level" if self.one_level else ""
-        return f"{self.plan or 'none'}{levels}{groups}{hiding}"
+        causal = ", of the causal mask" if self.of_causal else ""
+        return f"{self.plan or 'none'}{levels}{causal}{groups}{hiding}"
 
 
 SCHEMES = (
@@ -38,4 +40,5 @@ SCHEMES = (
     Scheme("zigzag", kvax=True),
 )
 PLANS = (Scheme(None), Scheme("zigzag"), Scheme("balanced"), Scheme("local"))
+OF_WINDOWS = (*PLANS, Scheme("balanced", of_causal=True))
 OF_HOSTS = (*PLANS, Scheme("local", 8), Scheme("local", one_level=True))
