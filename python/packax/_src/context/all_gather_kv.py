@@ -42,12 +42,12 @@ class KVGatherPipeline:
         backward: bool = False,
         starts: tuple[int, ...] = (0,),
         private_rows: int = 0,
-        halves: bool = True,
+        halves: bool = False,
         fetch: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     ) -> None:
         """starts: at which context axes gathers begin, (): keys that only this rank reads;
-        private_rows: how many rows attend such keys; halves: whether such keys are attended before
-        and after the shared ones, in the backward pass; fetch: fetches halos instead."""
+        private_rows: how many rows attend such keys; halves: whether half of their heads are
+        attended before the shared keys and half after them; fetch: fetches halos instead."""
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
         private = not starts
@@ -57,7 +57,7 @@ class KVGatherPipeline:
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
-        if private and backward and self.heads > 1 and halves:
+        if private and halves and self.heads > 1:
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
         elif layout is not None and not private:
             # The attention of private rows overlaps with one gather of all heads.

@@ -6,8 +6,8 @@ one for its first rows and the shared keys. With halos (halo.py), the second one
 rows of each chunk and the keys next to them. A row is empty in all masks but one, and adds 0 there.
 The first attention runs while the other keys are fetched. In the backward pass, it runs for half of
 the heads then, and for the other half while gradients of the fetched keys are sent back. If few
-keys are fetched, slices of heads would take longer than these transfers: then fetched keys are
-attended first, and the whole first attention runs while their gradients are sent back.
+keys are fetched, slices of heads would take longer than sending their gradients: then it runs for
+all heads at once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, and what rows add to those of scale and slopes."""
     results = (out, lse, dout, dlse)
-    private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results)
+    many = mask.fetched > _HALVES * key.shape[1]
+    private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results, many)
     own, others = Gradients(), []
     halves = iter(range(private.groups.number))
-    if shared and private.groups.number > 1:
+    if shared and (private.groups.number > 1 or not many):
         private.groups.sent = _all_sent(shared)
         own.add(*backward_group(spec, private.groups, next(halves), private.rows, None))
         # Not dq: the other half writes into it, which a look at it would put off.
@@ -137,11 +138,19 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    spec: AttentionSpec, scores, query, key, value, mask, fixed, results: tuple[Any, ...] = ()
+    spec: AttentionSpec,
+    scores,
+    query,
+    key,
+    value,
+    mask,
+    fixed,
+    results: tuple[Any, ...] = (),
+    halves: bool = False,
 ) -> list[_Part]:
     """In the order in which they are attended: private rows, then what is shared by the fewest.
 
-    results: out, lse and cotangents, for backward.
+    results: out, lse and cotangents, for backward; halves: of the private heads.
     """
     own = query.shape[1]
     masks = [mask.private_part, *reversed(mask.shared_parts)]
@@ -168,7 +177,7 @@ def _parts(
             backward=bool(results),
             starts=of.gathers,
             private_rows=private,
-            halves=mask.fetched > _HALVES * own,
+            halves=halves,
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         own_fixed = fixed
