@@ -95,7 +95,7 @@ def backward(
 
 
 # Halves of heads pay if a rank fetches more keys than this fraction of those that it has. Slices of
-# keys and values, and joined gradients, move five times their bytes in memory, which is about 15
+# keys and values, and joined gradients, move four times their bytes in memory, which is about 15
 # times as fast as transfers between GPUs.
 _HALVES = 1 / 4
 
