@@ -189,7 +189,7 @@ def test_default_chunk_of_windows():
     assert chunk(window(4095), 8) == 1024
     assert chunk(window(2000, 100), 8) == 1024
     assert chunk(window(1900, 100), 8) == 4096
-    assert chunk(packax.causal() & packax.chunked(8192), 8) == 4096  # no halos
+    assert chunk(packax.causal() & packax.chunked(4096), 8) == 4096  # no halos
     ids = np.zeros(131072, np.int32)
     assert chunk(window(511) & packax.documents(ids), 2) == 16384
     crossed = packax.documents(ids, kv_segment_ids=np.zeros(1000, np.int32))
