@@ -151,8 +151,9 @@ def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
     sign = np.where(np.arange(len(x.key_scale)) % 3, -1, 0)[:, None]
     scales = [np.float32(s * sign) for s in (x.key_scale, x.value_scale)]
     rows = np.arange(40) // page_size if page_size else None
-    of_key = sign[:, 0][x.block_table[:, rows]] if page_size else sign * np.ones(40)
-    factor = np.where(case.allowed().any(1), of_key, 0)[..., None, None]
+    used = case.allowed().any(1)  # other entries of the table are no pages
+    pages = np.where(used, x.block_table[:, rows], 0) if page_size else np.arange(2)[:, None]
+    factor = np.where(used, sign[:, 0][pages], 0)[..., None, None]
     x = x._replace(key=x.key * factor, value=x.value * factor)
     x = x._replace(key_scale=scales[0], value_scale=scales[1])
     want = decoding.exact(case, x, SCALE)
