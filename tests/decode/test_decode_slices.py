@@ -153,5 +153,6 @@ def test_a_shard_map_over_other_axes():
 
     with jax.set_mesh(on):
         key, value = (jax.device_put(y, P("data", "context")) for y in (x.key_cache, x.value_cache))
+        query, lengths = (jax.device_put(jnp.asarray(y), P("data")) for y in (x.query, x.lengths))
         with pytest.raises(ValueError, match=r"key is .*'context', but this is a"):
-            jax.eval_shape(mapped, x.query, key, value, x.lengths)
+            jax.eval_shape(mapped, query, key, value, lengths)
