@@ -95,7 +95,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     cases = select(arguments.cases)
-    rounds, beside = arguments.rounds, arguments.peers.split(",")
+    rounds, others = arguments.rounds, arguments.peers.split(",")
     if arguments.quick:
         rounds = min(rounds, 3)
         cases = [case for case in cases if case.seq <= 32768]
@@ -125,7 +125,7 @@ def main() -> int:
         overheads["first_call"] = step("first call", first_call)
         say(f"first call: {overheads['first_call']}")
     for case in cases:
-        rows = step(case.name, lambda case=case: run_case(case, rounds, beside))
+        rows = step(case.name, lambda case=case: run_case(case, rounds, others))
         ours = [rows.get(name, {}) for name in ("packax", "deterministic")]
         if any(row.get("wrong") or row.get("failed") for row in ours):
             failures.append(case.name)

@@ -7,8 +7,8 @@
 state sharded over the same GPUs (FSDP), one zigzag plan for all layers. `halo` fetches for a layer
 with a window only the keys that the window reaches; `gather` states the same windows as ranges of
 keys, so that all keys are fetched; `global` has no windows. All start from the same state, and the
-loss and the moments of the attention's matrices after one step must agree between `halo` and
-`gather`. They take turns, one step each. Writes train_windows.json into --out (default: $OUT, else
+moments of the attention's matrices after one step must agree between `halo` and `gather`. They take
+turns, one step each. Writes train_windows.json into --out (default: $OUT, else
 benchmarks/results).
 """
 

@@ -195,6 +195,7 @@ def test_additive_masks(name, axes, times, dims, dtype, bias_dtype, options):
             check(
                 arrays | {"bias": bias}, dout, dlse, where, scale=scale,
                 soft_cap=options.get("soft_cap"), factors=factors,
+                float32_products=dtype == "float32",
             )  # fmt: skip
 
 
