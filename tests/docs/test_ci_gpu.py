@@ -10,7 +10,7 @@ from paths import DOCS, ROOT
 SCRIPT = ROOT / ".ci" / "gpu"
 PARTS = (
     "info tests memcheck racecheck synccheck bench short decode masks biases context tune fa4"
-    " proxy counters power versus train windows demo"
+    " proxy counters power versus train windows calls demo"
 )
 
 
