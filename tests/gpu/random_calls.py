@@ -6,7 +6,7 @@ A case draws the dtype, head dims, heads, lengths, a mask (causal, windows, chun
 ranges, packed documents with padding, ids that reappear, positions) and options (scale, soft cap,
 sinks, ALiBi, a bias with -inf and finfo.min, dropout, determinism), from a seed that its line
 prints. Memory that results will use is filled with NaN first. An error may be three times that of
-plain attention in the same dtype: of thousands of draws some are more than twice it by luck. Prints the
+plain attention in the same dtype: of thousands of draws some are more than twice it by luck. Prints
 wrong cases and a count; exit status 1: a case was wrong. `--seed S --seconds 0` runs one seed.
 """
 
