@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import packax
 from jax.sharding import PartitionSpec as P
 from packax._src.core.spec import AttentionSpec
-from packax._src.ops import passes
+from packax._src.ops import primitives
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 Arrays = tuple[jax.Array, ...]
@@ -44,7 +44,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
 
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
         # The backward primitive, as packax calls it, so the forward is not computed again.
-        dq, dk, dv, _ = passes.backward(
+        dq, dk, dv, _ = primitives.backward_pass(
             AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value")),
             *(q, k, v, ScoreParams(), out, lse, dout, None, local(mask), NonDiffOperands()),
         )

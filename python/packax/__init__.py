@@ -10,8 +10,8 @@ from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
 from packax._src.cascade import decode_shared_prefix
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.core.sharding import AttentionSharding
+from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.decode import decode_attention
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents

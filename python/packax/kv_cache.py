@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import as_int32
-from packax._src.core.shapes import FP8, is_fp8
+from packax._src.core.spec import FP8, is_fp8
 from packax._src.decode import checked_kv_scale
 
 __all__ = ["write"]

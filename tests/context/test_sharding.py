@@ -14,7 +14,7 @@ import packax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from packax._src.core.jax_compat import vary_together
+from packax._src.core.sharding import vary_together
 from tiers import some
 
 BATCH, LENGTH, HEADS, DIM = 8, 150, 4, 8

@@ -21,10 +21,10 @@ from paths import ROOT
 PACKAGE = Path(packax.__file__).parent
 PAGE = ROOT / "docs" / "internals" / "walk.md"
 STAGES = (
-    *("attention.py", "requests.py", "autodiff.py", "ops/passes.py", "ops/primitives.py"),
+    *("attention.py", "requests.py", "autodiff.py", "ops/primitives.py"),
     *("ops/partitioning.py", "ops/lowering.py"),
 )
-CORE = tuple(f"core/{x}.py" for x in ("jax_compat", "mask", "shapes", "sharding", "spec"))
+CORE = tuple(f"core/{x}.py" for x in ("mask", "sharding", "spec"))
 CUDA = ("ops/ffi.py",)
 XLA = ("ops/xla_attention.py", "ops/xla_tiles.py")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from packax._src.ops import passes
+from packax._src.ops import primitives
 
 LAYERS = 6
 IDS = np.repeat(np.arange(4), 16)[None]
@@ -24,8 +24,8 @@ def traces(monkeypatch):
             counts[name] += 1
             return traced(*operands)
 
-        traced = getattr(passes, name)
-        monkeypatch.setattr(passes, name, functools.partial(counted, name, traced))
+        traced = getattr(primitives, f"{name}_pass")
+        monkeypatch.setattr(primitives, f"{name}_pass", functools.partial(counted, name, traced))
     jax.clear_caches()
     yield counts
     jax.clear_caches()

@@ -11,13 +11,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.autodiff import attention
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
     AttentionSharding,
     checked_head_groups,
     layout_of,
     shown,
+    vary_together,
     with_types,
 )
 from packax._src.core.spec import AttentionSpec

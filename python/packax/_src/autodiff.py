@@ -36,7 +36,7 @@ from packax._src.context import shard
 from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import DIFFERENTIABLE, AttentionSpec
-from packax._src.ops import passes, row_sums
+from packax._src.ops import primitives, row_sums
 from packax._src.ops.score_mods import NonDiffOperands
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 
@@ -63,7 +63,7 @@ def attention(
 
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
     """The module of the passes: for one device, unless there are ranks or a plan permuted keys."""
-    return passes if spec.layout is None and mask.kv_plan is None else shard
+    return primitives if spec.layout is None and mask.kv_plan is None else shard
 
 
 class _Attention(NamedTuple):
@@ -73,7 +73,7 @@ class _Attention(NamedTuple):
 
     def apply(self, operands: Arrays) -> Arrays:
         (query, key, value, scores), mask, fixed = jax.tree.unflatten(self.tree, operands)
-        return _passes_for(self.spec, mask).forward(
+        return _passes_for(self.spec, mask).forward_pass(
             self.spec, query, key, value, scores, mask, fixed
         )
 
@@ -109,7 +109,7 @@ class _Gradients(NamedTuple):
         primals, (out, lse, dout, *rest) = split(operands, tree.num_leaves)
         (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (None,)
-        found = _passes_for(spec, mask).backward(
+        found = _passes_for(spec, mask).backward_pass(
             spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
         )
         return chosen([x in spec.needs_grad for x in inputs], jax.tree.leaves(found))

@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import numpy_array
-from packax._src.core.jax_compat import vary_together
-from packax._src.core.shapes import FP8, INT_MAX, MAX_LENGTH, is_fp8, is_symbolic
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import FP8, INT_MAX, MAX_LENGTH, is_fp8, is_symbolic
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (

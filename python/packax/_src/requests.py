@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from packax._src.core.arguments import as_int32, described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
+from packax._src.core.spec import is_symbolic
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 

@@ -15,7 +15,7 @@ from packax._src.attention import flash_attention
 from packax._src.core.arguments import as_int32, described
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import PADDING_SEGMENT_ID, accumulator, is_symbolic
+from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression

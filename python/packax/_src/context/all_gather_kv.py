@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_chunks
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS, AttentionMask
-from packax._src.core.sharding import Axes, HeadGroups, Layout
+from packax._src.core.sharding import Axes, HeadGroups, Layout, vary_together
 
 
 class KVGatherPipeline:

@@ -19,8 +19,7 @@ import numpy as np
 
 from packax._src.context.all_gather_kv import update_at
 from packax._src.context.halo import Halo, Stretch
-from packax._src.core.jax_compat import vary_together
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import Layout, vary_together
 
 
 def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:

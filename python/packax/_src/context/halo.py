@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packax._src.core.arguments import described
-from packax._src.core.shapes import TILE, ceil_div
+from packax._src.core.spec import TILE, ceil_div
 
 
 def keys_of_halos(expression: Any, chunk: int) -> list[int]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.halo import Halo, keys_of_halos
-from packax._src.core.shapes import TILE
+from packax._src.core.spec import TILE
 
 P = jax.sharding.PartitionSpec
 

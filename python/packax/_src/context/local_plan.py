@@ -36,7 +36,7 @@ from packax._src.context.load_balance import (
     indices,
     inverse_of,
 )
-from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
+from packax._src.core.spec import PADDING_SEGMENT_ID, TILE
 from packax._src.ops.ffi import ext
 
 SHARES = tuple(

@@ -11,7 +11,7 @@ from packax._src.context.all_gather_kv import KVGatherPipeline
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import OF_HEADS, AttentionSpec, Operands
 from packax._src.ops import head_groups
-from packax._src.ops.passes import score_operands
+from packax._src.ops.primitives import score_operands
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 Arrays = tuple[jax.Array, ...]

@@ -16,18 +16,17 @@ from typing import Any
 import jax
 
 from packax._src.context import local_kv, rank_passes
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import AttentionSpec
-from packax._src.ops import passes
+from packax._src.ops import primitives
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 
 # jit, so that outside jit it is one program, not one per operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """Like passes.forward, on every rank."""
+def forward_pass(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
+    """Like that of ops/primitives.py, on every rank."""
     if spec.layout is None:  # one device with rows permuted by a plan
         return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
@@ -41,11 +40,11 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def backward(
+def backward_pass(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """Like passes.backward, on every rank."""
-    run = functools.partial(passes.backward, spec, kernels=_kernels("backward"))
+    """Like that of ops/primitives.py, on every rank."""
+    run = functools.partial(primitives.backward_pass, spec, kernels=_kernels("backward"))
     if spec.layout is None:
         return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
     q_spec, kv_spec, lse_spec, score_specs, *others = _specs(spec.layout, scores, mask, fixed)
@@ -89,7 +88,7 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
 
 def _forward(spec: AttentionSpec, *operands: Any) -> list[jax.Array]:
     """The forward on one rank."""
-    run: Any = functools.partial(passes.forward, spec, kernels=_kernels("forward"))
+    run: Any = functools.partial(primitives.forward_pass, spec, kernels=_kernels("forward"))
     return run(*vary_together(*operands))
 
 

@@ -16,8 +16,8 @@ from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
 from packax._src.core.arguments import NotAnArray
-from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding
+from packax._src.core.spec import ONE_BLOCK
 
 _MOST_PAIRS = 1 << 24
 _BUILT_FROM = (  # by segment_check

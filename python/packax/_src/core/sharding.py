@@ -15,8 +15,6 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.jax_compat import entered_mesh
-
 Axes = tuple[str, ...]
 HeadGroups = int | tuple[int, ...] | None  # in which a rank gathers its key/value heads
 
@@ -400,3 +398,42 @@ def own_kv_heads(layout: Layout, heads: int, kv_heads: int) -> int:
         return kv_heads // layout.inside(layout.kv_heads)
     group = heads * layout.outside(layout.heads) // kv_heads
     return local // math.gcd(local, group)
+
+
+# --- The mesh of a `with` block, and the axes of shard_map over which values vary
+
+
+def entered_mesh() -> Any:
+    """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
+    try:
+        from jax._src.mesh import thread_resources
+
+        return thread_resources.env.physical_mesh
+    except (ImportError, AttributeError):
+        return None
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+def vary_together(*trees: Any) -> tuple[Any, ...]:
+    """The arrays, each marked as varying over every axis that any of them varies over.
+
+    The transpose of the marking is the psum that the gradient of a replicated operand needs.
+    """
+    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
+    if not union:  # as outside of shard_map
+        return trees
+
+    def mark(x):
+        missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
+
+    return jax.tree.map(mark, trees)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, numpy_of, shown
-from packax._src.core.shapes import ceil_div
+from packax._src.core.spec import ceil_div
 from packax._src.masks.expressions import MaskExpression, Positions, pytree
 
 

@@ -12,9 +12,7 @@ from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.arguments import Array, described
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import (
     AttentionSharding,
     Layout,
@@ -24,7 +22,9 @@ from packax._src.core.sharding import (
     spec,
     typed_axes,
     typed_mesh,
+    vary_together,
 )
+from packax._src.core.spec import ONE_BLOCK
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (

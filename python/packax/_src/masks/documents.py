@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, shown
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
     Documents,
     MaskExpression,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.core.arguments import Array, NotAnArray, described, numpy_of, shown
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 
 Reach: TypeAlias = tuple[int | None, int | None]
 Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded

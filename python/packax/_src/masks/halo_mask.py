@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from packax._src.context.fetch_halos import index, take_each
 from packax._src.context.halo import Halo, Stretch
 from packax._src.context.load_balance import ContextPlan
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask, dims_of
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import Layout, vary_together
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import bounds_of

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, numpy_of, plus, shown
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
     Documents,
     Interval,

@@ -21,10 +21,9 @@ import numpy as np
 from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.load_balance import ContextPlan, checksum
 from packax._src.core.arguments import plus
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask, dims_of
-from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import Layout, vary_together
+from packax._src.core.spec import PADDING_SEGMENT_ID, TILE
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds
 from packax._src.ops.primitives import BLOCK_ARRAYS

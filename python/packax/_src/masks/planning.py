@@ -23,10 +23,15 @@ from packax._src.context.load_balance import (
 )
 from packax._src.context.local_plan import local
 from packax._src.core.arguments import described, plus
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import BLOCK, PADDING_SEGMENT_ID, TILE
-from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
+from packax._src.core.sharding import (
+    AttentionSharding,
+    Layout,
+    check_divides,
+    layout_of,
+    vary_together,
+)
+from packax._src.core.spec import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import Ranges

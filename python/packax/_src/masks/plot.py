@@ -10,7 +10,7 @@ import numpy as np
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
+from packax._src.core.spec import PADDING_SEGMENT_ID, ceil_div
 from packax._src.masks.expressions import MaskExpression, check_lengths, documents_of
 from packax._src.masks.tree import tree_of
 

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import ContextPlan, take_sharded
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS
-from packax._src.core.sharding import Axes, Layout
+from packax._src.core.sharding import Axes, Layout, vary_together
 from packax._src.masks.expressions import And, Limits
 from packax._src.masks.row_ranges import Document, limits_of
 from packax._src.masks.tree import Tree, tree_rows

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.jax_compat import vary_together
-from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, fill_up
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import BLOCK, INT_MAX, ceil_div, fill_up
 from packax._src.masks.expressions import And, Limits, Positions
 from packax._src.ops.block_lists import Subtrees, entries, packed
 from packax._src.ops.partitioning import require_device_info

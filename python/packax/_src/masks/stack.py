@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import described
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import vary_together
 
 _INT32 = np.iinfo(np.int32)
 _ALIKE = (

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of, shown
-from packax._src.core.jax_compat import vary_together
-from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.expressions import (
     And,
     Limits,

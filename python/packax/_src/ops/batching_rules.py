@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS
-from packax._src.core.shapes import accumulator, is_symbolic
-from packax._src.core.spec import TENSORS, differentiable
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import TENSORS, accumulator, differentiable, is_symbolic
 
 P = jax.sharding.PartitionSpec
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.shapes import BLOCK, ceil_div
+from packax._src.core.spec import BLOCK, ceil_div
 
 _WORD = 32
 

@@ -19,8 +19,18 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax._src.core.mask import FIELDS, Pass
-from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_exact, is_symbolic
-from packax._src.core.spec import ARRAYS, LINEAR_BIAS, TENSORS, AttentionSpec, Operands
+from packax._src.core.spec import (
+    ARRAYS,
+    BLOCK,
+    INT_MAX,
+    LINEAR_BIAS,
+    TENSORS,
+    AttentionSpec,
+    Operands,
+    ceil_div,
+    is_exact,
+    is_symbolic,
+)
 from packax._src.ops.partitioning import plain
 
 ext: ModuleType | None

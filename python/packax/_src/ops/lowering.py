@@ -16,19 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import Pass
-from packax._src.core.shapes import (
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import (
     BLOCK,
     FP8,
     MAX_LENGTH,
     TILE,
+    AttentionSpec,
+    Operands,
     ceil_div,
     is_exact,
     is_fp8,
     is_symbolic,
 )
-from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import (
     ffi,
     partition_rules,

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.shapes import is_fp8
-from packax._src.core.spec import OF_HEADS, TENSORS, Operands
+from packax._src.core.spec import OF_HEADS, TENSORS, Operands, is_fp8
 from packax._src.ops.merge import merged
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS

@@ -29,9 +29,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jaxlib.mlir import ir
 
-from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
-from packax._src.core.shapes import accumulator
-from packax._src.core.sharding import Axes, spec, typed_axes
+from packax._src.core.jax_compat import lower_with_devices
+from packax._src.core.sharding import Axes, entered_mesh, spec, typed_axes
+from packax._src.core.spec import accumulator
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
 _DOCS = "docs/guide/context_parallelism.md"
@@ -75,7 +75,7 @@ def partitioned(
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
         if mesh is None:
-            with with_64_bits(ctx.avals_in):
+            with _with_64_bits(ctx.avals_in):
                 return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
@@ -91,6 +91,19 @@ def partitioned(
         return results
 
     return lower
+
+
+def _with_64_bits(avals: Any) -> Any:
+    """A context in which values of 64 bits keep them.
+
+    XLA may trace a part of a program in another thread, which does not see the caller's
+    `jax.enable_x64`.
+    """
+    known = jax.dtypes.canonicalize_dtype("float64") == "float64"
+    if known or not any(x.dtype.itemsize == 8 for x in avals):
+        return contextlib.nullcontext()
+    place: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return place.enable_x64(True)
 
 
 class _UntilCompiled:

@@ -15,8 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import INT_MAX, ONE_BLOCK, accumulator, ceil_div, fill_up
-from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.core.spec import (
+    INT_MAX,
+    ONE_BLOCK,
+    AttentionSpec,
+    Operands,
+    accumulator,
+    ceil_div,
+    fill_up,
+)
 from packax._src.ops import block_lists, row_sums
 from packax._src.ops.dropout import inverse_keep, philox
 from packax._src.ops.xla_tiles import (

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.shapes import INT_MAX, is_symbolic
+from packax._src.core.spec import INT_MAX, is_symbolic
 from packax._src.ops.score_mods import add_sinks
 
 KEYS = 128

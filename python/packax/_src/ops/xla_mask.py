@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import (
+from packax._src.core.spec import (
     BLOCK,
     INT_MAX,
     PADDING_SEGMENT_ID,

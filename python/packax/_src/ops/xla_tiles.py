@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
-from packax._src.core.spec import Operands
+from packax._src.core.spec import INT_MAX, Operands, ceil_div, fill_up, is_symbolic
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are equally fast, and 512 is half as fast; with 160 documents in 16k

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 
 
 class NextTokens(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from packax._src.core.arguments import ArrayLike, as_int32
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.segments.ids import positions as positions_of
 from packax._src.segments.ids import returning, same_shape
 

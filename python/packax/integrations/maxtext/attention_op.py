@@ -23,8 +23,8 @@ from flax import nnx
 
 from packax._src.attention import flash_attention
 from packax._src.context.load_balance import zigzag
-from packax._src.core.shapes import accumulator
 from packax._src.core.sharding import AttentionSharding
+from packax._src.core.spec import accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import as_int32
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.shapes import ceil_div
+from packax._src.core.spec import ceil_div
 from packax.kvax.utils.common import PADDING_SEGMENT_ID
 
 _LARGEST = np.iinfo(np.int32).max
