@@ -1,153 +1,196 @@
-"""packax compared with cuDNN and FlashAttention-3 on the cases of `cases.py`, in one process: ms,
-TFLOP/s, ratio, error.
+"""packax compared with its peers on the cases of lib/cases.py, taking turns: TFLOP/s and ratios.
 
-    python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3] [--rounds 7]
-        [--quick] [--out DIR]
+    python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3,deterministic]
+        [--fa4 dist/fa4.tar.xz | --fa2] [--before WHEEL] [--rounds 7] [--power] [--out DIR]
 
-Every output and gradient is checked against a float32 reference before anything is timed; a wrong
-one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D per pair
-forward, 2.5 times that backward. The backward is timed separately (the jitted pullback, residuals
-in memory); `bwd~` is (forward + backward) - forward, as in the peers' board. The backward with
-deterministic=True is timed, too. Cases of the group `short` are short: they run LOOP times inside
-one jitted call. Writes attention.json and attention.png, or short.json, into --out (default: $OUT,
-else benchmarks/results).
+Every output and gradient is first compared with one float32 reference; a wrong one is not timed and
+makes the program exit 1. In every round each implementation runs a burst of about 120 ms, in
+another order every round (lib/turns.py); ratios are of medians. FLOPs are those of attended pairs:
+4 * H * D per pair forward, 2.5 times that backward. The backward is timed separately (the pullback,
+residuals in memory). Cases of the group `short` run LOOP times inside one jitted call.
+
+--peers: cuDNN; FA3 from flash-attn3-jax; `deterministic`, packax with deterministic=True, whose
+second run must have the same bits; `fallback`, packax without padded head dims. --fa4 and --fa2
+time FlashAttention-4, and torch's FlashAttention-2, in another process, on the same arrays; --fa2
+is for builds of kernels for other GPUs (docs/internals/proxy.md). --before: another wheel of
+packax, or a folder that has packax/, in another process. --power: bursts of two seconds
+(--round-ms), with the GPU's power and clock for each time (lib/power.py). Without --cases also the
+time of the first call, of building masks, and of the C++ handlers.
+
+For FA4 the machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages
+einops, cuda-bindings, protobuf and typing-extensions. The others come in the archives that `bash
+benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes on a machine with a package registry. FA4
+compiles its kernels at first use. Writes attention.json (or short.json, versus_fa4.json,
+versus_fa2.json, versus_before.json) and a chart into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
 
-import gc
-import json
+import contextlib
+import dataclasses
 import os
 import sys
-import traceback
-from collections.abc import Sequence
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from compare.jax_worker import Jax
 from lib.cases import Case, select
 from lib.chart import bar_chart
-from lib.implementations import (
-    JAX_PEERS,
-    LOOP,
-    Compiled,
-    not_tried,
-    packax_attention,
-    random_inputs,
-)
+from lib.exchange import folders, torch_environment, unpacked
 from lib.machine import machine
-from lib.output import PEERS, Report, arguments_of, first_line, require_gpu, say, write_json
+from lib.output import Report, arguments_of, require_gpu, say
 from lib.overheads import first_call, handler_time, mask_building
-from lib.passes import time_passes, usable, usable_deterministic
-from lib.reference import Reference
-from lib.tables import deterministic_table, short_table, table
+from lib.power import Meter
+from lib.turns import Failed, State, Worker, bad_cases, not_run, table, time_rows
+
+COMPARE = Path(__file__).parent / "compare"
+ORDER = ("packax", "before", "deterministic", "fallback", "cudnn", "fa2", "fa3", "fa4")
+TORCH = ("fa2", "fa4")
 
 
-def run_case(case: Case, rounds: int, peers: Sequence[str] = ("cudnn",)) -> dict[str, Any]:
-    inputs = random_inputs(case)
-    reference = Reference(case, inputs)
-    others = peers if case.peers else ()
-    candidates = [packax_attention(case), *(JAX_PEERS[name](case) for name in others)]
-    skip = {name: not_tried(name, case) for name in others}
-    compiled = {item.name: Compiled(item, inputs) for item in candidates}
-    rows = {
-        name: usable(item, reference.errors, skip.get(name), both=True)
-        for name, item in compiled.items()
-    }
-    if case.group in ("board", "dims"):
-        item = packax_attention(case, deterministic=True)
-        rows[item.name] = usable_deterministic(Compiled(item, inputs), reference)
-    for name, row in rows.items():
-        say(
-            f"{case.name}: {name} errors "
-            + " ".join(f"{x} {e:.1e}" for x, e in row["errors"].items())
-        )
-        for what, text in row["failed"].items():
-            say(f"{case.name}: {name} {what} did not run: {text}")
+def wheel_environment(before: Path, stack: contextlib.ExitStack) -> dict[str, str]:
+    """This process's environment with another packax first on its path."""
+    if before.is_file():
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with zipfile.ZipFile(before) as wheel:
+            wheel.extractall(folder)
+        before = Path(folder)
+    if not (before / "packax" / "__init__.py").is_file():
+        raise SystemExit(f"--before: no packax/__init__.py in {before}")
+    paths = filter(None, [str(before.resolve()), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
-    loops = LOOP if case.group == "short" else 1
-    for name, row in rows.items() if loops > 1 else ():
-        made = {"fwd": compiled[name].forward_loop, "bwd": compiled[name].backward_loop}
-        row["passes"] = {what: made[what](loops) for what in made if what in row["passes"]}
+
+def prepare(
+    case: Case,
+    workers: Mapping[str, Worker | State],
+    round_ms: float,
+    peers: Sequence[str],
+    torch_peer: str,
+) -> dict[str, Any]:
+    """Rows of the report without times: errors, what failed, launches per burst."""
+    ask = {"do": "prepare", "case": dataclasses.asdict(case), "round_ms": round_ms}
+    with folders() as (inputs, results):
+        found = workers["jax"].ask(**ask, folder=str(inputs), peers=peers if case.peers else ())
+        rows = found["implementations"]
+        if "torch" in workers:
+            try:
+                row = workers["torch"].ask(
+                    **ask, peer=torch_peer, folder=str(inputs), results=str(results),
+                    compared=found["compared"],
+                )  # fmt: skip
+                row |= workers["jax"].ask(do="judge", folder=str(results))
+            except Failed as error:
+                row = not_run(error)
+            rows[torch_peer] = row | ({"launches": {}} if row["wrong"] else {})
+        if "before" in workers:  # the same inputs, drawn there, and its own reference
+            try:
+                row = workers["before"].ask(**ask, folder=str(inputs), peers=[])
+                rows["before"] = row["implementations"]["packax"]
+            except Failed as error:
+                rows["before"] = not_run(error)
+    return rows
+
+
+def run_case(
+    case: Case,
+    workers: Mapping[str, Worker | State],
+    rounds: int,
+    round_ms: float,
+    peers: Sequence[str] = (),
+    torch_peer: str = "fa4",
+    meter: Meter | None = None,
+) -> dict[str, Any]:
+    rows = prepare(case, workers, round_ms, peers, torch_peer)
+    places = dict.fromkeys(TORCH, "torch") | {"before": "before"}
+
+    def ask(name: str, what: str, launches: int) -> float:
+        worker = workers[places.get(name, "jax")]
+        name = "packax" if name == "before" else name
+        return worker.ask(do="time", name=name, what=what, launches=launches)
+
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
-    time_passes(rows, flops | {"fwd+bwd": sum(flops.values())}, rounds, loops)
-    for row in rows.values():
-        times = row["times"]
-        if "fwd" in times and "fwd+bwd" in times:
-            difference = times["fwd+bwd"]["ms"] - times["fwd"]["ms"]
-            tflops = round(flops["bwd"] / difference / 1e9, 1)
-            times["bwd~"] = {"ms": round(difference, 4), "tflops": tflops}
-    ours = rows["packax"]["times"]
-    ratio = {
-        name: {
-            what: round(theirs["ms"] / ours[what]["ms"], 3)
-            for what, theirs in rows[name]["times"].items()
-            if what in ours
-        }
-        for name in others
-    }
-    return rows | {"ratio": ratio}
+    time_rows(rows, ask, flops, rounds, meter)
+    return rows
+
+
+def bandwidths(results: dict[str, Any], cases: Sequence[Case]) -> str:
+    """Time per attended pair of a head, and bandwidth over the least bytes to move: both show
+    cliffs."""
+    lines = [f"{'case':<26}{'pass':<5}{'ps/pair':>9}{'GB/s':>7}"]
+    for case in cases:
+        for what, cell in results[case.name].get("packax", {}).get("times", {}).items():
+            pair = cell["ms"] * 1e9 / (case.area * case.heads)
+            moved = case.least_bytes(what) / cell["ms"] / 1e6
+            lines.append(f"{case.name:<26}{what:<5}{pair:>9.2f}{moved:>7.0f}")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    parser = arguments_of(__doc__, "names and groups; short ones only if they are named", rounds=7)
-    parser.add_argument("--peers", default="cudnn", help="cudnn, fa3 (default: cudnn)")
-    parser.add_argument(
-        "--quick", action="store_true", help="three rounds, and only the cases up to 32k tokens"
+    parser = arguments_of(
+        __doc__, "names and groups of lib/cases.py", default="board,dims,large", rounds=7
     )
+    parser.add_argument("--peers", default="cudnn,deterministic", help="see above")
+    parser.add_argument(
+        "--fa4", type=Path, help="the archive of pack_fa4.sh, or a folder unpacked from it"
+    )
+    parser.add_argument("--fa2", action="store_true", help="torch's own FlashAttention-2 instead")
+    parser.add_argument("--before", type=Path, help="another packax: a wheel or a folder")
+    parser.add_argument("--round-ms", type=float, help="length of a burst; 120, with --power 2000")
+    parser.add_argument("--power", action="store_true", help="read power and clock, too")
     arguments = parser.parse_args()
     cases = select(arguments.cases)
-    rounds, others = arguments.rounds, arguments.peers.split(",")
-    if arguments.quick:
-        rounds = min(rounds, 3)
-        cases = [case for case in cases if case.seq <= 32768]
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
-    require_gpu()
-
+    peers = [name for name in arguments.peers.split(",") if name]
+    torch_peer = "fa2" if arguments.fa2 else "fa4"
     name = "short" if all(case.group == "short" for case in cases) else "attention"
-    overheads: dict[str, Any] = {}
-    report = Report(arguments.out, name, rounds, machine=machine(), overheads=overheads)
-    peers = json.loads(PEERS.read_text())
-    say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
-    failures: list[str] = []
-
-    def step(name: str, function: Any) -> Any:
-        """Runs it; a failure is reported, and the other measurements continue."""
-        try:
-            return function()
-        except Exception as error:
-            traceback.print_exc(limit=6)
-            say(f"{name} FAILED: {first_line(error)}")
-            failures.append(name)
-            return {"failed": first_line(error)}
-        finally:
-            gc.collect()
-
-    if arguments.cases is None:  # with chosen cases, only those: another run has the overheads
-        overheads["first_call"] = step("first call", first_call)
-        say(f"first call: {overheads['first_call']}")
-    for case in cases:
-        rows = step(case.name, lambda case=case: run_case(case, rounds, others))
-        ours = [rows.get(name, {}) for name in ("packax", "deterministic")]
-        if any(row.get("wrong") or row.get("failed") for row in ours):
-            failures.append(case.name)
-        report.add(case.name, rows)
-    if arguments.cases is None:
-        overheads["mask_building"] = step("mask building", mask_building)
-        overheads["handlers"] = step("handler time", handler_time)
-    report["triton_imported"] = "triton" in sys.modules
-    write_json(report.path, report)
-    long = {case.name: report["cases"][case.name] for case in cases if case.group != "short"}
-    short = [case for case in cases if case.group == "short"]
-    for name, value in overheads.items():
-        print(f"{name:<14} {value}")
-    if long:
-        chart = arguments.out / "attention.png"
-        step("chart", lambda: bar_chart(report | {"cases": long}, peers, chart))
-        print(f"\n{table(long, peers)}\n\n{deterministic_table(long)}")
-    if short:
-        print(f"\n{short_table(report['cases'], short)}")
-        print(f"(in a jitted loop of {LOOP}; GB/s of the least bytes)")
-    print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = the peer's ms / packax ms")
-    return report.end(failures)
+    name = "versus_before" if arguments.before else name
+    name = f"versus_{torch_peer}" if arguments.fa2 or arguments.fa4 else name
+    with contextlib.ExitStack() as stack:
+        programs = {}
+        if arguments.before:
+            programs["before"] = "jax_worker.py", wheel_environment(arguments.before, stack)
+        if arguments.fa2:
+            programs["torch"] = "torch_worker.py", os.environ | {"PYTHONPATH": ""}
+        elif arguments.fa4:
+            site = unpacked(arguments.fa4, stack)
+            programs["torch"] = "torch_worker.py", torch_environment(site)
+        require_gpu()
+        report = Report(arguments.out, name, arguments.rounds, machine=machine(), overheads={})
+        overheads = report["overheads"]
+        alone = arguments.cases == parser.get_default("cases") and not programs
+        if alone:  # with chosen cases, only those: another run has the overheads
+            overheads["first_call"] = first_call()
+        workers: dict[str, Worker | State] = {"jax": Jax()}
+        for worker, (script, environment) in programs.items():
+            command = [sys.executable, str(COMPARE / script)]
+            workers[worker] = made = Worker(worker, command, environment)
+            stack.callback(made.end)
+        for worker, answers in workers.items():
+            report[worker] = answers.ask(do="hello")
+            say(f"{worker}: {report[worker]}")
+        meter = Meter() if arguments.power else None
+        round_ms = arguments.round_ms or (2000.0 if meter else 120.0)
+        results = report.run(
+            cases,
+            lambda case: run_case(
+                case, workers, arguments.rounds, round_ms, peers, torch_peer, meter
+            ),
+            lambda results: table(results, ORDER),
+        )
+    if alone:
+        overheads |= {"mask_building": mask_building(), "handlers": handler_time()}
+        report.write()
+        print(*(f"{name:<14} {value}" for name, value in overheads.items()), sep="\n")
+    print(
+        f"{bandwidths(results, cases)}\n\nmedians of {arguments.rounds} rounds; `to X`: X's ms / packax's ms"
+    )
+    if any(results.values()):
+        bar_chart(report, report.path.with_suffix(".png"))
+    return report.end(bad_cases(results, ("packax", "deterministic")))
 
 
 if __name__ == "__main__":

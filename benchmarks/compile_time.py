@@ -9,11 +9,9 @@ rounds' ratios: other work on the machine changes single rounds by a tenth.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
-from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 import packax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lib.output import default_out, say, write_json
+from lib.output import arguments_of, say, write_json
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 8, 512, 8, 4, 64
 WIDTH = HEADS * DIM
@@ -76,11 +74,9 @@ def seconds(attention_of, layers: int, mesh) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments_of(__doc__, rounds=24)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--one-device", action="store_true", help="what the mesh costs: without")
-    parser.add_argument("--out", type=Path, help="folder of compile_time.json")
     arguments = parser.parse_args()
     sizes = (1, 1) if arguments.one_device else (4, 2)
     devices = jax.devices()[: sizes[0] * sizes[1]]
@@ -118,10 +114,8 @@ def main() -> None:
         "ratio": ratio,
         "quartiles": quartiles,
     }
-    out = arguments.out or default_out()
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "compile_time.json", report)
-    say(f"wrote {out / 'compile_time.json'}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.out / "compile_time.json", report)
 
 
 if __name__ == "__main__":

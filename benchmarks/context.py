@@ -47,22 +47,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.cases import Case
-from lib.context_cases import BOARD, CASES, QUICK, QUICK_CASES
-from lib.context_mesh import context_axes, levels_of, mesh_of, rows_of
-from lib.context_schemes import OF_HOSTS, OF_WINDOWS, PLANS, SCHEMES, Scheme
-from lib.context_table import table
+from lib.context_cases import (
+    BOARD,
+    CASES,
+    OF_HOSTS,
+    OF_WINDOWS,
+    PLANS,
+    QUICK,
+    QUICK_CASES,
+    SCHEMES,
+    Scheme,
+)
+from lib.implementations import random_inputs
 from lib.kvax_scheme import Arrays, kvax_like
 from lib.machine import machine
-from lib.output import START, default_out, say, write_json
-from lib.timing import Time, interleaved
+from lib.output import START, arguments_of, picked, say, write_json
+from lib.reference import LIMIT, relative
 from lib.traces import listing
+from lib.turns import as_row, interleaved
 
 HERE = Path(__file__).parent
-LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def mesh_of(count: int, hosts: int) -> Any:
+    """Of the first `count` devices; those of a host are taken to follow each other."""
+    if count % hosts:
+        raise SystemExit(f"--hosts must divide the {count} devices, but is {hosts}")
+    sizes = {"context": count} if hosts == 1 else {"host": hosts, "gpu": count // hosts}
+    devices, auto = jax.devices()[:count], (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices, axis_types=auto)
+
+
+def rows_of(mesh: Any) -> P:
+    """The spec of query, key and value."""
+    return P(None, mesh.axis_names)
 
 
 def expression_of(case: Case) -> Any:
@@ -85,7 +107,9 @@ class Distributed:
     def __init__(self, case: Case, scheme: Scheme, mesh: Any) -> None:
         local = scheme.plan == "local" and not scheme.one_level
         planned = dataclasses.replace(case, window=0) if scheme.of_causal else case
-        self.plan = plan_of(planned, scheme.plan, levels_of(mesh) if local else mesh.size)
+        self.plan = plan_of(
+            planned, scheme.plan, tuple(mesh.shape.values()) if local else mesh.size
+        )
         rows = rows_of(mesh)
         sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
         self.mask = packax.create_attention_mask(
@@ -185,7 +209,7 @@ class Share:
 def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """The gather of keys and values, and the reduce-scatter of their gradients, alone."""
     shape = (2, case.seq, case.kv_heads, case.head_dim)
-    axes, rows = context_axes(mesh), rows_of(mesh)
+    axes, rows = mesh.axis_names, rows_of(mesh)
     place = NamedSharding(mesh, rows)
     x = jax.device_put(jnp.zeros(shape, jnp.bfloat16), place)
     whole = jax.device_put(
@@ -210,24 +234,9 @@ def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
     return {"gather": lambda: gather(x), "reduce-scatter": lambda: scatter(whole)}
 
 
-@jax.jit  # so that float32 differences are not stored: 8 GiB at 512k tokens
-def _relative(x: jax.Array, reference: jax.Array) -> jax.Array:
-    x, reference = (y.astype(jnp.float32).ravel() for y in (x, reference))
-    return jnp.linalg.norm(x - reference) / jnp.linalg.norm(reference)
-
-
-def relative(x: jax.Array, reference: jax.Array) -> float:
-    return float(_relative(x, reference))
-
-
 def inputs_of(case: Case) -> Arrays:
     """On the host, whose memory is larger."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    return tuple(
-        np.asarray(jax.random.normal(key, (case.batch, case.seq, h, case.head_dim), jnp.bfloat16))
-        for key, h in zip(keys, heads, strict=True)
-    )
+    return tuple(map(np.asarray, random_inputs(case)))
 
 
 def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -253,7 +262,7 @@ def checked(
         results = run.passes(what, inputs)()
         results = (results,) if what == "fwd" else results
         for name, x in zip(names, results, strict=True):
-            errors[name] = relative(run.in_order(x), jnp.asarray(reference[name]))
+            errors[name] = relative(run.in_order(x), jnp.asarray(reference[name]), 0)
     wrong = [name for name, error in errors.items() if not error <= LIMIT]
     memory, fetched = run.memory(inputs), run.fetched(inputs)
     say(
@@ -276,13 +285,13 @@ def profile(functions: dict[str, Callable[[], Any]], what: str) -> str:
     return "".join(found)
 
 
-def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Time]:
+def timed(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     if jax.default_backend() != "gpu":  # fake devices wait for each other: one program at a time
         functions = {
             name: lambda function=function: jax.block_until_ready(function())
             for name, function in functions.items()
         }
-    return interleaved(functions, rounds=rounds)
+    return interleaved(functions, jax.block_until_ready, rounds)
 
 
 def run_case(
@@ -314,17 +323,41 @@ def run_case(
         for name, ranks in alone.items():
             own = of_ranks[: len(ranks)]
             candidates[name] = lambda own=own: [function() for function in own]
-        for name, result in timed_functions(candidates, rounds=rounds).items():
+        for name, took in timed(candidates, rounds).items():
             row = report["schemes"].get(name) or report[name]
-            row["times"][what] = result.as_dict(flops / count * row.get("area_of_mean", 1))
+            row["times"][what] = as_row(took, flops / count * row.get("area_of_mean", 1))
         if profiled:
             traces += profile(candidates, f"{case.name}, {what}")
         del candidates, of_ranks  # the other pass needs the memory
     report["collectives"] = {
-        name: result.as_dict()
-        for name, result in timed_functions(collectives(mesh, case), rounds=rounds).items()
+        name: as_row(took) for name, took in timed(collectives(mesh, case), rounds).items()
     }
     return report, traces
+
+
+def table(report: dict[str, Any]) -> str:
+    head = (
+        f"{'':<44}{'fwd ms':>9}{'TFLOP/s':>9}{'of one':>8}{'bwd ms':>9}{'TFLOP/s':>9}{'of one':>8}"
+    )
+    lines = [head + f"{'MiB':>9}{'fetched':>9}{'error':>9}"]
+    one = report["one_gpu"]
+    rows = {"one GPU, one rank's share": one, "slowest GPU, its rank's share": report["slowest"]}
+    for name, row in {**rows, **report["schemes"]}.items():
+        line = f"{name:<44}"
+        for what in ("fwd", "bwd"):
+            cell = row["times"].get(what)
+            if cell is None:
+                line += f"{'-':>9}{'-':>9}{'-':>8}"
+                continue
+            share = cell["tflops"] / one["times"][what]["tflops"] if cell["tflops"] else 0.0
+            line += f"{cell['ms']:>9.3f}{cell['tflops']:>9.1f}{share:>8.1%}"
+        if "memory" in row:
+            line += f"{row['memory']['temp'] + row['memory']['output']:>9.0f}"
+            line += f"{row['fetched']:>9.1f}{max(row['errors'].values()):>9.1e}"
+        lines.append(line)
+    for name, cell in report["collectives"].items():
+        lines.append(f"{name + ' of keys and values, alone':<44}{cell['ms']:>9.3f}")
+    return "\n".join(lines)
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...]]:
@@ -333,12 +366,9 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...
     if arguments.documents != BOARD.documents and not arguments.quick:
         cases = [dataclasses.replace(BOARD, documents=arguments.documents)]
     if arguments.cases:
-        there = {case.name: case for case in (QUICK_CASES if arguments.quick else CASES)}
-        names = list(there) if arguments.cases == "all" else arguments.cases.split(",")
-        unknown = [name for name in names if name not in there]
-        if unknown:
-            raise SystemExit(f"--cases must be all or of {', '.join(there)}, but is {unknown}")
-        cases = [there[name] for name in names]
+        there = QUICK_CASES if arguments.quick else CASES
+        named = None if arguments.cases == "all" else arguments.cases
+        cases = picked(there, named, lambda case: "")
         schemes = OF_WINDOWS if all(case.window for case in cases) else PLANS
     if arguments.hosts > 1:
         schemes = OF_HOSTS
@@ -349,19 +379,15 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, rounds=5)
     parser.add_argument("--devices", type=int, help="of this host (default: all)")
     parser.add_argument("--hosts", type=int, default=1, help="over which the devices are divided")
     parser.add_argument("--documents", type=int, default=BOARD.documents)
     parser.add_argument("--cases", default="", help="other rows: all, or names with commas")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
     parser.add_argument("--only", default="", help="schemes whose name holds this text")
     parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
     parser.add_argument("--profile", action="store_true", help="list the kernels that ran, too")
     parser.add_argument("--quick", action="store_true", help="tiny rows: tries the program")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     count = arguments.devices or len(jax.devices())
     if not 2 <= count <= len(jax.devices()):

@@ -32,7 +32,6 @@ context_windows.json.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -44,7 +43,7 @@ import packax
 from context_plans import TILE, library_rows, ranges, visited
 from lib.cases import document_lengths
 from lib.context_cases import MEANS, lognormal_lengths
-from lib.output import default_out, write_json
+from lib.output import arguments_of, write_json
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RATE = {"fwd": 640e12, "bwd": 560e12}
@@ -303,15 +302,12 @@ def check() -> tuple[dict[str, Any], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("--packings", type=int, default=100)
     parser.add_argument("--lengths", default="32768,131072,524288,1048576")
     parser.add_argument("--ranks", default="4,8,16,32,64")
     parser.add_argument("--means", default=",".join(map(str, MEANS)))
     parser.add_argument("--windows", action="store_true", help="windows, in place of documents")
-    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     if arguments.windows:
         arguments.out.mkdir(parents=True, exist_ok=True)

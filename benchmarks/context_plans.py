@@ -1,6 +1,7 @@
 """Balance of context-parallel plans on real document lengths; needs no GPU.
 
     python benchmarks/context_plans.py [--packings 100] [--out DIR]
+    python benchmarks/context_plans.py --cost [--ranks 8]
 
 Rows are packed from the sources of this Python's standard library, one document per file, in random
 order, each into the fullest row that still has room; and from the lengths of the board's case with
@@ -10,13 +11,16 @@ for the pairs that the kernels visit (whole blocks of 128 keys inside the hull o
 into chunks), and the keys that no row of a rank attends, which it would not need to fetch
 ("unread").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
+
+--cost prints the host time of a plan of kind "local": for ten rows of 128k tokens and about 1000
+documents with lognormal lengths, the fastest of seven runs each; their median, and the slowest.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -26,10 +30,10 @@ from typing import Any
 import numpy as np
 import packax
 from lib.cases import document_lengths
-from lib.output import default_out, write_json
+from lib.context_cases import lognormal_lengths
+from lib.output import arguments_of, write_json
 from packax.demo.data import standard_library
 
-HERE = Path(__file__).parent
 TILE = 128
 LENGTHS = (32768, 131072)
 RANKS = (4, 8, 16)
@@ -148,6 +152,22 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     return means | worst
 
 
+def cost(ranks: int, length: int = 131072, documents: int = 1000) -> list[float]:
+    """Milliseconds for each row."""
+    times = []
+    for seed in range(10):
+        sizes = lognormal_lengths(length, length // documents, seed)
+        ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        best = float("inf")
+        for _ in range(7):
+            start = time.perf_counter()
+            expression = packax.causal() & packax.documents(ids)
+            packax.context_plan(expression, ranks=ranks, kind="local")
+            best = min(best, time.perf_counter() - start)
+        times.append(1e3 * best)
+    return times
+
+
 def picture(loads: dict[str, list[list[float]]], title: str, path: Path) -> None:
     """Load per rank: one line per packing, the most loaded ranks first, and the worst packing."""
     import matplotlib
@@ -176,12 +196,16 @@ def picture(loads: dict[str, list[list[float]]], title: str, path: Path) -> None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("--packings", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=default_out())
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--ranks", type=int, default=8, help="of --cost")
     arguments = parser.parse_args()
+    if arguments.cost:
+        times = cost(arguments.ranks)
+        said = f"{statistics.median(times):.1f} ms, slowest {max(times):.1f}"
+        print(f"host, 1000 documents in 131072 tokens, {arguments.ranks} ranks: {said}")
+        return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     count = arguments.packings

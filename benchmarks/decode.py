@@ -28,7 +28,7 @@ from lib.decode_cases import CASES, SIZES, Case
 from lib.implementations import LOOP, touched
 from lib.machine import machine
 from lib.output import arguments_of, write_json
-from lib.timing import interleaved
+from lib.turns import as_row, interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
 COPIED = 1 << 30  # bytes
@@ -152,15 +152,17 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
             del functions[name]
     del references
     elements = COPIED // 4
-    inner = dict.fromkeys(functions, LOOP) | {"copy": 1}
     functions = {name: looped(bare[name], operands[name]) for name in functions}
     functions["copy"] = copy_of(elements)
     bytes_of = {"copy": 2 * COPIED, "fp8": case.bytes(FP8)}
-    times = interleaved(functions, rounds=rounds, inner=inner)
-    rates = {name: bytes_of.get(name, size) / t.ms / 1e6 for name, t in times.items()}
+    times = {
+        name: as_row([ms / (1 if name == "copy" else LOOP) for ms in took])
+        for name, took in interleaved(functions, jax.block_until_ready, rounds).items()
+    }
+    rates = {name: bytes_of.get(name, size) / t["ms"] / 1e6 for name, t in times.items()}
     for name, t in times.items():
         row["times"][name] = {
-            **t.as_dict(),
+            **t,
             "gb_per_s": round(rates[name], 1),
             "of_copy": round(rates[name] / rates["copy"], 3),
         }

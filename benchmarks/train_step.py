@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py [--runs 32768:12:4,131072:12:4] [--who packax,names,fa3,cudnn]
                                     [--rounds 7] [--profile] [--tiny] [--out DIR]
+    python benchmarks/train_step.py --window 512 [--runs 131072:12:6] [--rounds 5] [...]
 
 A run is tokens in a row : documents : layers, of Llama-3-8B's shapes (llama.py): one row, remat of
 every layer, the mask built once per step, AdamW in float32. `names` is packax with a policy that
@@ -14,12 +15,18 @@ resulting moments of Wq, Wk and Wv, which after one step are 0.1 times their gra
 with packax's; a variant over LIMIT is not timed. attention.py checks packax's attention. Peak
 memory is what the allocator counted in one step, including scratch memory of the kernels; XLA's
 plan is listed too. --profile: the GPU's work in a step, by kind of kernel.
---tiny: small shapes, to try the program on a CPU. Writes train_step.json into --out (default:
-$OUT, else benchmarks/results).
+
+--window: a model with windows of that many keys in five of six layers, its row and its state
+(FSDP) sharded over all GPUs, one zigzag plan for all layers; 64 query and 8 key/value heads.
+`halo` fetches for a layer with a window only the keys that the window reaches; `gather` states the
+same windows as ranges of keys, so that all keys are fetched; `global` has no windows.
+--tiny: small shapes, to try the program on a CPU. Writes train_step.json, or train_windows.json,
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -27,7 +34,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +42,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from lib import llama
 from lib.cases import Case
 from lib.implementations import JAX_PEERS, not_tried
@@ -46,6 +55,8 @@ from lib.turns import as_row, in_turns, troubles
 LIMIT = 5e-2  # ‖gradient - packax's‖ / ‖packax's‖: two bfloat16 programs of several layers
 GIB = 2**30
 WAYS = ("packax", "names", "fa3", "cudnn", "dense")
+WINDOW_WAYS = ("halo", "gather", "global")
+GLOBAL_EVERY = 6  # layers
 TINY = {
     "dtype": jnp.float32,
     "width": 64,
@@ -91,12 +102,19 @@ class Way:
     """How attention runs: `bind(operands)` returns (query, key, value) -> output, once per step."""
 
     name: str
-    bind: Callable[[Any], llama.Attention]
+    bind: Callable[[Any], llama.Attention | tuple[llama.Attention, ...]]
     operands: Any
     policy: Any = None
+    cases: tuple[Case, ...] = ()  # of the layers, in turn
+    compared: bool = True  # with the first way
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the report
 
 
 def way_of(name: str, case: Case) -> Way:
+    return dataclasses.replace(_way_of(name, case), cases=(case,))
+
+
+def _way_of(name: str, case: Case) -> Way:
     ids = jnp.asarray(case.segment_ids())
     if name in JAX_PEERS:
         peer = JAX_PEERS[name](case)
@@ -115,6 +133,36 @@ def way_of(name: str, case: Case) -> Way:
 
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
     return Way(name, bind, ids, keep if name == "names" else None)
+
+
+def window_way(name: str, case: Case, sharding: Any, plan: Any) -> Way:
+    documents = packax.documents(case.segment_ids())
+    starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
+    rows = np.arange(case.seq)
+    whole = dataclasses.replace(case, window=0)
+    windows = {
+        "halo": packax.sliding_window(case.window - 1) & documents,
+        "gather": packax.masks.ranges(np.maximum(starts, rows + 1 - case.window), rows + 1),
+        "global": packax.causal() & documents,
+    }
+    masks = [
+        packax.create_attention_mask(x, kv_len=case.seq, sharding=sharding, plan=plan)
+        for x in (windows[name], windows["global"])
+    ]
+
+    def bind(masks: Any) -> tuple[llama.Attention, ...]:
+        window, every = (functools.partial(packax.flash_attention, mask=mask) for mask in masks)
+        return (window,) * (GLOBAL_EVERY - 1) + (every,)
+
+    own = whole if name == "global" else case
+    return Way(
+        name,
+        bind,
+        masks,
+        cases=(own,) * (GLOBAL_EVERY - 1) + (whole,),
+        compared=name != "global",
+        notes={"fetched": [mask.fetched for mask in masks]},
+    )
 
 
 def step_of(way: Way, config: llama.Config) -> Any:
@@ -173,11 +221,12 @@ def own_peak(
 class Stepper:
     """One state, stepped by the variants in turn."""
 
-    def __init__(self, run: Run, config: llama.Config, names: list[str]) -> None:
-        self.config, self.case = config, run.case(config)
-        self.batch = batch_of(self.case, config)
-        self.ways = {name: way_of(name, self.case) for name in names}
-        self.initialize = jax.jit(functools.partial(llama.initialize, config))
+    def __init__(self, config: llama.Config, ways: dict[str, Way], batch: Any, mesh: Any) -> None:
+        self.config, self.ways, self.batch = config, ways, batch
+        initialize = functools.partial(llama.initialize, config)
+        shapes = jax.eval_shape(initialize, jax.random.key(0))
+        shardings = None if mesh is None else jax.tree.map(lambda x: fsdp(x, mesh), shapes)
+        self.initialize = jax.jit(initialize, out_shardings=shardings)
         self.state = self.initialize(jax.random.key(0))
         self.programs: dict[str, Any] = {}
         self.rows: dict[str, Any] = {}
@@ -206,9 +255,10 @@ class Stepper:
 
     def first_step(self, name: str, expected: Any) -> tuple[dict[str, Any], Any]:
         """A row of the report without times, and the gradients if `expected` is None."""
-        row: dict[str, Any] = {"failed": {}, "wrong": []}
+        way = self.ways[name]
+        row: dict[str, Any] = {"failed": {}, "wrong": []} | way.notes
         self.rows[name] = row
-        skipped = not_tried(name, self.case)
+        skipped = not_tried(name, way.cases[0])
         if skipped:
             row["failed"] = {"step": "; ".join(f"{k}: {v}" for k, v in skipped.items())}
             return row, expected
@@ -225,7 +275,8 @@ class Stepper:
                 expected = jax.tree.map(jnp.copy, found)
             measured = jax.tree.map(float, differences(found, expected))
             row["differences"] = {k: float(f"{v:.2e}") for k, v in measured.items()}
-            row["wrong"] = [x for x in ("query", "key", "value") if not measured[x] <= LIMIT]
+            if way.compared:
+                row["wrong"] = [x for x in ("query", "key", "value") if not measured[x] <= LIMIT]
         except Exception as error:  # the others must still run
             row["failed"] = {"step": first_line(error)}
         if row["failed"] or row["wrong"]:
@@ -247,6 +298,12 @@ class Stepper:
             return by_kind(totals(Path(folder)))
 
 
+def fsdp(x: Any, mesh: Any) -> NamedSharding:
+    """The last axis of matrices, if the GPUs divide it."""
+    split = x.ndim > 1 and x.shape[-1] % mesh.size == 0
+    return NamedSharding(mesh, P(*[None] * (x.ndim - 1), "context") if split else P())
+
+
 def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, Any]:
     kinds = dict.fromkeys((*KINDS, "other"), 0.0)
     for kernel, (_, ms) in kernels.items():
@@ -260,20 +317,33 @@ def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, Any]:
     }
 
 
-def flops_of(case: Case, config: llama.Config, layers: int) -> float:
+def flops_of(cases: Sequence[Case], config: llama.Config, layers: int) -> float:
     """FLOPs of a step, without those repeated by remat: 6 per matrix element and token, and those
     of attention."""
     layer, last = config.matrices()
-    attention = case.forward_flops + case.backward_flops
-    return 6.0 * case.seq * (layers * layer + last) + layers * attention
+    attention = sum(case.forward_flops + case.backward_flops for case in cases) / len(cases)
+    return 6.0 * cases[0].seq * (layers * layer + last) + layers * attention
 
 
-def timed(
-    run: Run, config: llama.Config, names: list[str], rounds: int, profile: bool
-) -> dict[str, Any]:
-    stepper = Stepper(run, config, names)
+def stepper_of(run: Run, config: llama.Config, names: list[str], window: int) -> Stepper:
+    case = dataclasses.replace(run.case(config), window=window)
+    batch = batch_of(case, config)
+    if not window:
+        return Stepper(config, {name: way_of(name, case) for name in names}, batch, None)
+    mesh = jax.sharding.get_mesh()
+    rows = P(None, "context")
+    sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
+    plan = packax.context_plan(
+        packax.causal() & packax.documents(case.segment_ids()), ranks=mesh.size, kind="zigzag"
+    )
+    batch = jax.device_put(plan.permute(batch), NamedSharding(mesh, rows))
+    ways = {name: window_way(name, case, sharding, plan) for name in names}
+    return Stepper(config, ways, batch, mesh)
+
+
+def timed(run: Run, stepper: Stepper, rounds: int, profile: bool) -> dict[str, Any]:
     expected = None
-    for name in names:
+    for name in stepper.ways:
         row, expected = stepper.first_step(name, expected)
         say(f"{run.name} {name}: { ({k: v for k, v in row.items() if k != 'temp'}) }")
     del expected
@@ -281,8 +351,8 @@ def timed(
     bursts = {name: functools.partial(stepper.milliseconds, name) for name in stepper.programs}
     for burst in bursts.values():
         burst()
-    flops = flops_of(stepper.case, config, run.layers)
     for name, took in in_turns(bursts, rounds).items():
+        flops = flops_of(stepper.ways[name].cases, stepper.config, run.layers)
         row = stepper.rows[name] = stepper.rows[name] | as_row(took, flops)
         row["tokens_per_s"] = round(run.length / row["ms"] * 1e3)
         row["rounds_ms"] = [round(x, 2) for x in took]
@@ -296,17 +366,17 @@ def timed(
 
 def table(results: dict[str, Any]) -> str:
     head = f"{'run':<24}{'way':<8}{'ms':>9}{'low':>9}{'high':>9}{'tokens/s':>10}{'TFLOP/s':>9}"
-    lines = [head + f"{'to packax':>10}{'peak GiB':>10}{'plan':>8}{'difference':>12}"]
+    lines = [head + f"{'to first':>10}{'peak GiB':>10}{'plan':>8}{'difference':>12}"]
     notes: list[str] = []
     for run, rows in results.items():
-        ours = rows.get("packax", {}).get("ms")
+        first = next(iter(rows.values()), {}).get("ms")
         for name, row in rows.items():
             notes += troubles(f"{run} {name}", row)
             if "ms" not in row:
                 continue
             line = f"{run:<24}{name:<8}{row['ms']:>9.1f}{row['ms_low']:>9.1f}{row['ms_high']:>9.1f}"
             line += f"{row['tokens_per_s']:>10}{row['tflops']:>9.1f}"
-            line += f"{row['ms'] / ours:>10.4f}" if ours else f"{'-':>10}"
+            line += f"{row['ms'] / first:>10.4f}" if first else f"{'-':>10}"
             peak = row.get("peak_gib")
             line += f"{peak:>10.2f}" if peak else f"{'-':>10}"
             line += f"{row['plan_gib']:>8.2f}{max(row['differences'].values()):>12.1e}"
@@ -328,28 +398,41 @@ def table(results: dict[str, Any]) -> str:
 def main() -> int:
     parser = arguments_of(__doc__, rounds=7)
     parser.add_argument("--runs", help="TOKENS:DOCUMENTS:LAYERS, several with commas between")
-    parser.add_argument("--who", default="packax,names,fa3,cudnn", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--who", help=f"of {', '.join(WAYS)}, or {', '.join(WINDOW_WAYS)}")
+    parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    names = arguments.who.split(",")
-    if unknown := sorted({*names} - {*WAYS}):
-        parser.error(f"--who: {', '.join(unknown)}: there are {', '.join(WAYS)}")
-    small = "256:3:2" if arguments.tiny else "32768:12:4,131072:12:4"
+    known = WINDOW_WAYS if arguments.window else WAYS
+    names = arguments.who.split(",") if arguments.who else list(known[:4])
+    if unknown := sorted({*names} - {*known}):
+        parser.error(f"--who: {', '.join(unknown)}: there are {', '.join(known)}")
+    usual = "131072:12:6" if arguments.window else "32768:12:4,131072:12:4"
+    small = "256:3:2" if arguments.tiny else usual
     runs = [Run.parse(text) for text in (arguments.runs or small).split(",")]
-    report = Report(arguments.out, "train_step", arguments.rounds, machine=machine())
+    shapes: dict[str, Any] = {"heads": 64, "vocabulary": 32768} if arguments.window else {}
+    if arguments.tiny:
+        shapes = TINY | {"chunk": 64}
+    devices = len(jax.devices()) if arguments.window else 1
+    mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Auto,))
+    name = "train_windows" if arguments.window else "train_step"
+    report = Report(arguments.out, name, arguments.rounds, machine=machine())
     for run in runs:
-        config = llama.Config(run.layers, **(TINY | {"chunk": 64} if arguments.tiny else {}))
-        rows = timed(run, config, names, arguments.rounds, arguments.profile)
+        config = llama.Config(run.layers, shards=devices, **shapes)
+        with jax.set_mesh(mesh) if arguments.window else contextlib.nullcontext():
+            stepper = stepper_of(run, config, names, arguments.window)
+            rows = timed(run, stepper, arguments.rounds, arguments.profile)
         report.add(run.name, rows)
+        del stepper
         gc.collect()
         say(f"\n{table({run.name: rows})}")
     print(f"\n{table(report['cases'])}")
+    ours = ("packax", "names", *WINDOW_WAYS)
     bad = [
         f"{run} {name}"
         for run, rows in report["cases"].items()
         for name, row in rows.items()
-        if name in ("packax", "names") and "ms" not in row
+        if name in ours and "ms" not in row
     ]
     return report.end(bad)
 

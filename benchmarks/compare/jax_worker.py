@@ -1,12 +1,12 @@
-"""packax and its peers in JAX for versus_fa4.py: the passes of attention.py, timed one burst per
-request.
+"""packax and its peers in JAX for attention.py, which times them one burst per request.
 
-All workers get the same inputs, through files, and its float32 reference checks them all. Another
-worker, with another packax on its PYTHONPATH, may do the same for that.
+All workers get the same inputs, through files, and the float32 reference here checks them all. In a
+process of its own, with another packax on its PYTHONPATH, this does the same for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -14,15 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other process wants memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for the others
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import packax
-from lib.cases import CASES
+from lib.cases import Case
 from lib.exchange import load, save
-from lib.implementations import JAX_PEERS, Compiled, not_tried, packax_attention, random_inputs
+from lib.implementations import (
+    JAX_PEERS,
+    LOOP,
+    Compiled,
+    not_tried,
+    packax_attention,
+    random_inputs,
+    unpadded,
+)
 from lib.machine import machine
 from lib.passes import usable
 from lib.reference import Reference, wrong
@@ -33,28 +41,36 @@ class Jax(State):
     def __init__(self) -> None:
         self.reference: Reference | None = None
         self.passes: dict[str, dict[str, Any]] = {}
+        self.loops = 1
 
     def hello(self) -> dict[str, str]:
         return machine() | {"path": str(packax.__file__)}
 
     def prepare(
-        self, case: str, folder: str, round_ms: float, peers: Sequence[str] = ("cudnn",)
+        self, case: dict[str, Any], folder: str, round_ms: float, peers: Sequence[str]
     ) -> dict[str, Any]:
         """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}}
         and what is compared."""
         self.passes, self.reference = {}, None
         gc.collect()
-        (found,) = (item for item in CASES if item.name == case)
+        found = Case(**case)
+        self.loops = LOOP if found.group == "short" else 1
         inputs = random_inputs(found)
         save(Path(folder), inputs)
         reference = self.reference = Reference(found, inputs)
         report = {}
-        for name, make in ({"packax": packax_attention} | JAX_PEERS).items():
-            if name != "packax" and name not in peers:
-                continue
-            compiled = Compiled(make(found), inputs)
-            skip = not_tried(name, found)
-            row = report[name] = usable(compiled, reference.errors, skip, round_ms=round_ms)
+        for name in ("packax", *peers):
+            same = name == "deterministic"
+            with unpadded() if name == "fallback" else contextlib.nullcontext():
+                made = (
+                    JAX_PEERS[name](found)
+                    if name in JAX_PEERS
+                    else packax_attention(found, deterministic=same)
+                )
+                row = report[name] = usable(
+                    Compiled(made, inputs), reference.errors, not_tried(name, found),
+                    repeats=same, loops=self.loops, round_ms=round_ms,
+                )  # fmt: skip
             self.passes[name] = row.pop("passes")
         return {"implementations": report, "compared": reference.slices()}
 
@@ -66,7 +82,7 @@ class Jax(State):
 
     def time(self, name: str, what: str, launches: int) -> float:
         """Milliseconds per pass."""
-        return burst(self.passes[name][what], jax.block_until_ready, launches)
+        return burst(self.passes[name][what], jax.block_until_ready, launches) / self.loops
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FlashAttention-3 in JAX for attention.py, versus_fa4.py and train_step.py on a machine that
+# FlashAttention-3 in JAX for attention.py and train_step.py on a machine that
 # reaches no package registry: one archive of 13 MiB, to unpack into a folder on PYTHONPATH.
 #
 #   bash benchmarks/compare/pack_fa3.sh [dist/fa3.tar.xz]      (PYTHON: an interpreter with pip)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FlashAttention-4 for versus_fa4.py on a machine that reaches no package registry: one archive of
+# FlashAttention-4 for attention.py on a machine that reaches no package registry: one archive of
 # about 53 MiB.
 #
 #   bash benchmarks/compare/pack_fa4.sh [dist/fa4.tar.xz]
@@ -7,7 +7,7 @@
 # takes five minutes (xz). PYTHON: an interpreter with pip. Wheels for Python 3.12 on x86-64,
 # unpacked side by side; CUDA 13 only. torch, einops, cuda-bindings, protobuf and typing-extensions
 # are expected on that machine. nvidia-cutlass-dsl finds its modules through a .pth file, which a
-# folder on PYTHONPATH does not run: versus_fa4.py names nvidia_cutlass_dsl/dsl_packages as well.
+# folder on PYTHONPATH does not run: attention.py names nvidia_cutlass_dsl/dsl_packages as well.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

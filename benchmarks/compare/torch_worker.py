@@ -1,9 +1,18 @@
-"""What the workers in torch share: inputs from files, both passes run and written for the
-reference, bursts. Gradients are by torch.autograd, residuals in memory."""
+"""What is timed in torch, for attention.py and masks.py: FlashAttention-4's CuTe kernels, torch's own
+FlashAttention-2, and FlexAttention, one burst per request.
+
+Inputs come from the process in JAX, which also checks the results; both are passed in files. They
+are called as in torch programs: flash_attn_func for one document, flash_attn_varlen_func for
+several, for FlashAttention-2 the operation with cu_seqlens; FlexAttention compiled, with masks and
+scores by the same predicates as in JAX, a block mask built once, grouped heads by enable_gqa, and
+sinks by the log-sum-exp, as in Hugging Face's gpt-oss. Gradients are by torch.autograd, residuals
+in memory.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +22,94 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from lib.cases import Case
 from lib.exchange import OPERANDS
+from lib.mask_cases import OptionCase, select
 from lib.output import first_line
-from lib.turns import State, burst, launches_of
+from lib.turns import State, burst, launches_of, serve
 
 Attention = Callable[..., torch.Tensor]
+
+
+def flash_attention(case: Case, device: str, peer: str = "fa4") -> Attention:
+    if case.batch == 1 and peer == "fa2":
+        return flash_attention_2(case, device)
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    def first(result: Any) -> torch.Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
+    if case.documents == 1:
+        return lambda q, k, v: first(flash_attn_func(q, k, v, causal=True))
+    if case.batch != 1:
+        raise NotImplementedError("documents in several rows")
+    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=edges,
+            cu_seqlens_k=edges,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+        )
+        return first(out)[None]
+
+    return packed
+
+
+def flash_attention_2(case: Case, device: str) -> Attention:
+    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+    options: dict[str, Any] = {"scale": case.head_dim**-0.5}
+    if case.window:
+        options |= {"window_size_left": case.window - 1, "window_size_right": 0}
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return torch.ops.aten._flash_attention_forward(
+            *rows, edges, edges, longest, longest, 0.0, True, False, **options
+        )[0][None]
+
+    return packed
+
+
+def flex_attention_of(case: OptionCase, found: Any, device: str) -> Attention:
+    """`found`: the arrays of the case's tables, by their names."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tables = {name: torch.from_numpy(x).to(device) for name, x in found.items()}
+    by_head = case.selection is not None and case.selection.by_head
+    slopes = torch.from_numpy(case.slopes()).to(device)
+    sinks = torch.from_numpy(case.sink_logits()).to(device)
+    block_mask = create_block_mask(
+        lambda b, h, i, j: case.allows(h, i, j, tables),
+        None, case.heads if by_head else None, case.seq, case.seq, device=device, _compile=True,
+    )  # fmt: skip
+    cap = case.soft_cap
+    score = None
+    if cap is not None:
+
+        def score(s, b, h, i, j):
+            return cap * torch.tanh(s / cap)
+
+    elif case.alibi:
+
+        def score(s, b, h, i, j):
+            return s - slopes[h] * (i - j)
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        more = {"block_mask": block_mask, "score_mod": score, "enable_gqa": True}
+        if not case.sinks:
+            return compiled(q, k, v, **more)
+        out, lse = compiled(q, k, v, return_lse=True, **more)
+        return out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+
+    return function
 
 
 def finish(_: Any) -> None:
@@ -26,32 +118,42 @@ def finish(_: Any) -> None:
 
 class Torch(State):
     device = "cuda"
-    heads_first = False  # (B, H, S, D) instead of (B, S, H, D)
 
     def __init__(self) -> None:
         self.passes: dict[str, Callable[[], Any]] = {}
 
-    def attention(self, case: str, folder: Path, **options: Any) -> Attention:
-        raise NotImplementedError
+    def hello(self) -> dict[str, str]:
+        names = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
+        installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+        found = {name: importlib.metadata.version(name) for name in names if name in installed}
+        return found | {"gpu": torch.cuda.get_device_name()}
 
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2) if self.heads_first else x
+    def attention(self, case: Any, folder: Path, peer: str) -> Attention:
+        if peer != "flex":
+            return flash_attention(Case(**case), self.device, peer)
+        torch._dynamo.reset()
+        (found,) = select(case)
+        return flex_attention_of(found, np.load(folder / "tables.npz"), self.device)
 
     def prepare(
         self,
-        case: str,
+        case: Any,
         folder: str,
         results: str,
         compared: dict[str, list[int]],
         round_ms: float,
-        **options: Any,
+        peer: str,
     ) -> dict[str, Any]:
         """Runs both passes and writes what the reference compares; {"failed", "launches"}."""
         self.passes = {}
+
+        def turned(x: torch.Tensor) -> torch.Tensor:  # FlexAttention takes (B, H, S, D)
+            return x.transpose(1, 2) if peer == "flex" else x
+
         gc.collect()
         torch.cuda.empty_cache()
         q, k, v, do = (
-            self._turned(
+            turned(
                 torch.from_numpy(np.load(Path(folder) / f"{name}.npy"))
                 .view(torch.bfloat16)
                 .to(self.device)
@@ -61,12 +163,12 @@ class Torch(State):
         rows, (start, stop), (head,) = compared["rows"], compared["window"], compared["head"]
 
         def write(name: str, x: torch.Tensor, *at: Any) -> None:
-            x = self._turned(x)[0][at].detach().contiguous().view(torch.int16).cpu()
+            x = turned(x)[0][at].detach().contiguous().view(torch.int16).cpu()
             np.save(Path(results) / f"{name}.npy", x.numpy())
 
         failed = {}
         try:
-            function = self.attention(case, Path(folder), **options)
+            function = self.attention(case, Path(folder), peer)
 
             def forward() -> torch.Tensor:
                 with torch.no_grad():
@@ -93,3 +195,7 @@ class Torch(State):
 
     def time(self, name: str, what: str, launches: int) -> float:
         return burst(self.passes[what], finish, launches)
+
+
+if __name__ == "__main__":
+    serve(Torch().answer)

@@ -22,6 +22,7 @@ import importlib
 import importlib.metadata
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from lib.machine import machine
 from lib.output import Report, arguments_of, first_line, require_gpu, say
 from lib.passes import time_passes, usable
 from lib.reference import Reference
+from lib.turns import bad_cases, not_run, table
 
-HERE = Path(__file__).parent
-PACKAGES = ("packax.kvax", "kvax")
+PACKAGES = {"packax": "packax.kvax", "kvax": "kvax"}
 BLOCKS = ((128, 128, 64, 128), (64, 64, 64, 64))  # forward queries, keys; backward queries, keys
 
 
@@ -112,8 +113,7 @@ def run_package(package: str, case: Case, inputs: Any, reference: Reference) -> 
             implementation = attention_of(package, case, blocks)
             result = usable(Compiled(implementation, inputs), reference.errors)
         except Exception as error:
-            failed = {"mask": first_line(error)}
-            result = {"errors": {}, "passes": {}, "failed": failed, "wrong": []}
+            result = not_run(error) | {"passes": {}}
         result["tried"] = dict(tried)
         if result["wrong"] or not result["failed"]:
             return result | {"blocks": blocks}
@@ -121,18 +121,11 @@ def run_package(package: str, case: Case, inputs: Any, reference: Reference) -> 
     return result | {"blocks": blocks}
 
 
-def run_case(case: Case, packages: list[str], rounds: int) -> dict[str, Any]:
+def run_case(case: Case, names: Iterable[str], rounds: int) -> dict[str, Any]:
     inputs = random_inputs(case)
     reference = Reference(case, inputs)
-    rows: dict[str, Any] = {x: run_package(x, case, inputs, reference) for x in packages}
-    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
-    time_passes(rows, flops, rounds)
-    ours, theirs = (rows.get(package, {}).get("times", {}) for package in PACKAGES)
-    rows["speed"] = {
-        what: round(theirs[what]["ms"] / ours[what]["ms"], 3)
-        for what in flops
-        if what in ours and what in theirs
-    }
+    rows = {name: run_package(PACKAGES[name], case, inputs, reference) for name in names}
+    time_passes(rows, {"fwd": case.forward_flops, "bwd": case.backward_flops}, rounds)
     return rows
 
 
@@ -157,32 +150,27 @@ def main() -> int:
     parser = arguments_of(__doc__, "names and groups of cases.py", default="board", rounds=7)
     parser.add_argument("--trace", action="store_true", help="trace both packages, time nothing")
     arguments = parser.parse_args()
-    packages = list(PACKAGES)
+    names = list(PACKAGES)
     try:
         importable()
         version = importlib.metadata.version("kvax")
     except Exception as error:
         say(f"kvax cannot be imported, packax.kvax runs alone: {first_line(error)}")
         version = first_line(error)
-        packages.remove("kvax")
+        names.remove("kvax")
+    packages = [PACKAGES[name] for name in names]
     enter(packages)
     if arguments.trace:
         trace(packages)
         return 0
     require_gpu()
-
     report = Report(arguments.out, "versus_kvax", arguments.rounds, machine=machine(), kvax=version)
-    wrong = 0
-    for case in select(arguments.cases):
-        rows = run_case(case, packages, arguments.rounds)
-        report.add(case.name, rows)
-        for package in packages:
-            row = rows[package]
-            times = ", ".join(f"{what} {t['tflops']} TFLOP/s" for what, t in row["times"].items())
-            say(f"{case.name}: {package}: {times or row['failed'] or row['wrong']}")
-            wrong += bool(row["wrong"]) or (package == PACKAGES[0] and bool(row["failed"]))
-        say(f"{case.name}: times as fast: {rows['speed']}")
-    return 1 if wrong else 0
+    results = report.run(
+        select(arguments.cases),
+        lambda case: run_case(case, names, arguments.rounds),
+        lambda results: table(results, PACKAGES),
+    )
+    return report.end(bad_cases(results, PACKAGES))
 
 
 if __name__ == "__main__":

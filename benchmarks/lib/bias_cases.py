@@ -21,10 +21,14 @@ class BiasCase:
     seq: int
     heads: int
     kv_heads: int
-    dim: int
+    head_dim: int
     bias: str = "none"  # "array", (1, H, S, S) with its gradient; "table", T5's; "none"
     causal: bool = False
     dropout: float = 0.0
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     @property
     def area(self) -> float:
@@ -33,7 +37,7 @@ class BiasCase:
 
     def flops(self, what: str) -> float:
         """Of attention without the bias: two products forward, five backward."""
-        forward = 4.0 * self.heads * self.dim * self.area
+        forward = 4.0 * self.heads * self.head_dim * self.area
         return {"fwd": forward, "bwd": 2.5 * forward}[what]
 
     def operand(self) -> jax.Array | None:
@@ -115,7 +119,7 @@ def jax_function(case: BiasCase) -> Function:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
         k, v = (jnp.repeat(x, case.heads // case.kv_heads, 2) for x in (k, v))
         logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
-        logits *= case.dim**-0.5
+        logits *= case.head_dim**-0.5
         if operand is not None:
             logits += case.bias_of(operand)
         if case.causal:
@@ -141,21 +145,9 @@ def cudnn_function(case: BiasCase) -> Function:
             k,
             v,
             case.bias_of(operand),
-            scale=case.dim**-0.5,
+            scale=case.head_dim**-0.5,
             mask_type=kinds.CAUSAL if case.causal else kinds.NO_MASK,
             dropout_rate=case.dropout,
         )
 
     return run
-
-
-def select(names: str | None) -> list[BiasCase]:
-    """The cases of a comma-separated list, in the table's order (None: all)."""
-    known = [case.name for case in CASES]
-    wanted = known if names is None else names.split(",")
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise SystemExit(
-            f"--cases: no case named {', '.join(unknown)}; there are {', '.join(known)}"
-        )
-    return [case for case in CASES if case.name in wanted]

@@ -32,7 +32,7 @@ def kept(case: BiasCase, rows: jax.Array, heads: jax.Array) -> jax.Array:
 def dense(case: BiasCase, q: Any, k: Any, v: Any, bias: Any, rows: Any, heads: Any) -> jax.Array:
     """(B, rows, H, D) of some rows. q: (B, rows, H, D); k, v: (B, S, H, D); bias: (1, H, rows, S)
     or None; heads: which heads these are."""
-    s = einsum("bihd,bjhd->bhij", q, k) * case.dim**-0.5
+    s = einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
     if bias is not None:
         s += bias.astype(jnp.float32)
     if case.causal:
@@ -82,7 +82,7 @@ class Reference:
                 parts = back(dout[:1, rows][:, :, own].astype(jnp.float32))
                 return jax.tree.map(jnp.add, sums, parts), None
 
-            zero = jnp.zeros((1, case.seq, case.dim))
+            zero = jnp.zeros((1, case.seq, case.head_dim))
             blocks = jnp.arange(case.seq).reshape(-1, min(BLOCK, case.seq))
             return jax.lax.scan(step, (zero, zero), blocks)[0]
 

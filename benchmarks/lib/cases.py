@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+from lib.output import picked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,21 @@ class Case:
         forward = (queries + keys) * both + 4 * queries
         backward = 2 * (queries + keys) * both + 4 * queries
         return {"fwd": forward, "bwd": backward}.get(what, forward + backward)
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """What `scores` looks up."""
+        return {"ids": self.segment_ids()[0]}
+
+    def scores(self, s: Any, h: Any, i: Any, j: Any, tables: Mapping[str, Any]) -> Any:
+        """The scores of rows i and keys j, -inf where a row does not attend a key."""
+        import jax.numpy as jnp  # the tuner has none
+
+        same = tables["ids"][i] == tables["ids"][j]
+        return jnp.where(same & (j <= i) & (i - j < (self.window or self.seq)), s, -jnp.inf)
+
+    def sink(self, h: Any, s: Any) -> Any:
+        """One more logit of each row, or none."""
+        return s[..., :0]
 
     def segment_ids(self) -> np.ndarray:
         row = np.repeat(np.arange(1, self.documents + 1, dtype=np.int32), self.lengths)
@@ -143,23 +162,13 @@ PROXY = (  # compared with FlashAttention-2 (docs/internals/proxy.md), with the 
     *(Case(f"causal_16k_d{d}", 1, 16384, 32, 8, d, 1, group="proxy") for d in (96, 192)),
     *(Case(f"docs12_32k_d{d}", 1, 32768, 32, 8, d, 12, group="proxy") for d in (96, 192)),
 )
-QUICK = (  # to try a program without a GPU
-    Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
-    Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
-)
-CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *PROXY, *QUICK)
-GROUPS = ("board", "dims", "long", "lengths", "large", "short", "shard", "proxy", "quick")
+PADDED = tuple(  # head dims between those of Hopper's kernels, which packax pads there
+    Case(f"{name}_d{d}_padded", 1, seq, 32, 8, d, documents, group="padded")
+    for name, seq, documents in (("causal_2k", 2048, 1), ("causal_16k", 16384, 1),
+        ("docs12_32k", 32768, 12), ("causal_256", 256, 1)) for d in (96, 80, 32, 192)
+)  # fmt: skip
+CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *PROXY, *PADDED)
 
 
-def select(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list of names and groups, in the table's order (None: board,
-    dims and large)."""
-    wanted = ["board", "dims", "large"] if names is None else names.split(",")
-    known = {*GROUPS, *(case.name for case in CASES)}
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise SystemExit(
-            f"--cases: no case or group named {', '.join(unknown)}; there are the groups "
-            f"{', '.join(GROUPS)} and: {', '.join(case.name for case in CASES)}"
-        )
-    return [case for case in CASES if case.name in wanted or case.group in wanted]
+def select(names: str) -> list[Case]:
+    return picked(CASES, names, lambda case: case.group)

@@ -1,4 +1,4 @@
-"""The cases of decoding as data, for decode.py and tune_decode.py."""
+"""The cases of decoding as data, for decode.py."""
 
 from __future__ import annotations
 

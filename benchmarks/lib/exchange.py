@@ -1,8 +1,11 @@
-"""Arrays that two processes exchange, in files: bfloat16 as int16, in memory where /dev/shm is."""
+"""What a process in torch gets: its packages, and arrays in files, bfloat16 as int16, in memory
+where /dev/shm is."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,3 +36,20 @@ def load(folder: Path) -> dict[str, Any]:
 
     files = folder.glob("*.npy")
     return {path.stem: jnp.asarray(np.load(path).view(jnp.bfloat16)) for path in files}
+
+
+def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
+    """The folder with FA4's packages: `fa4`, or its unpacked content while `stack` is open."""
+    if fa4.is_dir():
+        return fa4.resolve()
+    site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tarfile.open(fa4) as archive:
+        archive.extractall(site, filter="data")
+    return site
+
+
+def torch_environment(site: Path) -> dict[str, str]:
+    """This process's environment, with FA4's packages and without what disables Triton for packax
+    (.ci/gpu)."""
+    parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}

@@ -8,9 +8,11 @@ FlashAttention-3 is the package flash-attn3-jax: `flash_mha`, and `flash_mha_var
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     mask = jax.jit(lambda ids: packax.create_attention_mask(interval & packax.documents(ids)))(
         segment_ids
     )
-    # Only arguments that every packax has: versus_fa4.py takes another wheel, too.
+    # Only arguments that every packax has: attention.py takes another wheel, too.
     options = {"deterministic": True} if deterministic else {}
     return Implementation(
         "deterministic" if deterministic else "packax",
@@ -53,7 +55,7 @@ FA3_HEAD_DIM = 128  # the only one in the wheels of flash-attn3-jax
 
 def not_tried(name: str, case: Case) -> dict[str, str]:
     """Passes that are not tried with a peer, and why."""
-    if name == "packax":
+    if name not in JAX_PEERS:
         return {}
     if case.window:
         return {"fwd": "windows are timed only for packax and FlashAttention-2"}
@@ -145,7 +147,18 @@ def fa3_attention(case: Case) -> Implementation:
 JAX_PEERS = {"cudnn": cudnn_attention, "fa3": fa3_attention}
 
 
-def random_inputs(case: Case, seed: int = 0) -> Arrays:
+@contextlib.contextmanager
+def unpadded() -> Iterator[None]:
+    """Inside this context packax pads no head dims: the fallback kernels run."""
+    from packax._src.ops import lowering  # another wheel may lack it
+
+    jax.clear_caches()
+    with mock.patch.object(lowering, "padded_dims", lambda *_: None):
+        yield
+    jax.clear_caches()
+
+
+def random_inputs(case: Any, seed: int = 0) -> Arrays:
     """query, key, value and the output's cotangent: bfloat16, normally distributed."""
     keys = jax.random.split(jax.random.key(seed), 4)
     qk, v = case.head_dim, case.value_dim
@@ -170,28 +183,23 @@ class Compiled:
     """The jitted passes of one implementation, with its inputs bound."""
 
     implementation: Implementation
-    inputs: Arrays  # what is differentiated, and the cotangent; shapes are enough for `lowered`
+    inputs: Arrays  # what is differentiated, and the cotangent
 
-    def _program(self, what: str, count: int) -> tuple[Any, tuple[Any, ...]]:
-        """The jitted function of a pass, and its arguments except those of a separate backward."""
+    def function(self, what: str, loops: int = 1) -> Callable[[], Any]:
+        """ "fwd", or "bwd": the pullback alone, its residuals in memory. They are compiled here.
+        `loops`: as many passes in one call, one after the other, for work shorter than a
+        dispatch."""
         *tensors, cotangent = self.inputs
         attention, operands = self.implementation.function, self.implementation.operands
 
-        def both(cotangent, operands, *tensors):
-            out, pullback = jax.vjp(lambda *x: attention(*x, operands), *tensors)
-            return out, pullback(cotangent)
-
-        def with_residuals(operands, *tensors):
+        def residuals(operands, *tensors):
             return jax.vjp(lambda *x: attention(*x, operands), *tensors)[1]
-
-        def backward(pullback, cotangent):
-            return pullback(cotangent)
 
         def forward_loop(query, *others):
             def step(_: Any, query: jax.Array) -> jax.Array:
                 return touched(query, attention(query, *others))
 
-            return jax.lax.fori_loop(0, count, step, query)
+            return jax.lax.fori_loop(0, loops, step, query)
 
         def backward_loop(pullback, cotangent):
             def step(_: Any, cotangent: jax.Array) -> jax.Array:
@@ -199,53 +207,12 @@ class Compiled:
                     cotangent = touched(cotangent, gradient)
                 return cotangent
 
-            return jax.lax.fori_loop(0, count, step, cotangent)
+            return jax.lax.fori_loop(0, loops, step, cotangent)
 
-        forward = (*tensors, operands)
-        function, arguments = {
-            "fwd": (attention, forward),
-            "both": (both, (cotangent, operands, *tensors)),
-            "residuals": (with_residuals, (operands, *tensors)),
-            "bwd": (backward, ()),
-            "fwd loop": (forward_loop, forward),
-            "bwd loop": (backward_loop, ()),
-        }[what]
-        return jax.jit(function), arguments
-
-    def _bound(self, what: str, count: int = 1) -> Callable[[], Any]:
-        function, arguments = self._program(what, count)
-        if what in ("bwd", "bwd loop"):
-            arguments = (self.pullback(), self.inputs[-1])
-        return lambda: function(*arguments)
-
-    def lowered(self, what: str, count: int = LOOP) -> list[Any]:
-        """The lowered programs of a pass, so that they can be compiled before inputs exist."""
-        function, arguments = self._program(what, count)
-        if what not in ("bwd", "bwd loop"):
-            return [function.lower(*arguments)]
-        residuals, of_forward = self._program("residuals", count)
-        first = residuals.lower(*of_forward)
-        return [first, function.lower(first.out_info, self.inputs[-1])]
-
-    def forward(self) -> Callable[[], jax.Array]:
-        return self._bound("fwd")
-
-    def both(self) -> Callable[[], tuple[jax.Array, Arrays]]:
-        """Forward and backward in one jitted call."""
-        return self._bound("both")
-
-    def pullback(self) -> Any:
-        """The backward with its residuals in memory, from jax.vjp."""
-        return self._bound("residuals")()
-
-    def backward(self) -> Callable[[], Arrays]:
-        """The backward alone: the jitted pullback."""
-        return self._bound("bwd")
-
-    def forward_loop(self, count: int) -> Callable[[], jax.Array]:
-        """`count` forward passes in one call, one after the other: for work shorter than a
-        dispatch."""
-        return self._bound("fwd loop", count)
-
-    def backward_loop(self, count: int) -> Callable[[], jax.Array]:
-        return self._bound("bwd loop", count)
+        arguments: tuple[Any, ...] = (*tensors, operands)
+        run = attention if loops == 1 else forward_loop
+        if what == "bwd":
+            arguments = jax.jit(residuals)(operands, *tensors), cotangent
+            run = (lambda pullback, x: pullback(x)) if loops == 1 else backward_loop
+        program = jax.jit(run).lower(*arguments).compile()
+        return lambda: program(*arguments)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lib.output import picked
 from lib.packed_trees import PackedTree, binary, prompt_and_answers
 
 Tables = Mapping[str, Any]
@@ -59,7 +60,7 @@ class Selection:
 class OptionCase:
     name: str
     seq: int
-    dim: int
+    head_dim: int
     allowed: Callable[[Any, Any, Tables], Any]
     mask: Callable[[Any, Tables], Any]  # the expression, of packax and the tables
     heads: int = 32
@@ -67,11 +68,14 @@ class OptionCase:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
-    cudnn: dict[str, Any] | None = (
-        None  # arguments of jax.nn.dot_product_attention, if it has the mask
-    )
+    cudnn: dict[str, Any] | None = None  # arguments of jax.nn's, if it has the mask
     selection: Selection | None = None
     tree: PackedTree | None = None
+    batch: int = 1
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     def tables(self) -> dict[str, np.ndarray]:
         """Images of 576 tokens in text, one every 1500, or those of the tree. For a selection,
@@ -87,6 +91,23 @@ class OptionCase:
         if of is None:
             return found
         return found & tables["chosen"][h if of.by_head else 0, i // of.rows, j // of.keys]
+
+    def scores(self, s: Any, h: Any, i: Any, j: Any, tables: Tables) -> Any:
+        """As that of cases.py, with the options."""
+        import jax.numpy as jnp
+
+        if self.soft_cap is not None:
+            s = self.soft_cap * jnp.tanh(s / self.soft_cap)
+        if self.alibi:
+            s -= jnp.asarray(self.slopes())[h] * jnp.abs(i - j)
+        return jnp.where(self.allows(h, i, j, tables), s, -jnp.inf)
+
+    def sink(self, h: Any, s: Any) -> Any:
+        import jax.numpy as jnp
+
+        if not self.sinks:
+            return s[..., :0]
+        return jnp.broadcast_to(jnp.asarray(self.sink_logits())[h][:, None], (*s.shape[:2], 1))
 
     def expression(self, tables: Tables) -> Any:
         import packax
@@ -160,15 +181,6 @@ CASES = (
 
 def select(names: str | None) -> list[OptionCase]:
     """All; those named; of `selections` and `trees`, those that have one."""
-    wanted = [case.name for case in CASES] if names is None else names.split(",")
-    if names == "selections":
-        wanted = [case.name for case in CASES if case.selection is not None]
-    if names == "trees":
-        wanted = [case.name for case in CASES if case.tree is not None]
-    known = {case.name: case for case in CASES}
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise SystemExit(
-            f"--cases: no case named {', '.join(unknown)}; there are: {', '.join(known)}"
-        )
-    return [known[name] for name in wanted]
+    return picked(
+        CASES, names, lambda case: "selections" if case.selection else "trees" if case.tree else ""
+    )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
 BENCHMARKS = Path(__file__).resolve().parents[1]
-PEERS = BENCHMARKS / "compare" / "peers.json"
 
 
 def say(text: str) -> None:
@@ -64,6 +66,21 @@ def arguments_of(
     return parser
 
 
+def picked(cases: Sequence[Any], names: str | None, group_of: Callable[[Any], str]) -> list[Any]:
+    """The cases of a comma-separated list of names and groups, in the table's order; None: all."""
+    if names is None:
+        return list(cases)
+    groups = dict.fromkeys(filter(None, map(group_of, cases)))
+    known = [*groups, *(case.name for case in cases)]
+    wanted = names.split(",")
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(
+            f"--cases: no case or group named {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    return [case for case in cases if case.name in wanted or group_of(case) in wanted]
+
+
 def require_gpu() -> None:
     import jax
 
@@ -82,7 +99,30 @@ class Report(dict[str, Any]):
 
     def add(self, case: str, rows: Any) -> None:
         self["cases"][case] = rows
+        self.write()
+
+    def write(self) -> None:
         write_json(self.path, self)
+
+    def run(
+        self,
+        cases: Sequence[Any],
+        run_case: Callable[[Any], dict[str, Any]],
+        table: Callable[[dict[str, Any]], str],
+    ) -> dict[str, Any]:
+        """The rows of all cases; one that fails has none, and the others still run."""
+        for case in cases:
+            try:
+                rows = run_case(case)
+            except Exception as error:
+                traceback.print_exc(limit=6)
+                say(f"{case.name} FAILED: {first_line(error)}")
+                rows = {}
+            self.add(case.name, rows)
+            gc.collect()
+            say(f"{case.name}\n{table({case.name: rows})}")
+        print(f"\n{table(self['cases'])}\n")
+        return self["cases"]
 
     def end(self, bad: list[str]) -> int:
         """The status with which the program exits: 1 if cases are bad."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -15,7 +16,7 @@ from packax import _ext
 
 from lib.cases import Case, document_lengths
 from lib.implementations import random_inputs
-from lib.timing import interleaved, wall_ms
+from lib.turns import burst, launches_of
 
 
 def first_call() -> dict[str, Any]:
@@ -84,14 +85,12 @@ def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
             return jax.lax.fori_loop(0, iterations, body, build(ids))
 
         single = jax.jit(build)
-        jax.block_until_ready((loop(ids), single(ids)))
-        looped = statistics.median(
-            wall_ms(lambda loop=loop: loop(ids), 1) / (iterations + 1) for _ in range(5)
-        )
-        launched = interleaved({"build": lambda single=single: single(ids)}, rounds=5, round_ms=40)[
-            "build"
-        ]
-        result[name] = {"in_jit_ms": round(looped, 4), "launched_ms": round(launched.ms, 4)}
+        finish = jax.block_until_ready
+        loops, once = (functools.partial(f, ids) for f in (loop, single))
+        looped = statistics.median(burst(loops, finish, 1) / (iterations + 1) for _ in range(5))
+        launches = launches_of(once, finish, 40)
+        launched = statistics.median(burst(once, finish, launches) for _ in range(5))
+        result[name] = {"in_jit_ms": round(looped, 4), "launched_ms": round(launched, 4)}
     result["bytes_a_token"] = round(sum(x.nbytes for x in jax.tree.leaves(by_ids(ids))) / tokens, 2)
     return result
 

@@ -2,12 +2,11 @@
 
 Output and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and
 its query heads, block by block over a whole row (of very long rows: over one document). It knows
-masks only as "same id, not later, and in the window".
+masks and options only by what `scores` of the case says of a row and a key.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lib.cases import Case
 from lib.implementations import Arrays
 
 ROWS = 32
-BLOCK = 512
+BLOCK = 256
 WHOLE_ROW = 131072  # longer rows are checked over one document
 LIMIT = 1e-2  # ‖x - reference‖ / ‖reference‖ in bfloat16
 LIMITS = {"dtable": 3e-2, "mean": 5e-2}  # an entry of a table sums millions of rounded terms
@@ -30,75 +28,75 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *(x.astype(jnp.float32) for x in operands), precision=HIGHEST)
 
 
-def in_reach(rows, keys, window):
-    """Whether a row attends a key of its document; window: the most keys of a row, 0 for all."""
-    distance = rows - keys
-    return (distance >= 0) & ((distance < window) | (window == 0))
+def dense_rows(case: Any, tables: Any, q: Any, k: Any, v: Any, i: Any, j: Any, h: Any) -> jax.Array:
+    """(rows, G, D) of rows `i` and keys `j` of one key/value head's group. q (rows, G, D), k and v
+    (keys, D), h (G,)."""
+    s = einsum("rgd,kd->rgk", q, k) * q.shape[-1] ** -0.5
+    s = case.scores(s, h[:, None], i[:, None, None], j, tables)
+    p = jax.nn.softmax(jnp.concatenate([s, case.sink(h, s)], -1), -1)[..., : k.shape[0]]
+    return einsum("rgk,kd->rgd", p, v)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def sampled_rows(query, key, value, cotangent, segment_ids, rows, *, window):
-    """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D)."""
-    kv_heads, dim = key.shape[2:]
-    scale = dim**-0.5
-    q = query[0, rows].reshape(len(rows), kv_heads, -1, dim)
-    do = cotangent[0, rows].reshape(len(rows), kv_heads, -1, value.shape[3])
-    k, v = key[0], value[0]
-    attends = segment_ids[0, rows][:, None] == segment_ids[0][None]
-    attends &= in_reach(rows[:, None], jnp.arange(k.shape[0]), window)
-    scores = jnp.where(attends[:, None, None], einsum("rhgd,khd->rhgk", q, k) * scale, -jnp.inf)
-    p = jax.nn.softmax(scores, axis=-1)
-    out = einsum("rhgk,khd->rhgd", p, v)
-    dp = einsum("rhgd,khd->rhgk", do, v)
-    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * scale
-    dq = einsum("rhgk,khd->rhgd", ds, k)
-    heads = query.shape[2]
-    return out.reshape(len(rows), heads, -1), dq.reshape(len(rows), heads, -1)
+class Reference:
+    """The reference of one case and one set of inputs: rows of out and dQ, and a window and head of
+    dK and dV.
 
+    `case.scores(scores, head, row, key, tables)` defines the mask and the options.
+    """
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
-def head_gradients(query, key, value, cotangent, segment_ids, *, scale, window):
-    """dK, dV of one key/value head, (S, D). query, cotangent: (S, G, D); the rest (S, D)."""
-    length = key.shape[0]
-    pad = -length % BLOCK
-    blocks = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, BLOCK, *x.shape[1:]),
-        (query, cotangent, segment_ids, jnp.arange(length)),
-    )
-    key, value = key.astype(jnp.float32), value.astype(jnp.float32)
-
-    def step(carry: Any, block: Any) -> tuple[Any, None]:
-        q, do, ids, rows = block
-        attends = ids[:, None] == segment_ids[None]
-        attends &= in_reach(rows[:, None], jnp.arange(length), window)
-        scores = jnp.where(attends[:, None], einsum("rgd,kd->rgk", q, key) * scale, -jnp.inf)
-        p = jax.nn.softmax(scores, axis=-1)
-        dp = einsum("rgd,kd->rgk", do, value)
-        ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * scale
-        return (
-            carry[0] + einsum("rgk,rgd->kd", ds, q),
-            carry[1] + einsum("rgk,rgd->kd", p, do),
-        ), None
-
-    # Padded rows repeat row 0 with cotangent 0, so they add nothing.
-    blocks = (
-        *blocks[:2],
-        jnp.where(jnp.arange(length + pad).reshape(-1, BLOCK) < length, blocks[2], segment_ids[0]),
-        blocks[3],
-    )
-    return jax.lax.scan(step, (jnp.zeros_like(key), jnp.zeros_like(value)), blocks)[0]
-
-
-class Sampled:
-    """What of the results is compared: rows of out and dQ, and a window and head of dK and dV."""
-
-    values: dict[str, jax.Array]  # of the reference
-
-    def __init__(self, case: Any) -> None:
+    def __init__(self, case: Any, inputs: Arrays, tables: Mapping[str, Any] | None = None) -> None:
         rng = np.random.default_rng(1)
         self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
         self.head = int(rng.integers(case.kv_heads))
         self.window = slice(0, case.seq)
+        if case.seq > WHOLE_ROW:
+            edges = np.concatenate([[0], np.cumsum(case.lengths)])
+            document = int(np.argsort(case.lengths)[case.documents // 2])
+            self.window = slice(int(edges[document]), int(edges[document + 1]))
+        group = case.heads // case.kv_heads
+        heads = jnp.arange(case.heads).reshape(-1, group)
+        query, key, value, cotangent = (x[0] for x in inputs)
+        looked_up = {name: jnp.asarray(x) for name, x in (tables or case.tables()).items()}
+
+        def grouped(x: jax.Array) -> jax.Array:
+            return x.reshape(len(x), case.kv_heads, group, -1).astype(jnp.float32)
+
+        @jax.jit
+        def some_rows(tables, q, do, k, v, rows):
+            def of_head(operands):
+                q, do, k, v, h = operands
+                every = rows, jnp.arange(case.seq), h
+                out, back = jax.vjp(lambda q: dense_rows(case, tables, q, k, v, *every), q)
+                return out, back(do)[0]
+
+            by_head = (jnp.moveaxis(x, 1, 0) for x in (grouped(q), grouped(do), k, v))
+            found = jax.lax.map(of_head, (*by_head, heads))
+            return [jnp.moveaxis(x, 0, 1).reshape(len(rows), case.heads, -1) for x in found]
+
+        @jax.jit
+        def one_head(tables, q, do, k, v, at, h):
+            """(keys, D) of dK and dV; `at`: which rows and keys these are."""
+            blocks = [
+                jnp.pad(x, [(0, -len(x) % BLOCK)] + [(0, 0)] * (x.ndim - 1))
+                for x in (q, do)  # more rows with cotangent 0 add nothing
+            ]
+            rows = jnp.pad(at, (0, -len(at) % BLOCK), constant_values=at[0])
+
+            def step(sums, block):
+                q, do, i = block
+                _, back = jax.vjp(lambda k, v: dense_rows(case, tables, q, k, v, i, at, h), k, v)
+                return jax.tree.map(jnp.add, sums, back(do)), None
+
+            apart = tuple(x.reshape(-1, BLOCK, *x.shape[1:]) for x in (*blocks, rows))
+            return jax.lax.scan(step, (jnp.zeros_like(k), jnp.zeros_like(v)), apart)[0]
+
+        rows = jnp.asarray(self.rows)
+        out, dq = some_rows(looked_up, query[rows], cotangent[rows], key, value, rows)
+        own = [grouped(x[self.window])[:, self.head] for x in (query, cotangent)]
+        own += [x[self.window, self.head].astype(jnp.float32) for x in (key, value)]
+        at = jnp.arange(self.window.start, self.window.stop)
+        dk, dv = one_head(looked_up, *own, at, heads[self.head])
+        self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     def slices(self) -> dict[str, list[int]]:
         """As another process takes it."""
@@ -122,33 +120,6 @@ class Sampled:
         return {name: relative(x, self.values[name]) for name, x in found.items()}
 
 
-class Reference(Sampled):
-    """The reference of one case and one set of inputs."""
-
-    def __init__(self, case: Case, inputs: Arrays) -> None:
-        super().__init__(case)
-        query, key, value, cotangent = inputs
-        segment_ids = jnp.asarray(case.segment_ids())
-        rows = jnp.asarray(self.rows)
-        out, dq = sampled_rows(query, key, value, cotangent, segment_ids, rows, window=case.window)
-        if case.seq > WHOLE_ROW:
-            edges = np.concatenate([[0], np.cumsum(case.lengths)])
-            document = int(np.argsort(case.lengths)[case.documents // 2])
-            self.window = slice(int(edges[document]), int(edges[document + 1]))
-        group = case.heads // case.kv_heads
-        heads = slice(self.head * group, (self.head + 1) * group)
-        dk, dv = head_gradients(
-            query[0, self.window, heads],
-            key[0, self.window, self.head],
-            value[0, self.window, self.head],
-            cotangent[0, self.window, heads],
-            segment_ids[0, self.window],
-            scale=case.head_dim**-0.5,
-            window=case.window,
-        )
-        self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
-
-
 def wrong(errors: dict[str, float]) -> list[str]:
     """The names whose error is over the limit, or not a number."""
     return [name for name, error in errors.items() if not error <= LIMITS.get(name, LIMIT)]
@@ -159,7 +130,13 @@ def wrong(errors: dict[str, float]) -> list[str]:
 NOTHING = 1e-3
 
 
-def relative(x: jax.Array, reference: jax.Array) -> float:
-    """‖x - reference‖ / ‖reference‖, of float32."""
-    size = jnp.maximum(jnp.linalg.norm(reference.ravel()), NOTHING * reference.size**0.5)
-    return float(jnp.linalg.norm((x.astype(jnp.float32) - reference).ravel()) / size)
+@jax.jit  # so that float32 differences are not stored: 8 GiB at 512k tokens
+def _relative(x: jax.Array, reference: jax.Array, nothing: float) -> jax.Array:
+    x, reference = (y.astype(jnp.float32).ravel() for y in (x, reference))
+    size = jnp.maximum(jnp.linalg.norm(reference), nothing * reference.size**0.5)
+    return jnp.linalg.norm(x - reference) / size
+
+
+def relative(x: jax.Array, reference: jax.Array, nothing: float = NOTHING) -> float:
+    """‖x - reference‖ / ‖reference‖."""
+    return float(_relative(x, reference, nothing))

@@ -1,4 +1,4 @@
-"""Two processes that take turns in timing: JSON lines over pipes, and never both running.
+"""What takes turns in timing: functions, or processes that answer JSON lines over pipes.
 
 A worker answers one request at a time and does nothing between them; its parent sends the next one
 only when it has the answer, so nothing of one worker runs on the GPU while the other is timed.
@@ -21,7 +21,10 @@ from typing import Any
 
 from lib import power
 
-ERRORS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}  # what is compared of a pass
+ERRORS = {  # what is compared of a pass
+    "fwd": ("out", "mean"),
+    "bwd": ("dq", "dk", "dv", "dbias", "dtable"),
+}
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
@@ -44,6 +47,10 @@ class State:
 
     def answer(self, request: dict[str, Any]) -> Any:
         return getattr(self, request["do"])(**{k: v for k, v in request.items() if k != "do"})
+
+    def ask(self, **request: Any) -> Any:
+        """As of a worker, in this process."""
+        return self.answer(request)
 
 
 class Failed(Exception):
@@ -115,13 +122,25 @@ def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     return samples
 
 
-def as_row(took: list[float], flops: float) -> dict[str, float]:
+def as_row(took: list[float], flops: float = 0.0) -> dict[str, float]:
     """A row of a report: the median of the rounds in milliseconds, the extremes, TFLOP/s."""
     ms = statistics.median(took)
-    return {
-        "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
-        "tflops": round(flops / ms / 1e9, 1),
-    }  # fmt: skip
+    row = {"ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4)}
+    return row | ({"tflops": round(flops / ms / 1e9, 1)} if flops else {})
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]],
+    finish: Callable[[Any], Any],
+    rounds: int,
+    round_ms: float = 120.0,
+) -> dict[str, list[float]]:
+    """Milliseconds of a call of each, round by round."""
+    bursts = {
+        name: functools.partial(burst, function, finish, launches_of(function, finish, round_ms))
+        for name, function in functions.items()
+    }
+    return in_turns(bursts, rounds)
 
 
 def time_rows(
@@ -157,20 +176,39 @@ def not_run(error: Exception) -> dict[str, Any]:
     return {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
 
 
-def bad_cases(results: Mapping[str, Any]) -> list[str]:
-    """The cases in which packax is wrong or did not run."""
-    ours = {name: rows.get("packax") for name, rows in results.items()}
-    return [name for name, row in ours.items() if not row or row["wrong"] or row["failed"]]
+def bad_cases(results: Mapping[str, Any], of: Iterable[str] = ("packax",)) -> list[str]:
+    """The cases in which packax is wrong or did not run, by one of these names."""
+    names = set(of)
+    return [
+        case
+        for case, rows in results.items()
+        if "packax" not in rows
+        or any(row["wrong"] or row["failed"] for who, row in rows.items() if who in names)
+    ]
 
 
-def cells(rows: Mapping[str, Any], what: str, order: Iterable[str]) -> tuple[dict[str, Any], str]:
-    """The times of a pass by implementation, and these as text: ms and TFLOP/s of each."""
-    found = {who: rows.get(who, {}).get("times", {}).get(what) for who in order}
-    texts = (
-        f"{x['ms']:>11.3f}{x['tflops']:>9.1f}" if x else f"{'-':>11}{'-':>9}"
-        for x in found.values()
-    )
-    return found, "".join(texts)
+def table(results: Mapping[str, Any], order: Iterable[str]) -> str:
+    """One line per case and pass: ms and TFLOP/s of each implementation, packax's time in those of
+    the others (over 1: packax is faster), errors; then power, and what did not run or was wrong."""
+    order = [who for who in order if any(who in rows for rows in results.values())]
+    others = [who for who in order if who != "packax"]
+    head = f"{'case':<26}{'pass':<5}" + "".join(f"{who + ' ms':>17}{'TFLOP/s':>9}" for who in order)
+    head += "".join(f"{'to ' + who:>17}" for who in others)
+    lines, notes = [head + "".join(f"{who + ' error':>20}" for who in order)], []
+    for name, rows in results.items():
+        for what in ERRORS:
+            found = {who: rows.get(who, {}).get("times", {}).get(what) for who in order}
+            line = f"{name:<26}{what:<5}"
+            for x in found.values():
+                line += f"{x['ms']:>17.4f}{x['tflops']:>9.1f}" if x else f"{'-':>17}{'-':>9}"
+            line += "".join(ratio(found[who], found.get("packax"), 17) for who in others)
+            line += "".join(worst_error(rows.get(who, {}), what, 20) for who in order)
+            lines.append(line)
+        for who in order:
+            row = rows.get(who, {})
+            lines += [power.line(who, what, read) for what, read in row.get("power", {}).items()]
+            notes += troubles(f"{name} {who}", row)
+    return "\n".join(lines + notes)
 
 
 def ratio(theirs: Any, ours: Any, width: int) -> str:
@@ -179,7 +217,7 @@ def ratio(theirs: Any, ours: Any, width: int) -> str:
 
 def worst_error(row: Mapping[str, Any], what: str, width: int) -> str:
     errors = row.get("errors") or {}
-    found = [errors[x] for x in ERRORS.get(what, ()) if x in errors]
+    found = [errors[x] for x in ERRORS[what] if x in errors]
     return f"{max(found):>{width}.1e}" if found else f"{'-':>{width}}"
 
 

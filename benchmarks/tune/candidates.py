@@ -1,9 +1,9 @@
 """Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no
 GPU.
 
-A candidate changes some constants of its kernel's row in the table (csrc/aot/table.py); {} is
-the row itself. Hopper kernels are compiled by both assemblers. Candidates that exceed the table's
-limits (spills) are compiled anyway, with a message.
+A candidate changes one constant of its kernel's row in the table (csrc/aot/table.py), or those of
+--try; {} is the row itself. Hopper kernels are compiled by both assemblers. Candidates that exceed
+the table's limits (spills) are compiled anyway, with a message.
 """
 
 from __future__ import annotations
@@ -25,94 +25,32 @@ Constants = dict[str, int]
 TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
 
 
-def tiles(*rows: tuple[int, ...]) -> list[Constants]:
-    return [{}, *(dict(zip(TILE, row, strict=True)) for row in rows)]
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS")
+SIZES = {  # constant -> the smallest and the largest
+    "BLOCK_M": (16, 128),
+    "BLOCK_N": (16, 128),
+    "QK_CHUNK": (64, 256),
+    "ROWS": (16, 64),
+    "WARPS": (4, 8),
+    "STAGES": (1, 6),
+}
 
 
-# kernel -> (query/key dim, value dim) -> candidates. The build leaves out what a kernel or the
-# table does not have, with a message.
-CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
-    "forward_sm90": {
-        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"REMATERIALIZE": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"REMATERIALIZE": 1}],
-        (192, 128): [{}, {"BLOCK_N": 64}, {"REMATERIALIZE": 1}],
-        (256, 256): [{}, {"REMATERIALIZE": 1}],
-    },
-    "forward_sm90_low_occupancy": {
-        (64, 64): [{}, {"REMATERIALIZE": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
-    },
-    "backward_sm90": {
-        (64, 64): [
-            *({}, {"SKIP": 0}, {"PING_PONG": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
-            {"LSE_BY_MMA": 1},
-        ],
-        (128, 128): [
-            *({}, {"SKIP": 1}, {"PING_PONG": 0}, {"REMATERIALIZE": 0}, {"LSE_BY_MMA": 0}),
-        ],
-    },
-    "backward_dkdv_sm90": {
-        (64, 64): [{}, {"SKIP": 0}, {"PING_PONG": 1}, {"REMATERIALIZE": 1}, {"LSE_BY_MMA": 1}],
-        (128, 128): [{}, {"SKIP": 0}, {"PING_PONG": 0}, {"REMATERIALIZE": 0}, {"LSE_BY_MMA": 0}],
-        (192, 128): [{}, {"REMATERIALIZE": 0}],
-        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"REMATERIALIZE": 1},
-            {"REMATERIALIZE": 1, "QK_CHUNK": 256}],
-    },
-    "backward_dq_sm90": {
-        (64, 64): [{}, {"DO_REGISTERS": 1}, {"REMATERIALIZE": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"REMATERIALIZE": 1}],
-        (192, 128): [{}, {"DO_REGISTERS": 0}, {"REMATERIALIZE": 1}],
-        (256, 256): [{}, {"BLOCK_N": 32}, {"QK_CHUNK": 64}],
-    },
-    "backward_prepare": {
-        dims: [{}, {"ROWS": 16}, {"ROWS": 64}]
-        for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
-    },
-    "backward_finish": {
-        dims: [{}] for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
-    },
-    "forward": {
-        (128, 128): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4),
-            (64, 64, 3, 4)),
-        (64, 64): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 4), (64, 128, 3, 4),
-            (64, 64, 3, 4)),
-        (192, 128): tiles((128, 64, 2, 8), (64, 64, 3, 8), (128, 128, 1, 8), (64, 64, 2, 4),
-            (128, 32, 3, 8)),
-        (256, 256): tiles((128, 64, 2, 8), (64, 64, 2, 8), (128, 64, 1, 8), (64, 64, 2, 4),
-            (128, 32, 2, 8)),
-    },
-    "backward_dkdv": {
-        (128, 128): tiles((64, 128, 2, 8), (32, 128, 3, 8), (64, 64, 2, 4), (128, 64, 2, 8),
-            (128, 128, 2, 8)),
-        (64, 64): tiles((64, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8),
-            (32, 128, 3, 4)),
-        (192, 128): tiles((32, 128, 2, 8), (64, 128, 2, 8), (32, 64, 2, 8), (32, 64, 2, 4),
-            (64, 32, 2, 8)),
-        (256, 256): tiles((64, 64, 2, 8), (64, 64, 1, 8), (64, 32, 2, 8), (64, 32, 2, 4),
-            (32, 64, 2, 4)),
-    },
-    "backward_dq": {
-        (128, 128): tiles((128, 64, 2, 8), (128, 64, 3, 8), (64, 64, 3, 4), (128, 32, 3, 8),
-            (128, 32, 3, 4)),
-        (64, 64): tiles((128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 3, 4),
-            (128, 32, 3, 4)),
-        (192, 128): tiles((128, 64, 2, 8), (128, 64, 1, 8), (128, 32, 2, 8), (64, 32, 2, 8),
-            (64, 64, 2, 4)),
-        (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4),
-            (64, 64, 1, 8)),
-    },
-    "decode": {
-        (128, 128): tiles((16, 64, 4, 4), (16, 64, 2, 4), (16, 32, 4, 4), (16, 32, 6, 4),
-            (16, 128, 2, 4), (16, 128, 3, 8)),
-        (64, 64): tiles((16, 64, 3, 4), (16, 64, 5, 4), (16, 64, 4, 8), (16, 128, 2, 4),
-            (16, 128, 3, 4), (16, 128, 3, 8)),
-    },
-    "decode_tall": {
-        (128, 128): tiles((64, 64, 2, 4), (64, 32, 3, 4), (64, 32, 5, 4), (64, 64, 3, 4),
-            (64, 64, 3, 8), (64, 64, 4, 8)),
-        (64, 64): tiles((64, 64, 3, 4), (64, 64, 5, 4), (64, 32, 4, 4), (64, 32, 6, 4),
-            (64, 64, 4, 8)),
-    },
-}  # fmt: skip
+def neighbours(row: Constants) -> list[Constants]:
+    """No change; then one constant at a time, a switch turned, a size halved and doubled, a stage
+    more and less. The build leaves out what does not compile, with a message."""
+    found: list[Constants] = [{}]
+    for name, n in row.items():
+        if name in SWITCHES:
+            found.append({name: 1 - n})
+        if name in SIZES:
+            least, most = SIZES[name]
+            both = (n - 1, n + 1) if name == "STAGES" else (n // 2, 2 * n)
+            found += [{name: x} for x in both if least <= x <= most]
+    return found
+
+
 PIPELINES = (  # run together
     {"backward_prepare", "backward_sm90", "backward_finish"},
     {"backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"},
@@ -134,19 +72,26 @@ def label(constants: Constants) -> str:
     return " ".join(f"{name}={n}" for name, n in constants.items()) or "table"
 
 
+def row_of(
+    kernel: str, arch: table.Arch, dims: tuple[int, int]
+) -> tuple[dict[Any, Any], Any, Constants]:
+    """A kernel's rows in the table, the key of the one for these dims, and its constants."""
+    sm90 = kernel in table.SM90_TILES
+    rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else table.TILES[kernel]
+    wanted = (dims, max(dims)) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
+    key = next((key for key in wanted if key in rows), None)
+    if dims not in table.HEAD_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
+        raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
+    return rows, key, dict(rows[key]) if sm90 else dict(zip(TILE, rows[key], strict=True))
+
+
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
     """The table's variant with `changed` constants; LookupError if there is no such variant."""
     sm90 = kernel in table.SM90_TILES
-    portable = table.TILES | table.DECODE_TILES
-    rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else portable[kernel]
-    wanted = (dims, max(dims)) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
-    key = next((key for key in wanted if key in rows), None)
-    if dims not in table.HEAD_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
-        raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
+    rows, key, row = row_of(kernel, arch, dims)
     kept = rows[key]
-    row = dict(kept) if sm90 else dict(zip(TILE, kept, strict=True))
     if assembler == "12.9":
         row |= table.UNDER_12_9.get((kernel, max(dims)), {})
     unknown = set(changed) - set(row)
@@ -184,8 +129,13 @@ def chosen(
 ) -> Iterator[Candidate]:
     """All candidates to compile, or with `listed` False only those of `extra`, and the others that
     a pipeline needs."""
-    wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if listed and k in kernels
-              for d, rows in by_dims.items() if dims is None or d in dims}  # fmt: skip
+    of_arch = table.find_arch(arch)
+    wanted: dict[tuple[str, tuple[int, int]], list[Constants]] = {}
+    for kernel, d in itertools.product(kernels if listed else (), dims or DIMS):
+        try:
+            wanted[kernel, d] = neighbours(row_of(kernel, of_arch, d)[2])
+        except LookupError as error:
+            print(f"left out: {error}", flush=True)
     for kernel, d, changed in map(parse, extra):
         wanted.setdefault((kernel, d), [{}]).append(changed)
     for pipeline, (kernel, d) in itertools.product(PIPELINES, list(wanted)):
@@ -196,8 +146,8 @@ def chosen(
         for changed, assembler in itertools.product(rows, assemblers):
             two = kernel in table.TWO_ASSEMBLERS
             try:
-                own = table.find_arch(arch).assembler
-                made = variant(kernel, table.find_arch(arch), d, changed, assembler if two else own)
+                used = assembler if two else of_arch.assembler
+                made = variant(kernel, of_arch, d, changed, used)
             except LookupError as error:
                 print(f"left out: {error}", flush=True)
                 break
@@ -232,10 +182,7 @@ def build(
     checks.check_assembly = report  # the compiling processes are forks
     todo = list(chosen(arch, kernels, dims, assemblers, extra, listed))
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
-    decodes = {v.kernel in table.DECODE_TILES for v in todo}
-    kinds = {"decode_combine"} if True in decodes else set()
-    kinds |= TWINS if False in decodes else set()
-    twins = [v for v in table.variants((arch,), ("bf16",), needed) if v.kernel in kinds]
+    twins = [v for v in table.variants((arch,), ("bf16",), needed) if v.kernel in TWINS]
     folder.mkdir(parents=True, exist_ok=True)
     failed = aot.compile_table(
         [*todo, *twins], folder / "cubins", ROOT / "build" / "tune_cache", jobs

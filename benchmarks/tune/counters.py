@@ -4,10 +4,10 @@
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 For every implementation and case one program runs both passes under `ncu`. Its full output for each
-attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else the folder of this
-run), and the table shows cycles, the utilization of pipes and issue slots, and what warps waited
+attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else
+benchmarks/results), and the table shows cycles, the utilization of pipes and issue slots, and what warps waited
 for. Times under the tool are not those of benchmarks: use fractions, not milliseconds. FA4 runs if
-its archive (pack_fa4.sh) exists. Results are not compared here: versus_fa4.py does that with the
+its archive (pack_fa4.sh) exists. Results are not compared here: attention.py does that with the
 same calls.
 """
 
@@ -24,8 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare.versus_fa4 import torch_environment, unpacked
 from lib.cases import select
+from lib.exchange import torch_environment, unpacked
+from lib.output import arguments_of
 
 KERNELS = "sm90|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
@@ -98,14 +99,16 @@ def run(who: str, name: str) -> None:
 
     (case,) = select(name)
     made = (JAX_PEERS | {"packax": packax_attention})[who](case)
-    both = Compiled(made, random_inputs(case)).both()
-    for _ in range(2):
-        jax.block_until_ready(both())
+    compiled = Compiled(made, random_inputs(case))
+    for what in ("fwd", "bwd"):
+        function = compiled.function(what)
+        for _ in range(2):
+            jax.block_until_ready(function())
 
 
 def run_fa4(name: str) -> None:
     import torch
-    from compare.peers_torch import attention
+    from compare.torch_worker import flash_attention
 
     (case,) = select(name)
     q, k, v, do = (
@@ -114,18 +117,14 @@ def run_fa4(name: str) -> None:
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for _ in range(2):
-        torch.autograd.grad(attention(case, "cuda")(*leaves), leaves, do)
+        torch.autograd.grad(flash_attention(case, "cuda")(*leaves), leaves, do)
     torch.cuda.synchronize()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default="causal_16k_d128", help="names and groups of cases.py")
+    parser = arguments_of(__doc__, "names and groups of cases.py", default="causal_16k_d128")
     parser.add_argument("--who", default="packax,cudnn,fa4")
     parser.add_argument("--fa4", type=Path, default=Path("dist/fa4.tar.xz"))
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--run", nargs=2, metavar=("WHO", "CASE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:

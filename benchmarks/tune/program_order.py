@@ -15,7 +15,6 @@ divided as in python/packax/_src/ops/lowering.py, if it divides them.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from lib.cases import Case, select
+from lib.output import arguments_of
 from packax._src.ops import lowering
 
 TILE = 128
@@ -118,10 +118,8 @@ def parts_of(case: Case) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--cases", default="board,shard,causal_4k_d128", help="names and groups of cases.py"
+    parser = arguments_of(
+        __doc__, "names and groups of cases.py", default="board,shard,causal_4k_d128"
     )
     parser.add_argument("--multiprocessors", type=int, default=132, help="of an H100 or H200")
     arguments = parser.parse_args()

@@ -13,8 +13,8 @@ a candidate is left out. Then it compares every candidate's results with the por
 small odd documents, in full, and on sampled rows of the timed case (the forward's also with
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
 go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's
-backward launched together, `deterministic` the three without sums in memory. Decoding has separate
-cases, in tune_decode.py. Put the winners into their rows, in csrc/aot.
+backward launched together, `deterministic` the three without sums in memory. Put the winners into their
+rows, in csrc/aot. Tiles of decoding: build a wheel of each, and run benchmarks/decode.py with each.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from built import Built
 from cubin import Driver, Kernel
 from lib.cases import Case
-from listing import TILE, listing, ratios
 from probe import fatal_steps, say_begin, say_end
-from tune_decode import DECODE, time_decode
-from tune_decode import TIMED as DECODE_TIMED
-from work import DETERMINISTIC, SM90_BACKWARD, Launch, Work, difference
+from work import DETERMINISTIC, SM90_BACKWARD, Built, Launch, Work, difference
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
@@ -207,27 +202,32 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     return rows
 
 
+COLUMNS = {  # title -> width, the value from a row
+    "case": (13, lambda row: row["case"]),
+    "dims": (9, lambda row: "x".join(map(str, row["dims"]))),
+    "kernel": (28, lambda row: row["kernel"]),
+    "tile and assembler": (52, lambda row: row["tile"][:51]),
+    "ms": (9, lambda row: f"{row['ms']:.4f}"),
+    "low": (9, lambda row: f"{row['ms_low']:.4f}"),
+    "high": (9, lambda row: f"{row['ms_high']:.4f}"),
+    "TFLOP/s": (9, lambda row: row["tflops"] or ""),
+    "to own": (8, lambda row: row.get("to_own", "")),
+    "diff": (9, lambda row: "" if row["difference"] is None else f"{row['difference']:.0e}"),
+    "registers": (11, lambda row: row["registers"] or ""),
+    "stack": (6, lambda row: row["stack"] or ""),
+}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """* marks the fastest of a kernel; ratios are to the table's own tile."""
-    kernels = [row for row in rows if row["kernel"] != "mask"]
-    to_own = ratios(kernels, ("case", "dims", "kernel"))
-
-    def number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: "" if row[name] is None else f"{row[name]:{form}}"
-
-    columns = (
-        ("case", -13, lambda row: row["case"]),
-        ("dims", -9, lambda row: "x".join(map(str, row["dims"]))),
-        ("kernel", -22, lambda row: row["kernel"]),
-        TILE,
-        ("ms", 9, number("ms", ".4f")),
-        ("low", 9, number("ms_low", ".4f")),
-        ("high", 9, number("ms_high", ".4f")),
-        ("TFLOP/s", 9, number("tflops", ".1f")),
-        ("to own", 8, lambda row: to_own.get(id(row), " ")),
-        ("diff", 9, number("difference", ".0e")),
-    )
-    return listing(rows, columns, ("registers", "stack"))
+    """`to own`: how much faster than the table's own tile; * marks the fastest of a kernel."""
+    for row in rows:
+        peers = [r for r in rows if all(r[key] == row[key] for key in ("case", "dims", "kernel"))]
+        best = "*" if row["ms"] == min(r["ms"] for r in peers) else ""
+        if row["kernel"] != "mask":
+            row["to_own"] = f"{peers[0]['ms'] / row['ms']:.3f}{best}"
+    lines = ["".join(f"{title:<{width}}" for title, (width, _) in COLUMNS.items())]
+    lines += ["".join(f"{of(row)!s:<{width}}" for width, of in COLUMNS.values()) for row in rows]
+    return "\n".join(lines)
 
 
 def time_candidates(
@@ -306,8 +306,7 @@ def main() -> int:
     third.add_argument("--without", nargs="+", default=[])
     for command in (first, second, third):
         command.add_argument("folder", type=pathlib.Path)
-        every = [*KERNELS, *DECODE]
-        command.add_argument("--kernels", nargs="+", default=every, choices=every)
+        command.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
         command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
     first.add_argument("--arch", default="90a")
     first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
@@ -316,7 +315,7 @@ def main() -> int:
         "--only", action="store_true", help="of --try alone, beside the table's rows"
     )
     first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
-    second.add_argument("--cases", nargs="+", choices=[*TIMED, *(c.name for c in DECODE_TIMED)])
+    second.add_argument("--cases", nargs="+", choices=[*TIMED])
     second.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     if args.command == "build":
@@ -335,29 +334,20 @@ def main() -> int:
         return 0
     index = json.loads((args.folder / "index.json").read_text())
     built = {row["kernel"] for row in index if row["label"]}
-    status = 0
-    for part in (KERNELS, DECODE):
-        kernels = [name for name in args.kernels if name in part and name in built]
-        if not kernels:
-            continue
-        if args.command == "check":
-            without = dict.fromkeys(args.without, "")
-            run = time_candidates if part is KERNELS else time_decode
-            return run(args.folder, kernels, args.dims, [], 0, without, True)
-        child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *kernels]
-        if args.dims:
-            child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
+    kernels = [name for name in args.kernels if name in built]
+    if args.command == "check":
+        without = dict.fromkeys(args.without, "")
+        return time_candidates(args.folder, kernels, args.dims, [], 0, without, True)
+    child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *kernels]
+    if args.dims:
+        child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
 
-        def checking(without: list[str], child: list[str] = child) -> list[str]:
-            return [*child, *(["--without", *without] if without else [])]
+    def checking(without: list[str]) -> list[str]:
+        return [*child, *(["--without", *without] if without else [])]
 
-        fatal = fatal_steps(checking, 45.0)
-        if part is KERNELS:
-            names = [name for name in args.cases or TIMED if name in TIMED]
-            status |= time_candidates(args.folder, kernels, args.dims, names, args.rounds, fatal)
-        else:
-            status |= time_decode(args.folder, kernels, args.dims, args.cases, args.rounds, fatal)
-    return status
+    fatal = fatal_steps(checking, 45.0)
+    names = args.cases or list(TIMED)
+    return time_candidates(args.folder, kernels, args.dims, names, args.rounds, fatal)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic: cases are the board's, its reference is right, errors are seen.
+"""The benchmark's own arithmetic: operations are counted, its reference is right, errors are seen.
 
 Its modules are imported in a separate process, so that what they set in jax stays there.
 """
@@ -16,25 +16,29 @@ from paths import BENCHMARKS, SUPPORT
 ORACLE = SUPPORT / "oracle.py"
 
 
-def test_cases_and_flops_are_the_boards():
-    """Milliseconds times TFLOP/s of every peer give our count of operations."""
+def test_cases_and_flops():
+    """Four operations per element of an attended pair forward, ten backward."""
     script("""
-import json
-from lib.cases import CASES, document_lengths
+from lib.cases import CASES, document_lengths, select
 
-board = json.load(open("compare/peers.json"))["cases"]
-cases = {case.name: case for case in CASES}
-assert set(board) <= set(cases)
-for name, peers in board.items():
-    case = cases[name]
-    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
-    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
-    flops["fwd+bwd"] = sum(flops.values())
-    for peer, passes in peers.items():
-        for what, row in passes.items():
-            counted = row["ms"] * row["tflops"] * 1e9
-            assert abs(counted / flops[what] - 1) < 2e-3, (name, peer, what, counted, flops[what])
+for case in CASES:
+    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
+(case,) = select("causal_16k_d128")
+assert case.forward_flops == 4 * 32 * 128 * 16384 * 16385 / 2
+assert case.backward_flops == 2.5 * case.forward_flops
+(case,) = select("docs12_32k_d64")
+assert case.area == sum(n * (n + 1) // 2 for n in case.lengths)
+window = select("docs12_32k_window1k_d128")[0]
+assert window.area == sum(min(i + 1, 1024) for n in window.lengths for i in range(n))
 assert document_lengths(1000, 1) == [1000]
+assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causal_16k_d64",
+    "heads1_8k_d64"]
+try:
+    select("board,bord")
+except SystemExit as error:
+    assert "no case or group named bord; there are board, dims" in str(error)
+else:
+    raise AssertionError
 """)
 
 
@@ -74,32 +78,33 @@ def test_table_and_chart(tmp_path):
     pytest.importorskip("matplotlib")
     shown = script(
         """
-import json, pathlib, sys
-from lib.tables import table
+import pathlib, sys
 from lib.chart import bar_chart
+from lib.turns import table
 
-peers = json.load(open("compare/peers.json"))
 cell = {"ms": 2.0, "tflops": 321.0}
 rows = {
     "packax": {"times": {"fwd": cell}, "errors": {"out": 1e-3}},
     "cudnn": {"times": {}, "errors": {}, "failed": {"fwd": "out of memory"}},
-    "ratio": {},
 }
 report = {
     "machine": {"gpu": "G", "driver": "1", "jax": "2", "cudnn": "3", "date": "4"},
     "commit": "abcdef",
-    "cases": {"docs12_32k_d128": rows, "docs12_1m_d64": {"failed": "why"}},
+    "cases": {"docs12_32k_d128": rows, "docs12_1m_d64": {}},
 }
-print(table(report["cases"], peers))
-bar_chart(report, peers, pathlib.Path(sys.argv[1]))
+print(table(report["cases"], ("packax", "cudnn", "fa4")))
+bar_chart(report, pathlib.Path(sys.argv[1]))
 rows["fa4"] = {"times": {"bwd": cell}}
-bar_chart(report, peers, pathlib.Path(sys.argv[2]))
+bar_chart(report, pathlib.Path(sys.argv[2]))
 """,
         str(tmp_path / "chart.png"),
         str(tmp_path / "beside_fa4.png"),
     )
-    (line,) = (line for line in shown.splitlines() if line.startswith("docs12_32k_d128     fwd "))
-    assert line.split()[2:6] == ["2.000", "321.0", "-", "-"]
+    (line,) = (
+        x.split() for x in shown.splitlines() if x.startswith("docs12_32k_d128  ") and "fwd" in x
+    )
+    assert line[2:] == ["2.0000", "321.0", "-", "-", "-", "1.0e-03", "-"]
+    assert "docs12_32k_d128 cudnn fwd did not run: out of memory" in shown and "fa4" not in shown
     drawn = [(tmp_path / name).read_bytes() for name in ("chart.png", "beside_fa4.png")]
     assert all(picture.startswith(b"\x89PNG") for picture in drawn) and drawn[0] != drawn[1]
 
@@ -109,17 +114,9 @@ def test_short_cases_and_head_dims_run_and_are_tabled(tmp_path):
     """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
     same."""
     shown = script("""
-import dataclasses
-import jax.numpy as jnp
 import attention
-from lib.cases import CASES, Case, select
-from lib.tables import deterministic_table, short_table
-
-for case in CASES:
-    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
-assert {case.group for case in select(None)} == {"board", "dims", "large"}
-assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causal_16k_d64",
-    "heads1_8k_d64"]
+from compare.jax_worker import Jax
+from lib.cases import Case
 
 small = [
     Case("ones", 1, 32, 2, 1, 16, 32, split=(1,) * 32, group="short"),
@@ -129,20 +126,54 @@ small = [
 ]
 assert small[3].forward_flops == 2 * 2 * (24 + 16) * 65 * 32
 assert small[3].backward_flops == 2 * 2 * (3 * 24 + 2 * 16) * 65 * 32
-results = {case.name: attention.run_case(case, 1) for case in small}
-for rows in results.values():
-    assert not rows["packax"]["failed"] and not rows["packax"]["wrong"], rows["packax"]
+jax = Jax()
+peers = ("cudnn", "deterministic")
+results = {case.name: attention.run_case(case, {"jax": jax}, 1, 1.0, peers) for case in small}
+for name, rows in results.items():
+    for who in ("packax", "deterministic"):
+        assert not rows[who]["failed"] and not rows[who]["wrong"], (name, rows[who])
     assert rows["cudnn"]["failed"]["fwd"]
 assert results["many"]["cudnn"]["failed"]["bwd"].startswith("not tried with 128 documents")
-assert results["unequal"]["deterministic"]["bit_identical"]
-assert results["ones"]["packax"]["times"]["fwd"]["launches"] >= 2 * attention.LOOP
-print(short_table(results, small))
-print(deterministic_table({"unequal": results["unequal"]}))
+assert set(results["unequal"]["deterministic"]["times"]) == {"fwd", "bwd"}
+assert jax.loops == 1
+print(attention.table(results, attention.ORDER))
+print(attention.bandwidths(results, small))
 """)
     lines = [line.split() for line in shown.splitlines()]
-    (row,) = (line for line in lines if line[:2] == ["many", "bwd"])
-    assert " ".join(row).endswith("cuDNN: not tried with 128 documents, for its workspace")
-    assert any(line[:1] == ["unequal"] and line[-2:] == ["the", "same"] for line in lines)
+    assert any(line[:2] == ["many", "bwd"] and len(line) == 4 for line in lines)
+    said = "many cudnn bwd did not run: not tried with 128 documents, for its workspace"
+    assert said in shown
+
+
+@pytest.mark.exhaustive
+def test_padded_head_dims_are_compared_before_they_are_timed():
+    """With what pads nothing; a wrong one is found, and not timed."""
+    script("""
+import attention
+from compare import jax_worker
+from lib.cases import Case
+from lib.implementations import unpadded
+from packax._src.ops import lowering
+
+case = Case("small", 1, 96, 4, 2, 24, 1)
+rows = attention.run_case(case, {"jax": jax_worker.Jax()}, 1, 1.0, ("fallback",))
+assert set(rows) == {"packax", "fallback"}
+assert set(rows["packax"]["times"]) == set(rows["fallback"]["times"]) == {"fwd", "bwd"}
+padded = lowering.padded_dims
+with unpadded():
+    assert lowering.padded_dims("forward", None, None, False) is None
+assert lowering.padded_dims is padded
+
+right = jax_worker.packax_attention
+def wrong(case, **options):
+    made = right(case, **options)
+    return type(made)("packax", lambda *x: 1.1 * made.function(*x), made.operands)
+jax_worker.packax_attention = wrong
+rows = attention.run_case(case, {"jax": jax_worker.Jax()}, 1, 1.0)
+assert rows["packax"]["wrong"] and not rows["packax"]["times"]
+assert attention.bad_cases({"small": rows}) == ["small"]
+assert "small packax WRONG: out" in attention.table({"small": rows}, attention.ORDER)
+""")
 
 
 def test_drawn_lengths_are_a_rows():
@@ -165,8 +196,8 @@ def test_flash_attention_3_gets_documents_and_rows():
 import sys, types
 import jax, jax.numpy as jnp
 import attention
+from compare.jax_worker import Jax
 from lib.cases import Case
-from lib.tables import short_table
 
 calls = []
 
@@ -187,19 +218,19 @@ both = {"flash_mha": flash_mha, "flash_mha_varlen": flash_mha_varlen}
 sys.modules["flash_attn3_jax"] = types.SimpleNamespace(**both)
 late = False
 documents = Case("documents", 1, 300, 4, 2, 128, 3, split=(100, 7, 193))
-rows = attention.run_case(documents, 1, ("fa3",))
-assert set(rows["ratio"]) == {"fa3"} and rows["ratio"]["fa3"]["bwd"] > 0
-assert not rows["fa3"]["wrong"]
+fa3 = lambda case: attention.run_case(case, {"jax": Jax()}, 1, 1.0, ("fa3",))
+rows = fa3(documents)
+assert not rows["fa3"]["wrong"] and rows["fa3"]["times"]["bwd"]["ms"] > 0
 assert calls[0] == ("varlen", (300, 4, 128), (4,), 193, 193)
 plain = Case("plain", 2, 64, 4, 2, 128, 1, group="short")
-rows = attention.run_case(plain, 1, ("fa3",))
+rows = fa3(plain)
 assert not rows["fa3"]["wrong"] and calls[-1] == ("mha", (2, 64, 4, 128))
-shown = short_table({"plain": rows}, [plain])
-assert "FA3 ms" in shown and "cuDNN" not in shown
+shown = attention.table({"plain": rows}, attention.ORDER)
+assert "fa3 ms" in shown and "to fa3" in shown and "cudnn" not in shown
 late = True
-wrong = attention.run_case(documents, 1, ("fa3",))["fa3"]
+wrong = fa3(documents)["fa3"]
 assert wrong["wrong"] and not wrong["times"]
-other = attention.run_case(Case("d64", 1, 64, 4, 2, 64, 1), 1, ("fa3",))["fa3"]
+other = fa3(Case("d64", 1, 64, 4, 2, 64, 1))["fa3"]
 assert other["failed"]["fwd"] == "its wheels have head dim 128 alone" and not other["times"]
 """)
 
@@ -218,7 +249,7 @@ def attention(query, key, value, _):
     return jax.pure_callback(lambda x: (calls.append(1), x)[1], query, query)
 
 compiled = Compiled(Implementation("counted", attention, ()), random_inputs(case))
-jax.block_until_ready(compiled.forward_loop(5)())
+jax.block_until_ready(compiled.function("fwd", 5)())
 assert len(calls) == 5, calls
 """)
 
@@ -309,40 +340,6 @@ assert context.main() == 0
     (row,) = report["cases"]["window100_1k"]["schemes"].values()
     halos = 2 * 128 * 2 * 8 * 16 * 2  # bytes of two tiles
     assert row["fetched"] == round(halos / 2**20, 1)
-
-
-@pytest.mark.exhaustive
-def test_padded_head_dims_are_compared_before_they_are_timed():
-    """A padding that is wrong is found, and not timed."""
-    shown = script("""
-import jax.numpy as jnp
-import head_dims as program
-from lib.cases import Case
-from packax._src.ops import lowering
-
-case = Case("small", 1, 96, 4, 2, 24, 1)
-report = program.run(case, rounds=1)
-assert not report["wrong"] and set(report["times"]["fwd"]) == {"fallback", "packax"}
-print(program.line(case.name, report))
-padded = lowering.padded_dims
-with program.unpadded():
-    assert lowering.padded_dims("forward", None, None, False) is None
-assert lowering.padded_dims is padded
-
-attention = program.packax_attention
-calls = []
-def wrong(case):
-    made = attention(case)
-    calls.append(case)
-    if len(calls) == 1:
-        return made
-    return type(made)("packax", lambda *x: 1.1 * made.function(*x), made.operands)
-program.packax_attention = wrong
-report = program.run(case, rounds=1)
-assert report["wrong"] and not report["times"]
-assert "WRONG" in program.line(case.name, report)
-""")
-    assert "fallback" in shown
 
 
 def test_rows_of_plans_are_filled_greedily():

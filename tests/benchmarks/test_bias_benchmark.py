@@ -36,13 +36,13 @@ for name, rows in results.items():
 assert "dbias" in results["pair"]["packax"]["errors"]
 assert "dtable" in results["t5"]["packax"]["errors"]
 assert set(results["dropout"]["xla"]["errors"]) == {"mean"}
-print(biases.table(results))
+print(biases.table(results, biases.ORDER))
 """
     )
     (row,) = (
         line.split() for line in shown.splitlines() if line.startswith("both ") and "fwd" in line
     )
-    assert float(row[2]) > 0 and row[3] == "1.00" and row[-3:-1] == ["-", "-"]
+    assert float(row[2]) > 0 and row[-1] == "-"  # cuDNN's error
 
 
 def test_what_is_wrong_is_seen():
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_seen():
         SMALL
         + """
 case = BiasCase("both", 2, 64, 4, 2, 64, "array", causal=True, dropout=0.3)
-inputs, operand = biases.inputs_of(case), case.operand()
+inputs, operand = biases.random_inputs(case), case.operand()
 reference = Reference(case, inputs, operand)
 right = bias_cases.packax_function(case)
 others = {
@@ -81,7 +81,7 @@ def test_the_cases():
 assert len({case.name for case in CASES}) == len(CASES)
 assert {case.bias for case in CASES} == {"array", "table", "none"}
 for case in CASES:
-    assert case.seq % 256 == 0 and case.dim % 8 == 0 and case.heads % case.kv_heads == 0
+    assert case.seq % 256 == 0 and case.head_dim % 8 == 0 and case.heads % case.kv_heads == 0
 case = BiasCase("t5", 1, 300, 1, 1, 16, "table", causal=True)
 assert CASES[3].operand().dtype == jnp.float32 and CASES[0].bias == "array"
 buckets = case.bias_of(jnp.arange(32.0)[:, None])[0, 0, 299]

@@ -1,4 +1,4 @@
-"""versus_fa4.py's two processes: one works at a time, wrong results are not timed, a dead worker is
+"""The processes of attention.py: one works at a time, wrong results are not timed, a dead worker is
 said to be dead."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def answer(request):
         cudnn = ready | {"failed": {"bwd": "out of memory"}, "launches": {"fwd": 4}}
         return {"implementations": {"packax": ready, "cudnn": cudnn}, "compared": {"rows": [1]}}
     if do == "prepare":
-        if request["case"] == "causal_16k_d256":
+        if request["case"]["name"] == "causal_16k_d256":
             raise AssertionError("no such head dim")
         return {"failed": {}, "launches": {"fwd": 3, "bwd": 3}}
     if do == "judge":
@@ -48,17 +48,17 @@ serve(answer)
 
 DRIVER = """
 import os, sys
-import versus_fa4
+import attention
 from lib.cases import select
-from lib.turns import Failed, Worker
+from lib.turns import Failed, Worker, table
 
 script, log = sys.argv[1:]
 workers = {name: Worker(name, [sys.executable, script, name, log], dict(os.environ))
     for name in ("jax", "torch", "before")}
 cases = select("causal_16k_d128,causal_16k_d256")
 before = workers.pop("before")
-rows = {c.name: versus_fa4.run_case(c, workers, 3, 1.0) for c in cases}
-print(versus_fa4.table(rows))
+rows = {c.name: attention.run_case(c, workers, 3, 1.0) for c in cases}
+print(table(rows, attention.ORDER))
 
 
 class Meter:  # as power.Meter
@@ -67,16 +67,17 @@ class Meter:  # as power.Meter
         return function(), found
 
 
-row = versus_fa4.run_case(cases[0], workers, 3, 1.0, Meter())
+row = attention.run_case(cases[0], workers, 3, 1.0, meter=Meter())
 joules = round(690 * row["packax"]["times"]["fwd"]["ms"] / 1e3, 3)
 assert row["packax"]["power"]["fwd"]["joules"] == joules
-print("metered:", versus_fa4.table({"metered": row}))
+print("metered:", table({"metered": row}, attention.ORDER))
 try:
     workers.pop("torch").ask(do="die")
 except Failed as error:
     print(error)
 both = {"jax": workers["jax"], "before": before}  # another packax, and no torch
-print("wheels:", versus_fa4.table({"wheels": versus_fa4.run_case(cases[0], both, 3, 1.0)}))
+rows = {"wheels": attention.run_case(cases[0], both, 3, 1.0)}
+print("wheels:", table(rows, attention.ORDER))
 for worker in both.values():
     worker.end()
 """
@@ -102,7 +103,7 @@ def test_they_take_turns(tmp_path):
 
     lines = [line.split() for line in result.stdout.splitlines()]
     (row,) = (line for line in lines if line[:2] == ["causal_16k_d128", "fwd"])
-    assert row[2] == "1.005" and row[4] == "1.504" and row[6] == "1.103"
+    assert row[2] == "1.0050" and row[4] == "1.5040" and row[6] == "1.1030"
     assert row[8:] == ["1.497", "1.098", "1.0e-03", "1.0e-03", "2.0e-03"]
     (row,) = (line for line in lines if line[:2] == ["causal_16k_d128", "bwd"])
     assert row[4] == "-" and row[9] == "1.101"
@@ -110,7 +111,7 @@ def test_they_take_turns(tmp_path):
     assert "causal_16k_d256 fa4 fwd did not run: AssertionError: no such head dim" in result.stdout
     metered, _, wheels = result.stdout.partition("metered:")[2].partition("wheels:")
     (row,) = (x.split() for x in wheels.splitlines() if x.split()[:2] == ["wheels", "fwd"])
-    assert row[2:6:2] == ["1.005", "2.005"] and row[8] == "1.995"
+    assert row[2:6:2] == ["1.0050", "2.0050"] and row[8] == "1.995"
     assert metered.count("690 W") == 5 and "690 W" not in result.stdout.partition("metered:")[0]
     assert "torch ended with status 7" in result.stdout
 
@@ -146,7 +147,7 @@ def test_every_round_has_an_order_of_its_own():
 
 def test_a_folder_without_packax(tmp_path):
     result = subprocess.run(
-        [sys.executable, "compare/versus_fa4.py", "--before", tmp_path, "--out", tmp_path],
+        [sys.executable, "attention.py", "--before", tmp_path, "--out", tmp_path],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

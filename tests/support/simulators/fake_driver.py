@@ -2,7 +2,6 @@
 recorded, and kernels that write ones.
 
 `install(cubin)` makes cubin.Driver() use it. A kernel whose file says "bad" writes twos instead.
-Decoding is done, in NumPy.
 """
 
 from __future__ import annotations
@@ -142,8 +141,6 @@ class Cuda:
                 0x3F80 if one == 1 else 0x4000)  # fmt: skip
             n = self.sizes[at] // C.sizeof(kind)
             np.ctypeslib.as_array((kind * n).from_address(at))[:] = value
-        if image["kernel"] == "decode_combine":
-            self._attend(self.launches[-2] | values)
         if image["kernel"] == "documents_rows":
             ids = np.ctypeslib.as_array((C.c_int32 * values["q_len"]).from_address(values["q_ids"]))
             first = np.searchsorted(ids, ids)
@@ -153,42 +150,6 @@ class Cuda:
                 ("segment_checked", 0),
             ):
                 np.ctypeslib.as_array((C.c_int32 * len(ids)).from_address(values[name]))[:] = result
-
-    def _attend(self, x: dict[str, Any]) -> None:
-        """Attention by its definition, from the arguments of `decode` and `decode_combine`; pages
-        are looked up key by key."""
-        batch, q_len, heads, kv_heads = (x[n] for n in ("batch", "q_len", "heads", "kv_heads"))
-        dim = 8 * x["qk_eighths"]
-
-        def array(name: str, kind: Any, *shape: int) -> np.ndarray:
-            assert np.prod(shape) * C.sizeof(kind) <= self.sizes[x[name]], name
-            flat = (kind * int(np.prod(shape))).from_address(x[name])
-            return np.ctypeslib.as_array(flat).reshape(shape)
-
-        def half(name: str, *shape: int) -> np.ndarray:
-            return (array(name, C.c_uint16, *shape).astype(np.uint32) << 16).view(np.float32)
-
-        first = (x["pages"], x["page_size"]) if x["page_size"] else (batch, x["kv_len"])
-        query = half("query", batch, q_len, heads, dim)
-        key, value = (half(name, *first, kv_heads, dim) for name in ("key", "value"))
-        lo, hi = (array(name, C.c_int32, batch, q_len) for name in ("q_lo", "q_hi"))
-        table = array("block_table", C.c_int32, batch, x["table_width"]) if x["page_size"] else None
-        array("partial", C.c_float, x["splits"], batch, q_len, heads, dim)
-        out = array("out", C.c_uint16, batch, q_len, heads, dim)
-        lse = array("lse", C.c_float, batch, heads, q_len)
-        out[:], lse[:] = 0, -np.inf
-        for b, i, h in np.ndindex(batch, q_len, heads):
-            keys = np.arange(lo[b, i], hi[b, i])
-            if not len(keys):
-                continue
-            at: Any = (b, keys)
-            if table is not None:
-                at = (table[b, keys // x["page_size"]], keys % x["page_size"])
-            k, v = (y[*at, h // (heads // kv_heads)] for y in (key, value))
-            p = np.exp(k @ query[b, i, h] * x["scale"])
-            result = p @ v / p.sum() + ("bad" in self.launches[-2]["file"])
-            out[b, i, h] = result.astype(np.float32).view(np.uint32) + 0x8000 >> 16
-            lse[b, h, i] = np.log(p.sum())
 
 
 def install(cubin: Any) -> Cuda:
