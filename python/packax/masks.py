@@ -12,8 +12,7 @@ from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_w
 from packax._src.masks.plot import plot_mask
 from packax._src.masks.spans import spans
 from packax._src.masks.stack import MaskStack, stack_masks
-from packax._src.masks.tree import depth_positions, shared_prefix, tree
-from packax._src.masks.tree_paths import path_predecessors
+from packax._src.masks.tree import depth_positions, path_predecessors, shared_prefix, tree
 
 __all__ = [
     "AttentionMask",

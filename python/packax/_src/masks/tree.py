@@ -1,4 +1,5 @@
-"""tree(...) and shared_prefix(...): tokens that attend their ancestors in a packed tree."""
+"""tree(...) and shared_prefix(...): tokens that attend their ancestors in a packed tree; the depth
+of each token, and the token before it on its path."""
 
 from __future__ import annotations
 
@@ -218,16 +219,45 @@ def depth_positions(expression: MaskExpression) -> Array:
         >>> packax.masks.depth_positions(packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
         array([0, 1, 2, 2, 3], dtype=int32)
     """
+    nodes, flat = _of_expression(expression)
+    position = numpy_of(nodes.position).where(nodes.valid[:, None], nodes.position, 0)
+    return position[0] if flat else position
+
+
+def path_predecessors(expression: MaskExpression) -> Array:
+    """The index of the token before each one on its path: which row predicts it.
+
+    In a packed tree the first token of every branch follows the last token of the segment above,
+    wherever that is in the row. Take the logits, or log-probabilities, of a token from that index.
+
+    Args:
+        expression: a `tree` or `shared_prefix`, or one joined with others by `&`.
+
+    Returns:
+        int32, shaped like the ids of the tree: (B, S) or (S,); -1 for the first token of a root,
+        which nothing predicts, and for padding. numpy for numpy.
+
+    Raises:
+        ValueError: an expression without a tree.
+
+    Examples:
+        >>> two_answers = packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0])
+        >>> packax.masks.path_predecessors(two_answers)
+        array([-1,  0,  1,  1,  3], dtype=int32)
+    """
+    nodes, flat = _of_expression(expression)
+    before = _by_row(_predecessors, nodes)
+    return before[0] if flat else before
+
+
+def _of_expression(expression: Any) -> tuple[Nodes, bool]:
+    """The nodes of the tree in it, and whether its ids have no batch."""
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
             f"expression must contain tree(...) or shared_prefix(...), but is {expression!r}"
         )
-    nodes = found.nodes()
-    xp = numpy_of(nodes.position)
-    position = xp.where(nodes.valid[:, None], nodes.position, 0)
-    flat = found.ids.ndim == 1 and found.others.ndim == 1
-    return position[0] if flat else position
+    return found.nodes(), found.ids.ndim == 1 and found.others.ndim == 1
 
 
 def tree_of(expression: MaskExpression) -> Tree | None:
@@ -496,7 +526,14 @@ def _nodes_of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
     )
 
 
-def _index_at(nodes: Nodes, position: Any) -> Any:
+def _by_row(function: Callable[..., Any], nodes: Nodes) -> Any:
+    """function(nodes of a row, numpy or jax.numpy) for each batch row."""
+    if numpy_of(nodes.position) is np:
+        return np.stack([function(Nodes(*row), np) for row in zip(*nodes, strict=True)])
+    return jax.vmap(lambda row: function(row, jnp))(nodes)
+
+
+def _index_at(nodes: Nodes, position: Any, xp: ModuleType = jnp) -> Any:
     """Climbs while the segment above begins after the position, then once more if necessary."""
     if nodes.token.shape[0] == 0:
         return position
@@ -504,12 +541,24 @@ def _index_at(nodes: Nodes, position: Any) -> Any:
 
     def climb(at: Any, up: Any) -> tuple[Any, None]:
         above = up[at]
-        return jnp.where((above != padding) & (nodes.start[above] > position), above, at), None
+        return xp.where((above != padding) & (nodes.start[above] > position), above, at), None
 
-    at, _ = jax.lax.scan(climb, nodes.node, nodes.ups, reverse=True)
-    at = jnp.where(nodes.start[at] > position, nodes.ups[0][at], at)
+    at = nodes.node
+    if xp is jnp:
+        at, _ = jax.lax.scan(climb, at, nodes.ups, reverse=True)
+    for up in nodes.ups[::-1] if xp is np else ():
+        at, _ = climb(at, up)
+    at = xp.where(nodes.start[at] > position, nodes.ups[0][at], at)
     rank = nodes.rank[at] + position - nodes.start[at]
-    return nodes.token[jnp.clip(rank, 0, nodes.token.shape[0] - 1)]
+    return nodes.token[xp.clip(rank, 0, nodes.token.shape[0] - 1)]
+
+
+def _predecessors(nodes: Nodes, xp: ModuleType) -> Any:
+    """A token's predecessor is in its segment, or is the last of the nearest non-empty one above:
+    the token of its path one position before it."""
+    position = nodes.position - 1
+    there = nodes.valid & (nodes.end > 0) & (position >= 0)
+    return xp.where(there, _index_at(nodes, position, xp), -1).astype(np.int32)
 
 
 def greatest_yet(x: Any, xp: ModuleType) -> Any:

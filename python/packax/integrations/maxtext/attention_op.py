@@ -232,51 +232,24 @@ class AttentionOp(AdditiveMask, nnx.Module):
             x = striped(x, stripes, seq_dim, to_contiguous=True)
             return reorder_sequence(x, stripes, seq_dim)
 
-        out = self._of_chunks(
-            moved(query),
-            moved(key),
-            moved(value),
-            moved(decoder_segment_ids),
-            moved(inputs_positions),
-            model_mode,
-            cached_values,
-            previous_chunk,
-            moved(bidirectional_mask),
-            sinks,
-            moved(moved(indexer_mask), seq_dim=2),
-            record_max_logits,
-            moved(decoder_segment_ids_kv),
-        )
-        return moved(out, back=True)
-
-    def _of_chunks(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        decoder_segment_ids: Any,
-        inputs_positions: Any,
-        model_mode: str,
-        cached_values: Any,
-        previous_chunk: Any,
-        bidirectional_mask: Any,
-        sinks: Any,
-        indexer_mask: Any,
-        record_max_logits: bool,
-        decoder_segment_ids_kv: Any,
-    ) -> jax.Array:
-        """A call whose tokens, if reordered, are in two chunks per rank."""
+        # From here on tokens, if reordered, are in two chunks per rank.
+        query, key, value, ids, inputs_positions, bidirectional_mask, kv_ids = map(
+            moved,
+            (query, key, value, decoder_segment_ids, inputs_positions, bidirectional_mask,
+             decoder_segment_ids_kv),
+        )  # fmt: skip
+        indexer_mask = moved(moved(indexer_mask), seq_dim=2)
         cache = None
         if model_mode != TRAIN:
             if cached_values is None or cached_values[0] is None:
                 raise ValueError(f'cached_values must hold the prefill cache in "{model_mode}"')
-            (key, value, decoder_segment_ids), cache = cached_values
+            (key, value, ids), cache = cached_values
         decoding = model_mode == AUTOREGRESSIVE
         if cache is not None and not decoding:
             raise ValueError('the autoregressive cache is for model_mode "autoregressive"')
         query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
         if decoding:
-            own = key, value, decoder_segment_ids
+            own = key, value, ids
             caches = [own] if cache is None else [own, cache[:3]]
         if indexer_mask is not None:
             keys = sum(one[0].shape[1] for one in caches) if decoding else key.shape[1]
@@ -285,24 +258,23 @@ class AttentionOp(AdditiveMask, nnx.Module):
             for name, x in (
                 ("previous_chunk", previous_chunk),
                 ("bidirectional_mask", bidirectional_mask),
-                ("decoder_segment_ids_kv", decoder_segment_ids_kv),
+                ("decoder_segment_ids_kv", kv_ids),
             ):
                 if x is not None:
                     raise ValueError(f'{name} must be None in model_mode "autoregressive"')
             parts: list[Any] = []
             at = 0
-            for key, value, ids in caches:
+            for key, value, own_ids in caches:
                 to = at + key.shape[1]
                 indexer = None if indexer_mask is None else indexer_mask[..., at:to]
                 record = record_max_logits and at == 0
-                parts.append(one_cache(self, query, key, value, ids, indexer, record))
+                parts.append(one_cache(self, query, key, value, own_ids, indexer, record))
                 at = to
             sinks = validate_score_params(query, 0, 0, 1.0, sinks, None, None)[0].sinks
             if sinks is not None:
                 lse = parts[0][1]
                 parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))
             return merged(parts)[0]
-        ids, kv_ids = decoder_segment_ids, decoder_segment_ids_kv
         if ids is None and kv_ids is not None:
             raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
         ids = None if ids is None else documents_of("decoder_segment_ids", ids)
@@ -328,7 +300,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         images = None if bidirectional_mask is None else jnp.asarray(bidirectional_mask)
         mask = self._mask(query, key, ids, kv_ids, positions, images, indexer_mask, before)
         out, _ = self.attend(query, key, value, mask, sinks, record_max_logits)
-        return reorder_sequence(out, ranks) if in_order else out
+        return moved(reorder_sequence(out, ranks) if in_order else out, back=True)
 
     def attend(
         self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
