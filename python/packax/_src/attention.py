@@ -20,7 +20,7 @@ from packax._src.core.sharding import (
     vary_together,
     with_types,
 )
-from packax._src.core.spec import AttentionSpec
+from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression, batch_of
 from packax._src.ops.dropout import check_key, checked_rate, rows_of, streams_of
@@ -36,6 +36,7 @@ from packax._src.requests import (
     as_array,
     check_axes,
     check_bias_with,
+    check_flags,
     check_mask,
     check_request,
     checked_precision,
@@ -208,13 +209,9 @@ def flash_attention(
     if layout is not None:
         query, key, value = layout.place_tensors(query, key, value)
     check_implementation(implementation)
-    for name, flag in (
-        ("return_lse", return_lse),
-        ("return_max_logits", return_max_logits),
-        ("deterministic", deterministic),
-    ):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ValueError(f"{name} must be True or False, but is {flag!r}")
+    check_flags(
+        return_lse=return_lse, return_max_logits=return_max_logits, deterministic=deterministic
+    )
     _, rows, _, qk_dim = query.shape
     q_len, kv_len = rows, key.shape[1]
     if layout is not None:  # lengths of whole sequences
@@ -290,7 +287,7 @@ def _empty_result(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The results for an empty batch, no query rows, or no keys: no row attends anything."""
     batch, rows, heads, _ = query.shape
-    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    real = accumulator(query.dtype)
     results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]
     if return_lse:
         results.append(jnp.full((batch, heads, rows), -jnp.inf, real))

@@ -12,12 +12,13 @@ from jax.typing import ArrayLike
 
 from packax._src.core.arguments import numpy_array
 from packax._src.core.sharding import vary_together
-from packax._src.core.spec import FP8, INT_MAX, MAX_LENGTH, is_fp8, is_symbolic
+from packax._src.core.spec import FP8, INT_MAX, MAX_LENGTH, accumulator, is_fp8, is_symbolic
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
     as_array,
+    check_flags,
     checked_precision,
     checked_scale,
     checked_soft_cap,
@@ -156,9 +157,7 @@ def decode_attention(
     check_decode_types(query, key, value, paged=table is not None)
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
-    for name, flag in (("return_lse", return_lse), ("causal", causal)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ValueError(f"{name} must be True or False, but is {flag!r}")
+    check_flags(return_lse=return_lse, causal=causal)
     factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     if isinstance(factor, jax.Array):
         raise ValueError(
@@ -177,15 +176,13 @@ def decode_attention(
     operands += scales
     of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks
     if of_heads is not None:
-        real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        operands.append(of_heads.astype(real)[None])
+        operands.append(of_heads.astype(accumulator(query.dtype))[None])
     soft_cap, precision = checked_soft_cap(soft_cap), checked_precision(precision)
     operands = list(vary_together(*operands))
     batch, _, heads, _ = query.shape
     if batch == 0 or q_len == 0:
-        real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
         out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
-        lse = jnp.zeros((batch, heads, q_len), real)
+        lse = jnp.zeros((batch, heads, q_len), accumulator(query.dtype))
         out, lse, *_ = vary_together(out, lse, *operands)
         return (out, lse) if return_lse else out
     out, lse = decode_p.bind(

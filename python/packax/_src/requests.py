@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from packax._src.core.arguments import as_int32, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
-from packax._src.core.spec import is_symbolic
+from packax._src.core.spec import accumulator, is_symbolic
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
@@ -38,6 +38,12 @@ def as_array(name: str, given: Any) -> jax.Array:
         return jnp.asarray(given)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be an array, but is {described(given)}") from None
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, but is {flag!r}")
 
 
 def check_request(
@@ -224,7 +230,7 @@ def validate_score_params(
     request is `for_sm90`: Hopper has kernels for that. q_len and kv_len are those of whole
     sequences.
     """
-    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    real = accumulator(query.dtype)
     scores = ScoreParams(_per_head("sinks", "logit", sinks, query, layout))
     if isinstance(scale, jax.Array):
         scores = scores._replace(scales=_placed(scale.astype(real)[None], layout, ()))
@@ -260,7 +266,7 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
             f"bias must have shape (1 or {batch}, 1 or {heads}, 1 or {rows}, {kv_len}), which is "
             f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
         )
-    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    real = accumulator(query.dtype)
     if bias.dtype == jnp.float64 and real == jnp.float32:  # its lowest number must stay finite
         xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
         bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import packax
-from packax import segments
+from packax import check, segments
 from packax.demo import model
 from packax.demo.data import VOCABULARY, Rows
 from packax.demo.settings import Settings
@@ -52,21 +50,6 @@ def causal_documents(segment_ids: jax.Array) -> packax.AttentionMask:
     return packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
 
 
-def dense_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
-) -> jax.Array:
-    """Plain attention, computed in the inputs' dtype; its mask is "same id, not later"."""
-    batch, length, _, dim = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision="highest") * dim**-0.5
-    attends = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
-    attends &= jnp.tri(length, dtype=bool)
-    attends = attends[:, None, None]
-    weights = jax.nn.softmax(jnp.where(attends, scores, -jnp.inf), axis=-1)
-    weights = jnp.where(attends.any(-1, keepdims=True), weights, 0)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value, precision="highest").reshape(query.shape)
-
-
 def against_dense(
     parameters: model.Parameters,
     tokens: jax.Array,
@@ -87,26 +70,21 @@ def against_dense(
 
     query, key, value = first_layer(parameters)
     cotangent = jax.random.normal(jax.random.key(settings.seed), query.shape, query.dtype)
+    operands = [query, key, value, cotangent]
     mask = jax.jit(causal_documents)(segment_ids)
-
-    def results(attention: Callable[..., jax.Array], dtype: Any) -> list[jax.Array]:
-        @jax.jit
-        def both(query, key, value, cotangent):
-            out, pullback = jax.vjp(attention, query, key, value)
-            return [out, *pullback(cotangent)]
-
-        return both(*(x.astype(dtype) for x in (query, key, value, cotangent)))
-
-    def dense(query, key, value):
-        return dense_attention(query, key, value, segment_ids)
-
-    exact = results(dense, jnp.float32)
-    plain = results(dense, query.dtype)
-    ours = results(lambda q, k, v: packax.flash_attention(q, k, v, mask), query.dtype)
+    length = segment_ids.shape[1]
+    expression = packax.causal() & packax.documents(segment_ids)
+    attends = jnp.asarray(expression.as_array(length, length))[:, None, None]
+    dense = check.dense(attends, None)
+    exact = check.results(dense, operands, jnp.float32)
+    plain = check.results(dense, operands, query.dtype)
+    ours = check.results(
+        lambda q, k, v: packax.flash_attention(q, k, v, mask), operands, query.dtype
+    )
     names = ("output", "query gradient", "key gradient", "value gradient")
     checks = []
     for name, reference, same_dtype, result in zip(names, exact, plain, ours, strict=True):
-        error, plain_error = relative(result, reference), relative(same_dtype, reference)
+        error, plain_error = check.error(result, reference), check.error(same_dtype, reference)
         if query.dtype == jnp.float32:  # plain attention is the reference itself
             limit, bound = 1e-5, "limit 1e-05"
         else:
@@ -178,9 +156,3 @@ def other_documents_change_nothing(
     )
     passed = not changed[here].any() and (here.all() or changed[~here].any())
     return Check("other documents change nothing, bit for bit", bool(passed), detail)
-
-
-def relative(x: jax.Array, reference: jax.Array) -> float:
-    """‖x - reference‖ / ‖reference‖."""
-    difference = x.astype(jnp.float32) - reference
-    return float(jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(reference.ravel()))

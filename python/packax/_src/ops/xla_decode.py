@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import INT_MAX, is_symbolic
+from packax._src.core.spec import INT_MAX, accumulator, is_symbolic
 from packax._src.ops.score_mods import add_sinks
 
 KEYS = 128
@@ -40,7 +40,7 @@ def decode(
     size = KEYS if is_symbolic(capacity) else min(KEYS, capacity)
     room = jnp.asarray(capacity).astype(jnp.int32) if is_symbolic(capacity) else capacity
     einsum = functools.partial(jnp.einsum, precision=precision)
-    real = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    real = accumulator(query.dtype)
 
     lo, hi = jnp.maximum(q_lo, 0), q_hi
     beyond = (lo < hi) & (hi > room)

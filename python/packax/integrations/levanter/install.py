@@ -6,12 +6,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
-import types
 from typing import Any, Literal
 
 import jax
 
+from packax.integrations import replace_everywhere
 from packax.integrations.levanter import grug, layers
 
 _default: dict[str, Any] = {"where": False}
@@ -47,10 +46,10 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
         core = importlib.import_module("levanter.grug.attention._core")
         names: Any = core.GrugAttentionImplementation
         extended = Literal[(*names.__args__, "packax")]  # type: ignore[valid-type]
-        _replace(names, extended)
-        _replace(core.attention, _grug(core.attention))
+        replace_everywhere(names, extended)
+        replace_everywhere(core.attention, _grug(core.attention))
     _add_member(module.AttentionBackend, "PACKAX", "packax")
-    _replace(module.dot_product_attention, _layers(module.dot_product_attention, module))
+    replace_everywhere(module.dot_product_attention, _layers(module.dot_product_attention, module))
 
 
 def _grug(theirs: Any) -> Any:
@@ -97,12 +96,3 @@ def _add_member(enum: Any, name: str, value: str) -> None:
     setattr(enum, name, member)
     enum._member_names_.append(name)
     enum._member_map_[name] = enum._value2member_map_[value] = member
-
-
-def _replace(old: Any, new: Any) -> None:
-    """In every module that has it already."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            for name, x in list(vars(module).items()):
-                if x is old:
-                    setattr(module, name, new)

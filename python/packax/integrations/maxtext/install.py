@@ -12,14 +12,13 @@ import importlib
 import importlib.metadata
 import inspect
 import math
-import sys
-import types
 from typing import Any
 
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from packax._src.core.sharding import AttentionSharding
+from packax.integrations import replace_everywhere
 from packax.integrations.fallback import fall_back
 from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reordered_ranks
 from packax.integrations.maxtext.masks import reorder_sequence
@@ -73,12 +72,8 @@ def install(*, every: bool = False) -> None:
         return
     ours = _op_of(theirs)
     utils = importlib.import_module("maxtext.utils.max_utils")
-    for old, new in ((theirs, ours), (utils.reorder_causal_load_balanced, _reordered)):
-        for name, other in list(sys.modules.items()):
-            if name.split(".")[0] == "maxtext" and isinstance(other, types.ModuleType):
-                for attribute, x in list(vars(other).items()):
-                    if x is old:
-                        setattr(other, attribute, new)
+    replace_everywhere(theirs, ours, "maxtext")
+    replace_everywhere(utils.reorder_causal_load_balanced, _reordered, "maxtext")
 
 
 def _reordered(batch: Any, cp_size: int, reorder_strategy: Any = None, hardware: str = "") -> Any:
