@@ -185,9 +185,7 @@ def main() -> int:
         overheads |= {"mask_building": mask_building(), "handlers": handler_time()}
         report.write()
         print(*(f"{name:<14} {value}" for name, value in overheads.items()), sep="\n")
-    print(
-        f"{bandwidths(results, cases)}\n\nmedians of {arguments.rounds} rounds; `to X`: X's ms / packax's ms"
-    )
+    print(f"{bandwidths(results, cases)}\n\nmedians of rounds; `to X`: X's ms / packax's ms")
     if any(results.values()):
         bar_chart(report, report.path.with_suffix(".png"))
     return report.end(bad_cases(results, ("packax", "deterministic")))

@@ -325,12 +325,13 @@ def flops_of(cases: Sequence[Case], config: llama.Config, layers: int) -> float:
     return 6.0 * cases[0].seq * (layers * layer + last) + layers * attention
 
 
-def stepper_of(run: Run, config: llama.Config, names: list[str], window: int) -> Stepper:
+def stepper_of(
+    run: Run, config: llama.Config, names: list[str], window: int = 0, mesh: Any = None
+) -> Stepper:
     case = dataclasses.replace(run.case(config), window=window)
     batch = batch_of(case, config)
     if not window:
         return Stepper(config, {name: way_of(name, case) for name in names}, batch, None)
-    mesh = jax.sharding.get_mesh()
     rows = P(None, "context")
     sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
     plan = packax.context_plan(
@@ -413,19 +414,22 @@ def main() -> int:
     shapes: dict[str, Any] = {"heads": 64, "vocabulary": 32768} if arguments.window else {}
     if arguments.tiny:
         shapes = TINY | {"chunk": 64}
-    devices = len(jax.devices()) if arguments.window else 1
-    mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Auto,))
+    devices, mesh, entered = 1, None, contextlib.nullcontext()
+    if arguments.window:
+        devices = len(jax.devices())
+        mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Auto,))
+        entered = jax.set_mesh(mesh)
     name = "train_windows" if arguments.window else "train_step"
     report = Report(arguments.out, name, arguments.rounds, machine=machine())
-    for run in runs:
-        config = llama.Config(run.layers, shards=devices, **shapes)
-        with jax.set_mesh(mesh) if arguments.window else contextlib.nullcontext():
-            stepper = stepper_of(run, config, names, arguments.window)
+    with entered:
+        for run in runs:
+            config = llama.Config(run.layers, shards=devices, **shapes)
+            stepper = stepper_of(run, config, names, arguments.window, mesh)
             rows = timed(run, stepper, arguments.rounds, arguments.profile)
-        report.add(run.name, rows)
-        del stepper
-        gc.collect()
-        say(f"\n{table({run.name: rows})}")
+            report.add(run.name, rows)
+            del stepper
+            gc.collect()
+            say(f"\n{table({run.name: rows})}")
     print(f"\n{table(report['cases'])}")
     ours = ("packax", "names", *WINDOW_WAYS)
     bad = [

@@ -75,7 +75,7 @@ def across(case):
 train_step.JAX_PEERS["cudnn"] = across
 run = train_step.Run.parse("512:5:2")
 config = llama.Config(2, **train_step.TINY, chunk=64)
-stepper = train_step.stepper_of(run, config, ["packax", "cudnn"], 0)
+stepper = train_step.stepper_of(run, config, ["packax", "cudnn"])
 rows = train_step.timed(run, stepper, 1, False)
 assert rows["cudnn"]["wrong"] == ["query", "key", "value"] and "ms" not in rows["cudnn"], rows
 assert rows["packax"]["ms"] > 0
