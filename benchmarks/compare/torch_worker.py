@@ -1,5 +1,5 @@
-"""What is timed in torch, for attention.py and masks.py: FlashAttention-4's CuTe kernels, torch's own
-FlashAttention-2, and FlexAttention, one burst per request.
+"""What is timed in torch, for attention.py and masks.py, one burst per request: FlashAttention-4's
+CuTe kernels, torch's own FlashAttention-2, and FlexAttention.
 
 Inputs come from the process in JAX, which also checks the results; both are passed in files. They
 are called as in torch programs: flash_attn_func for one document, flash_attn_varlen_func for

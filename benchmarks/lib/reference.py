@@ -92,8 +92,10 @@ class Reference:
 
         rows = jnp.asarray(self.rows)
         out, dq = some_rows(looked_up, query[rows], cotangent[rows], key, value, rows)
-        own = [grouped(x[self.window])[:, self.head] for x in (query, cotangent)]
-        own += [x[self.window, self.head].astype(jnp.float32) for x in (key, value)]
+        of_group = slice(self.head * group, (self.head + 1) * group)
+        own = [x[self.window, of_group] for x in (query, cotangent)]
+        own += [x[self.window, self.head] for x in (key, value)]
+        own = [x.astype(jnp.float32) for x in own]
         at = jnp.arange(self.window.start, self.window.stop)
         dk, dv = one_head(looked_up, *own, at, heads[self.head])
         self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}

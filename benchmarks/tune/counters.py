@@ -4,11 +4,11 @@
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 For every implementation and case one program runs both passes under `ncu`. Its full output for each
-attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else
-benchmarks/results), and the table shows cycles, the utilization of pipes and issue slots, and what warps waited
-for. Times under the tool are not those of benchmarks: use fractions, not milliseconds. FA4 runs if
-its archive (pack_fa4.sh) exists. Results are not compared here: attention.py does that with the
-same calls.
+attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results),
+and the table shows cycles, the utilization of pipes and issue slots, and what warps waited for.
+Times under the tool are not those of benchmarks: use fractions, not milliseconds. FA4 runs if its
+archive (pack_fa4.sh) exists. Results are not compared here: attention.py does that with the same
+calls.
 """
 
 from __future__ import annotations

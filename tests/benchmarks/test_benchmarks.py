@@ -258,8 +258,7 @@ def test_decoding_is_timed_in_a_loop():
     """LOOP passes in a call, none hoisted out of the loop."""
     script("""
 import jax, packax
-from decode import looped, tensors
-from lib.decode_cases import Case
+from decode import Case, looped, tensors
 from lib.implementations import LOOP
 
 case = Case("small", (700, 300), heads=4, kv_heads=2, dim=64)
