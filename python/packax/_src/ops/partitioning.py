@@ -235,7 +235,7 @@ def _custom_call(
     def infer(mesh, arg_shapes, result_shapes):
         return _shardings(mesh, _axes(mesh, dims, arg_shapes, result_shapes), dims.results)
 
-    call = custom_partitioning(_with_signature(whole, len(read_operands)))
+    call = custom_partitioning(lambda *operands: whole(*operands))  # without bind in its signature
     call.def_partition(partition, infer, decode_shardings=False, sharding_rule=shardy_rule(dims))
     return lambda *operands: call(*(operands[n] for n in read_operands))
 
@@ -248,12 +248,6 @@ def _missing(letters: str, axes: dict[str, Axes]) -> Axes:
 def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
     """The operands, those at these indices in float32, in which their gradients are summed."""
     return [x.astype(accumulator(x.dtype)) if n in numbers else x for n, x in enumerate(operands)]
-
-
-def _with_signature(function: Callable, number: int) -> Callable:
-    """`function` with `number` positional arguments: custom_partitioning reads its signature."""
-    names = ", ".join(f"x{n}" for n in range(number))
-    return eval(f"lambda {names}: function({names})", {"function": function})
 
 
 def _size(letter: str, dims: Dims, avals: Sequence[Any]) -> int:
