@@ -11,31 +11,25 @@ import packax
 
 PIXELS = 1200
 INK, MUTED, GRID = "#1b1f24", "#57606a", "#e6e9ed"
-DOCUMENTS = ("#1f6feb", "#e08a1e", "#2da06f", "#c9448f", "#7a5af0", "#1595a8", "#d2502d", "#5d7a1f")
+LINE = "#1f6feb"
 
 
 def document_mask(segment_ids: np.ndarray, path: Path) -> None:
-    """A pixel is coloured where its row's token attends its column's, in its document's colour."""
+    """Which tokens attend which, of every n-th token of a long row."""
     length = len(segment_ids)
     documents = int(segment_ids.max()) + 1
-    samples = (np.arange(min(PIXELS, length)) + 0.5) * length / min(PIXELS, length)
-    samples = samples.astype(int)
-    ids = segment_ids[samples]
-    attends = (ids[:, None] == ids[None, :]) & (samples[:, None] >= samples[None, :])
-    attends &= ids[:, None] != packax.PADDING_SEGMENT_ID
-    palette = np.array([_rgb(colour) for colour in DOCUMENTS])
-    image = np.where(attends[..., None], palette[ids % len(palette)][:, None], 1.0)
-
+    step = -(-length // PIXELS)
+    ids = segment_ids[::step]
     lengths = np.bincount(segment_ids[segment_ids >= 0]).astype(float)
     share = np.sum(lengths * (lengths + 1)) / 2 / length**2
     padding = int(np.sum(segment_ids == packax.PADDING_SEGMENT_ID))
     figure, axis = _figure((7.2, 7.6))
-    axis.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
-    axis.plot([0, length], [0, length], color=GRID, linewidth=0.8, zorder=0)
+    expression = packax.causal() & packax.documents(ids)
+    packax.masks.plot_mask(expression, block_size=len(ids), ax=axis)
     axis.set_xlabel("key token")
     axis.set_ylabel("query token")
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.yaxis.set_major_formatter("{x:,.0f}")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter(lambda at, _: f"{at * step:,.0f}")
     axis.spines[:].set_color(GRID)
     axis.tick_params(color=GRID, labelcolor=MUTED)
     axis.set_title(
@@ -59,8 +53,8 @@ def document_mask(segment_ids: np.ndarray, path: Path) -> None:
 def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> None:
     steps = np.arange(1, len(losses) + 1)
     figure, axis = _figure((8.4, 4.6))
-    axis.plot(steps, losses, color=DOCUMENTS[0], alpha=0.3, linewidth=1)
-    axis.plot(steps, _smooth(losses), color=DOCUMENTS[0], linewidth=2)
+    axis.plot(steps, losses, color=LINE, alpha=0.3, linewidth=1)
+    axis.plot(steps, _smooth(losses), color=LINE, linewidth=2)
     uniform = float(np.log(256))
     axis.axhline(uniform, color=MUTED, linewidth=0.8, linestyle=(0, (4, 4)))
     axis.text(
@@ -108,10 +102,6 @@ def _save(figure: Any, path: Path) -> None:
 
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
 def _count(number: int, noun: str) -> str:

@@ -36,7 +36,9 @@ from packax.integrations.jax_nn import (
     FASTER,
     array_mask,
     bias_array,
+    dense_mask,
     is_of_keys,
+    is_packax,
     mean_where_empty,
 )
 
@@ -161,14 +163,14 @@ def dot_product_attention(
         reason = " and ".join(einsums) or "promote_dtype"
     elif module is not None:
         reason = "sown weights"
-    if reason is None or _is_packax(mask) or _mask is not None:
+    if reason is None or is_packax(mask) or _mask is not None:
         _check_shapes(query, key, value)
     size = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
     sizes = (*query.shape[:-3], *query.shape[-2:-4:-1], *key.shape[-3:-2])
     if reason is None and str(size) not in DTYPES:
         reason = f"dtype {size}"
     masks: list[Any] = [
-        x if _is_packax(x) else jnp.asarray(x) for x in (_mask, mask) if x is not None
+        x if is_packax(x) else jnp.asarray(x) for x in (_mask, mask) if x is not None
     ]
     built = [x for x in masks if isinstance(x, AttentionMask)]
     if built and (is_causal or len(masks) > 1):
@@ -184,9 +186,9 @@ def dot_product_attention(
             x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).astype(size)
             for x in (query, key, value)
         )
-        arrays = [x if _is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
+        arrays = [x if is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
         added = None if bias is None else _shaped("bias", jnp.asarray(bias), sizes)
-        dense = any(not _is_packax(x) and not is_of_keys(x) for x in arrays)
+        dense = any(not is_packax(x) and not is_of_keys(x) for x in arrays)
         if added is not None or rate:
             reason = _no_kernel(q, k, v, added, rate, options)
         elif options.get("implementation") is None and not has_kernels(q, k, v, options=dense):
@@ -207,7 +209,7 @@ def dot_product_attention(
         promotion = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
         return _NNX(query, key, value, **given, **promotion)
     rows, keys = sizes[-2:]
-    expressions = [x if _is_packax(x) else array_mask(x, rows, keys) for x in arrays]
+    expressions = [x if is_packax(x) else array_mask(x, rows, keys) for x in arrays]
     if is_causal:
         expressions.append(causal())
     if added is not None:
@@ -289,10 +291,6 @@ def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str
         )
 
 
-def _is_packax(mask: Any) -> bool:
-    return isinstance(mask, (AttentionMask, MaskExpression))
-
-
 def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """x as (batch or 1, heads or 1, q_len or 1, kv_len or 1); raises if it does not fit."""
     shape = (1,) * (len(sizes) - x.ndim) + x.shape
@@ -310,14 +308,13 @@ def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 def _dense(masks: list[Any], sizes: tuple[int, ...]) -> Any:
     """One array as Flax takes it; a single array of Flax is unchanged."""
-    if len(masks) < 2 and not any(map(_is_packax, masks)):
+    if len(masks) < 2 and not any(map(is_packax, masks)):
         return masks[0] if masks else None
     *batch, _, rows, keys = sizes
     whole: Any = np.True_
     for mask in masks:
-        if _is_packax(mask):
-            mask = jnp.asarray(mask.as_array(rows, keys))
-            mask = mask if mask.ndim == 4 else mask.reshape(-1, 1, rows, keys)
+        if is_packax(mask):
+            mask = dense_mask(mask, rows, keys)
             own = tuple(batch) if mask.shape[0] > 1 else (1,) * len(batch)
             mask = mask.reshape(*own, *mask.shape[1:])
         whole = whole & mask.astype(bool)

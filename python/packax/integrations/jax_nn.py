@@ -115,7 +115,7 @@ def dot_product_attention(
     batch, rows, heads = query.shape[:3]
     sizes = (batch, heads, rows, key.shape[1])
     given["is_causal"] = is_causal = _flag(is_causal)
-    mask = mask if mask is None or _is_packax(mask) else _boolean(mask, sizes)
+    mask = mask if mask is None or is_packax(mask) else _boolean(mask, sizes)
     limits = _limits(
         batch, rows, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
@@ -161,7 +161,7 @@ def dot_product_attention(
     return out.reshape(shape), residual.reshape(shape[:-1])
 
 
-def _is_packax(mask: Any) -> bool:
+def is_packax(mask: Any) -> bool:
     return isinstance(mask, (AttentionMask, MaskExpression))
 
 
@@ -225,6 +225,12 @@ def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
     mask = jax.lax.optimization_barrier(jnp.broadcast_to(mask, whole))
     sizes = (rows if mask.shape[2] == 1 else 1, keys if mask.shape[3] == 1 else 1)
     return block_sparse(mask, sizes)
+
+
+def dense_mask(expression: MaskExpression, rows: Any, keys: Any) -> jax.Array:
+    """The booleans of an expression, (B or 1, H or 1, rows, keys)."""
+    dense = jnp.asarray(expression.as_array(rows, keys))
+    return dense if dense.ndim == 4 else dense.reshape(-1, 1, *dense.shape[-2:])
 
 
 def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
@@ -370,7 +376,7 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
 
 def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
     """As (B or 1, N or 1, T or 1, S or 1)."""
-    if _is_packax(bias):
+    if is_packax(bias):
         raise ValueError(f"bias is {described(bias)}: pass a mask by its name, as mask=")
     bias = as_array("bias", bias)
     shape = (1,) * (4 - bias.ndim) + bias.shape
@@ -395,5 +401,4 @@ def _dense(mask: Any, query: Any, key: Any) -> Any:
         )
     if not isinstance(mask, MaskExpression):
         return mask
-    dense = jnp.asarray(mask.as_array(jnp.shape(query)[-3], jnp.shape(key)[-3]))
-    return dense if dense.ndim == 4 else dense.reshape(-1, 1, *dense.shape[-2:])
+    return dense_mask(mask, jnp.shape(query)[-3], jnp.shape(key)[-3])

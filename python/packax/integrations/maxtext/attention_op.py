@@ -31,6 +31,7 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.spans import spans
 from packax._src.ops.merge import merged
 from packax._src.requests import checked_precision, validate_score_params
+from packax.integrations.jax_nn import dense_mask
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
     MASKED,
@@ -346,8 +347,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 plan=plan,
                 implementation=self.implementation,
             )
-        allowed = jnp.asarray(expression.as_array(rows, keys))
-        allowed = allowed if allowed.ndim == 4 else allowed.reshape(-1, 1, rows, keys)
+        allowed = dense_mask(expression, rows, keys)
         if plan is not None:  # the expression refers to tokens in order
             allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
         return allowed
