@@ -180,10 +180,7 @@ class Share:
         assert plan is not None
         own = case.seq // ranks
         self.rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
-        starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
-        lo, hi = starts[self.rows], self.rows + 1
-        if case.window:
-            lo = np.maximum(lo, hi - case.window)
+        lo, hi = (x[self.rows] for x in case.row_ranges())
         self.area = float(np.sum(hi - lo))  # attended pairs
         self.device = jax.devices()[rank]
         mask = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=case.seq)

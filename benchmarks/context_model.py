@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 import packax
-from context_plans import TILE, library_rows, ranges, visited
+from context_plans import TILE, library_rows, planned, ranges, visited
 from lib.cases import document_lengths
 from lib.context_cases import MEANS, lognormal_lengths
 from lib.output import arguments_of, write_json
@@ -55,17 +55,6 @@ MEASURED = (  # documents, ranks, milliseconds: benchmarks/results/context_paral
     ("12 documents, 4 GPUs", 12, 4, {"fwd": 9.6988, "bwd": 27.5997}),
     ("40 documents, 2 GPUs", 40, 2, {"fwd": 6.060, "bwd": 17.312}),
 )
-
-
-def planned(
-    sizes: list[int], length: int, ranks: tuple[int, ...], kind: str
-) -> packax.context.ContextPlan | None:
-    if kind == "none":
-        return None
-    ids = np.full(length, packax.PADDING_SEGMENT_ID)
-    ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
-    expression = packax.causal() & packax.documents(ids)
-    return packax.context_plan(expression, ranks=ranks, kind=kind)
 
 
 @functools.lru_cache(1)

@@ -92,22 +92,24 @@ def visited(lo: np.ndarray, hi: np.ndarray, tile: int) -> float:
     return float(np.sum(np.where(lo < hi, last - first, 0)) * TILE * tile)
 
 
-def unread(lo: np.ndarray, hi: np.ndarray, total: int) -> float:
-    """Share of the keys that no row attends."""
+def read(lo: np.ndarray, hi: np.ndarray, total: int) -> np.ndarray:
+    """Whether some row attends each key."""
     change = np.zeros(total + 1, np.int64)
-    filled = lo < hi
-    np.add.at(change, lo[filled], 1)
-    np.add.at(change, hi[filled], -1)
-    return float(np.mean(np.cumsum(change[:-1]) == 0))
+    np.add.at(change, lo[lo < hi], 1)
+    np.add.at(change, hi[lo < hi], -1)
+    return np.cumsum(change[:-1]) > 0
 
 
-def order_of(name: str, lengths: list[int], total: int, ranks: int, chunk: int | None) -> Any:
-    if name == "none":
-        return np.arange(total)
-    ids = np.full(total, packax.PADDING_SEGMENT_ID)
-    ids[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+def planned(
+    sizes: list[int], length: int, ranks: int | tuple[int, ...], kind: str, chunk: int | None = None
+) -> packax.context.ContextPlan | None:
+    """The plan of a row with documents of these sizes; None for "none"."""
+    if kind == "none":
+        return None
+    ids = np.full(length, packax.PADDING_SEGMENT_ID)
+    ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
     expression = packax.causal() & packax.documents(ids)
-    return packax.context_plan(expression, ranks=ranks, kind=name, chunk=chunk).index()[0]
+    return packax.context_plan(expression, ranks=ranks, kind=kind, chunk=chunk)
 
 
 def measure(
@@ -115,7 +117,8 @@ def measure(
 ) -> dict[str, Any]:
     lo, hi = ranges(lengths, total)
     in_order = {tile: visited(lo, hi, tile) for tile in (TILE, 192)}
-    order = order_of(name, lengths, total, ranks, chunk)
+    plan = planned(lengths, total, ranks, name, chunk)
+    order = np.arange(total) if plan is None else plan.index()[0]
     lo, hi = (x[order].reshape(ranks, -1) for x in (lo, hi))
     area = (hi - lo).sum(1)
     tiles = {tile: [visited(*x, tile) for x in zip(lo, hi, strict=True)] for tile in in_order}
@@ -123,9 +126,8 @@ def measure(
     mine = np.sort(order.reshape(ranks, -1), axis=1)
     fetched = []
     for rank in range(ranks):
-        wanted = 1 - unread(lo[rank], hi[rank], total)
-        own = unread_own(lo[rank], hi[rank], mine[rank], total)
-        fetched.append((wanted - own) / others)
+        keys = read(lo[rank], hi[rank], total)
+        fetched.append((keys.sum() - keys[mine[rank]].sum()) / total / others)
     return {
         "area": area.max() / area.mean(),
         "tiles": max(tiles[TILE]) / np.mean(tiles[TILE]),
@@ -135,14 +137,6 @@ def measure(
         "unread_least": 1 - max(fetched),
         "loads": (area / area.mean()).tolist(),
     }
-
-
-def unread_own(lo: np.ndarray, hi: np.ndarray, own: np.ndarray, total: int) -> float:
-    """Share of all keys that a rank reads and holds itself."""
-    change = np.zeros(total + 1, np.int64)
-    np.add.at(change, lo[lo < hi], 1)
-    np.add.at(change, hi[lo < hi], -1)
-    return float(np.sum(np.cumsum(change[:-1])[own] > 0) / total)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

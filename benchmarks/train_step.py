@@ -137,12 +137,10 @@ def _way_of(name: str, case: Case) -> Way:
 
 def window_way(name: str, case: Case, sharding: Any, plan: Any) -> Way:
     documents = packax.documents(case.segment_ids())
-    starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
-    rows = np.arange(case.seq)
     whole = dataclasses.replace(case, window=0)
     windows = {
         "halo": packax.sliding_window(case.window - 1) & documents,
-        "gather": packax.masks.ranges(np.maximum(starts, rows + 1 - case.window), rows + 1),
+        "gather": packax.masks.ranges(*case.row_ranges()),
         "global": packax.causal() & documents,
     }
     masks = [

@@ -60,6 +60,12 @@ class Case:
         backward = 2 * (queries + keys) * both + 4 * queries
         return {"fwd": forward, "bwd": backward}.get(what, forward + backward)
 
+    def row_ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that each row attends, and the one after the last."""
+        lo = np.repeat(np.cumsum([0, *self.lengths[:-1]]), self.lengths)
+        hi = np.arange(1, self.seq + 1)
+        return np.maximum(lo, hi - self.window) if self.window else lo, hi
+
     def tables(self) -> dict[str, np.ndarray]:
         """What `scores` looks up."""
         return {"ids": self.segment_ids()[0]}
