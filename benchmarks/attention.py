@@ -14,8 +14,7 @@ second run must have the same bits; `fallback`, packax without padded head dims.
 time FlashAttention-4, and torch's FlashAttention-2, in another process, on the same arrays; --fa2
 is for builds of kernels for other GPUs (docs/internals/proxy.md). --before: another wheel of
 packax, or a folder that has packax/, in another process. --power: bursts of two seconds
-(--round-ms), with the GPU's power and clock for each time (lib/power.py). Without --cases also the
-time of the first call, of building masks, and of the C++ handlers.
+(--round-ms), with the GPU's power and clock for each time (lib/power.py).
 
 For FA4 the machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages
 einops, cuda-bindings, protobuf and typing-extensions. The others come in the archives that `bash
@@ -43,7 +42,6 @@ from lib.chart import bar_chart
 from lib.exchange import folders, torch_environment, unpacked
 from lib.machine import machine
 from lib.output import Report, arguments_of, require_gpu, say
-from lib.overheads import first_call, handler_time, mask_building
 from lib.power import Meter
 from lib.turns import Failed, State, Worker, bad_cases, not_run, table, time_rows
 
@@ -159,11 +157,7 @@ def main() -> int:
             site = unpacked(arguments.fa4, stack)
             programs["torch"] = "torch_worker.py", torch_environment(site)
         require_gpu()
-        report = Report(arguments.out, name, arguments.rounds, machine=machine(), overheads={})
-        overheads = report["overheads"]
-        alone = arguments.cases == parser.get_default("cases") and not programs
-        if alone:  # with chosen cases, only those: another run has the overheads
-            overheads["first_call"] = first_call()
+        report = Report(arguments.out, name, arguments.rounds, machine=machine())
         workers: dict[str, Worker | State] = {"jax": Jax()}
         for worker, (script, environment) in programs.items():
             command = [sys.executable, str(COMPARE / script)]
@@ -181,10 +175,6 @@ def main() -> int:
             ),
             lambda results: table(results, ORDER),
         )
-    if alone:
-        overheads |= {"mask_building": mask_building(), "handlers": handler_time()}
-        report.write()
-        print(*(f"{name:<14} {value}" for name, value in overheads.items()), sep="\n")
     print(f"{bandwidths(results, cases)}\n\nmedians of rounds; `to X`: X's ms / packax's ms")
     if any(results.values()):
         bar_chart(report, report.path.with_suffix(".png"))

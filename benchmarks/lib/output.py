@@ -99,9 +99,6 @@ class Report(dict[str, Any]):
 
     def add(self, case: str, rows: Any) -> None:
         self["cases"][case] = rows
-        self.write()
-
-    def write(self) -> None:
         write_json(self.path, self)
 
     def run(
