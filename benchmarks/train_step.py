@@ -421,7 +421,7 @@ def main() -> int:
     report = Report(arguments.out, name, arguments.rounds, machine=machine())
     with entered:
         for run in runs:
-            config = llama.Config(run.layers, shards=devices, **shapes)
+            config = llama.config_of(run.layers, shards=devices, **shapes)
             stepper = stepper_of(run, config, names, arguments.window, mesh)
             rows = timed(run, stepper, arguments.rounds, arguments.profile)
             report.add(run.name, rows)

@@ -20,46 +20,41 @@ class Driver:
 
     def __init__(self) -> None:
         self.cu = C.CDLL("libcuda.so.1")
-        self.ok(self.cu.cuInit(0), "cuInit")
-        device, context = C.c_int(), C.c_void_p()
-        self.ok(self.cu.cuDeviceGet(C.byref(device), 0), "cuDeviceGet")
-        self.ok(
-            self.cu.cuDevicePrimaryCtxRetain(C.byref(context), device), "cuDevicePrimaryCtxRetain"
-        )
-        self.ok(self.cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        device, context, version, processors = C.c_int(), C.c_void_p(), C.c_int(), C.c_int()
         name = C.create_string_buffer(128)
-        self.ok(self.cu.cuDeviceGetName(name, 128, device), "cuDeviceGetName")
-        self.name = name.value.decode()
-        version = C.c_int()
-        self.ok(self.cu.cuDriverGetVersion(C.byref(version)), "cuDriverGetVersion")
-        self.version = version.value
-        processors = C.c_int()
-        self.ok(self.cu.cuDeviceGetAttribute(C.byref(processors), 16, device), "multiprocessors")
+        self.call("cuInit", 0)
+        self.call("cuDeviceGet", C.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", C.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+        self.call("cuDeviceGetName", name, 128, device)
+        self.call("cuDriverGetVersion", C.byref(version))
+        self.call("cuDeviceGetAttribute", C.byref(processors), 16, device)
+        self.name, self.version = name.value.decode(), version.value
         self.multiprocessors = processors.value
 
-    def ok(self, status: int, what: str) -> None:
+    def call(self, function: str, *arguments: Any, what: str = "") -> None:
+        status = getattr(self.cu, function)(*arguments)
         if status:
             text = C.c_char_p()
             self.cu.cuGetErrorString(status, C.byref(text))
-            raise RuntimeError(f"{what}: {status} {text.value!r}")
+            raise RuntimeError(f"{function} {what}: {status} {text.value!r}")
 
     def synchronize(self) -> None:
-        self.ok(self.cu.cuCtxSynchronize(), "cuCtxSynchronize")
+        self.call("cuCtxSynchronize")
 
     def events(self, fn: Callable[[], None], calls: int) -> float:
         """Milliseconds of one call, by events around `calls` of them."""
-        start, stop = C.c_void_p(), C.c_void_p()
+        start, stop, ms = C.c_void_p(), C.c_void_p(), C.c_float()
         for event in (start, stop):
-            self.ok(self.cu.cuEventCreate(C.byref(event), 0), "cuEventCreate")
-        self.ok(self.cu.cuEventRecord(start, None), "cuEventRecord")
+            self.call("cuEventCreate", C.byref(event), 0)
+        self.call("cuEventRecord", start, None)
         for _ in range(calls):
             fn()
-        self.ok(self.cu.cuEventRecord(stop, None), "cuEventRecord")
-        self.ok(self.cu.cuEventSynchronize(stop), "cuEventSynchronize")
-        ms = C.c_float()
-        self.ok(self.cu.cuEventElapsedTime(C.byref(ms), start, stop), "cuEventElapsedTime")
+        self.call("cuEventRecord", stop, None)
+        self.call("cuEventSynchronize", stop)
+        self.call("cuEventElapsedTime", C.byref(ms), start, stop)
         for event in (start, stop):
-            self.ok(self.cu.cuEventDestroy_v2(event), "cuEventDestroy")
+            self.call("cuEventDestroy_v2", event)
         return ms.value / calls
 
     def interleaved(
@@ -87,40 +82,27 @@ class Buffer:
         self.driver, self.shape, self.dtype = driver, shape, np.dtype(dtype)
         self.bytes = int(np.prod(shape)) * self.dtype.itemsize
         self.pointer = C.c_uint64()
-        driver.ok(
-            driver.cu.cuMemAlloc_v2(C.byref(self.pointer), C.c_size_t(self.bytes)), "cuMemAlloc"
-        )
+        driver.call("cuMemAlloc_v2", C.byref(self.pointer), C.c_size_t(self.bytes))
         self.fill(fill)
 
     def fill(self, byte: int) -> None:
         """0xFF poisons: NaN as a float, -1 as an integer."""
-        self.driver.ok(
-            self.driver.cu.cuMemsetD8_v2(self.pointer, C.c_ubyte(byte), C.c_size_t(self.bytes)),
-            "cuMemsetD8",
-        )
+        self.driver.call("cuMemsetD8_v2", self.pointer, C.c_ubyte(byte), C.c_size_t(self.bytes))
 
     def get(self) -> np.ndarray:
         host = np.empty(self.shape, self.dtype)
-        self.driver.ok(
-            self.driver.cu.cuMemcpyDtoH_v2(
-                host.ctypes.data_as(C.c_void_p), self.pointer, C.c_size_t(self.bytes)
-            ),
-            "cuMemcpyDtoH",
-        )
+        to = host.ctypes.data_as(C.c_void_p)
+        self.driver.call("cuMemcpyDtoH_v2", to, self.pointer, C.c_size_t(self.bytes))
         return host
 
     def set(self, host: np.ndarray) -> Buffer:
         assert host.shape == self.shape and host.dtype == self.dtype and host.flags.c_contiguous
-        self.driver.ok(
-            self.driver.cu.cuMemcpyHtoD_v2(
-                self.pointer, host.ctypes.data_as(C.c_void_p), C.c_size_t(self.bytes)
-            ),
-            "cuMemcpyHtoD",
-        )
+        source = host.ctypes.data_as(C.c_void_p)
+        self.driver.call("cuMemcpyHtoD_v2", self.pointer, source, C.c_size_t(self.bytes))
         return self
 
     def free(self) -> None:
-        self.driver.ok(self.driver.cu.cuMemFree_v2(self.pointer), "cuMemFree")
+        self.driver.call("cuMemFree_v2", self.pointer)
 
 
 class TensorMap(C.Structure):
@@ -151,10 +133,10 @@ def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[An
     box = (C.c_uint32 * 3)(*reversed(spec["box"]))
     ones = (C.c_uint32 * 3)(1, 1, 1)
     to, element = C.c_void_p(buffer.pointer.value), ELEMENTS[buffer.dtype.name]
-    status = driver.cu.cuTensorMapEncodeTiled(
-        C.byref(made), element, 3, to, dims, strides, box, ones, 0, spec["swizzle"], 2, 0
-    )
-    driver.ok(status, f"cuTensorMapEncodeTiled of {buffer.shape}, {spec}")
+    sizes_and_modes = (dims, strides, box, ones, 0, spec["swizzle"], 2, 0)
+    of = f"of {buffer.shape}, {spec}"
+    encode = "cuTensorMapEncodeTiled"
+    driver.call(encode, C.byref(made), element, 3, to, *sizes_and_modes, what=of)
     if rows * columns * size - size + 1 < 128 * 1024 and driver.version <= 13010:
         made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as csrc/runtime/driver.cc
     made.shape[:] = [1, rows, columns]
@@ -170,19 +152,12 @@ class Kernel:
         self.meta = json.loads(record.read_text())
         image = record.with_suffix(".cubin").read_bytes()
         library, kernel, self.fn = C.c_void_p(), C.c_void_p(), C.c_void_p()
-        driver.ok(
-            driver.cu.cuLibraryLoadData(C.byref(library), image, None, None, 0, None, None, 0),
-            f"load {record.stem}",
-        )
-        driver.ok(
-            driver.cu.cuLibraryGetKernel(C.byref(kernel), library, self.meta["symbol"].encode()),
-            "cuLibraryGetKernel",
-        )
-        driver.ok(driver.cu.cuKernelGetFunction(C.byref(self.fn), kernel), "cuKernelGetFunction")
+        loaded = (image, None, None, 0, None, None, 0)
+        driver.call("cuLibraryLoadData", C.byref(library), *loaded, what=record.stem)
+        driver.call("cuLibraryGetKernel", C.byref(kernel), library, self.meta["symbol"].encode())
+        driver.call("cuKernelGetFunction", C.byref(self.fn), kernel)
         if self.meta["shared"] > 48 * 1024:
-            driver.ok(
-                driver.cu.cuFuncSetAttribute(self.fn, 8, self.meta["shared"]), "cuFuncSetAttribute"
-            )
+            driver.call("cuFuncSetAttribute", self.fn, 8, self.meta["shared"])
 
     def bind(self, grid: tuple[int, ...], given: Mapping[str, Any]) -> Callable[[], None]:
         """The launch with packed parameters, each by name and with the kind that the build
@@ -212,10 +187,10 @@ class Kernel:
         addresses += [C.addressof(v) for v in values[-2:]]
         pointers = (C.c_void_p * len(addresses))(*addresses)
         x, y = (*grid, 1)[:2]
-        launch = self.driver.cu.cuLaunchKernel
         shape_args = (self.fn, x, y, 1, self.meta["threads"], 1, 1, self.meta["shared"], None)
 
         def bound(_keep: Any = values) -> None:
-            self.driver.ok(launch(*shape_args, pointers, None), f"launch {self.meta['kernel']}")
+            what = self.meta["kernel"]
+            self.driver.call("cuLaunchKernel", *shape_args, pointers, None, what=what)
 
         return bound

@@ -180,10 +180,10 @@ class Work:
         if not any(p["name"] == "counter" for p in kernel.meta["params"]):
             return kernel.bind((grid,), given)
         run = kernel.bind((min(grid, self.driver.multiprocessors),), given)
-        cu, counter = self.driver.cu, given["counter"]
+        counter = given["counter"]
 
         def clear_and_run() -> None:
-            self.driver.ok(cu.cuMemsetD32Async(counter.pointer, 0, 1, None), "cuMemsetD32Async")
+            self.driver.call("cuMemsetD32Async", counter.pointer, 0, 1, None)
             run()
 
         return clear_and_run

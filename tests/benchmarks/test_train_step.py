@@ -74,7 +74,7 @@ def across(case):
 
 train_step.JAX_PEERS["cudnn"] = across
 run = train_step.Run.parse("512:5:2")
-config = llama.Config(2, **train_step.TINY, chunk=64)
+config = llama.config_of(2, **train_step.TINY, chunk=64)
 stepper = train_step.stepper_of(run, config, ["packax", "cudnn"])
 rows = train_step.timed(run, stepper, 1, False)
 assert rows["cudnn"]["wrong"] == ["query", "key", "value"] and "ms" not in rows["cudnn"], rows
@@ -96,7 +96,7 @@ import jax
 import train_step
 from lib import llama
 
-config = llama.Config(3, **train_step.TINY)
+config = llama.config_of(3, **train_step.TINY)
 state = jax.eval_shape(lambda: llama.initialize(config, jax.random.key(0)))["parameters"]
 layer, last = config.matrices()
 assert 3 * layer == sum(x.size for x in state["layers"].values() if x.ndim == 3)
