@@ -39,9 +39,7 @@ assert set(results["dropout"]["xla"]["errors"]) == {"mean"}
 print(biases.table(results, biases.ORDER))
 """
     )
-    (row,) = (
-        line.split() for line in shown.splitlines() if line.startswith("both ") and "fwd" in line
-    )
+    (row,) = (x for x in map(str.split, shown.splitlines()) if x[:2] == ["both", "fwd"])
     assert float(row[2]) > 0 and row[-1] == "-"  # cuDNN's error
 
 
