@@ -150,6 +150,27 @@ def test_one_number_on_all_keys_shifts_nothing(dtype, value):
     np.testing.assert_allclose(np.asarray(gradient, np.float32), 1 / 256, rtol=1e-2)
 
 
+@pytest.mark.parametrize("masked", [-1e4, -1e9, float(jnp.finfo(jnp.float32).min)])
+def test_a_sink_above_rows_of_large_negative_numbers(masked):
+    """The log-sum-exp is the sink, to float32's rounding of the sink, not of the bias."""
+    query = jnp.ones((1, 6, 3, 16))
+    sinks = jnp.asarray([-2.5, 0.25, 7.5])
+    bias = jnp.full((1, 1, 6, 6), masked).at[..., 4:, :3].set(0.5)
+
+    def run(sinks):
+        return packax.flash_attention(
+            query, query, query, packax.full(), bias=bias, sinks=sinks, return_lse=True
+        )
+
+    (out, lse), transpose = jax.vjp(run, sinks)
+    some = np.logaddexp(4.5 + np.log(3), sinks)  # 16 / sqrt(16) and the bias
+    wanted = np.where(np.arange(6) < 4, sinks[:, None], some[:, None])
+    np.testing.assert_allclose(lse[0], wanted, rtol=1e-6)
+    np.testing.assert_array_equal(out[0, :4], 0)
+    (gradient,) = transpose((jnp.zeros_like(out), jnp.ones_like(lse)))
+    np.testing.assert_allclose(gradient, np.exp(sinks[:, None] - wanted).sum(1), rtol=1e-6)
+
+
 @pytest.mark.exhaustive
 def test_with_sinks_and_dropout_on_rows_of_one_number():
     """A sink takes all of a row at -1e9, and nothing of one whose logits are larger still."""

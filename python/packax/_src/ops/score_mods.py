@@ -152,6 +152,12 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
     top, log = row_sums.apart(lse)
+    if top is not None:
+        # The sink may be the largest logit: relative to logits of -1e9 it would be rounded away.
+        attended, finite, sink = _sink_terms(None, log, jax.lax.stop_gradient(sinks))
+        larger = jnp.where(attended & finite, jnp.maximum(top, sink), top)
+        log = jnp.where(attended, log + jnp.where(attended, top - larger, 0), log)
+        top = larger
     attended, _, sink = _sink_terms(top, log, sinks)
     out, log = merged([(out, log), (None, jnp.where(attended, sink, log))])
     return out, row_sums.together(top, log)
