@@ -2,7 +2,7 @@
 
     python .ci/check_columns.py          from anywhere in the repository; lists the lines, exits 1
 
-What programs write is left out, and so is a line that is one word (a link).
+Files that programs write and lines that are one word (links) are not checked.
 """
 
 from __future__ import annotations

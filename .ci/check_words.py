@@ -1,14 +1,17 @@
-"""Finds words and phrases in the documentation that make a native speaker read a sentence twice.
+"""Finds words and phrases in prose that make a native speaker read a sentence twice.
 
     python .ci/check_words.py          from anywhere in the repository; lists them, exits 1
 
-Code blocks, text in backticks and the targets of links are not checked.
+Pages, and the docstrings and comments of Python files, are checked. Code blocks, text in backticks
+and the targets of links are not.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 
 from check_columns import tracked_texts
@@ -27,6 +30,9 @@ INSTEAD = {  # a regular expression, and what to write
     r"of (?:its|their) own": "dedicated, separate",
     r"what is not there": "what is absent",
     r"(?:is|are) of all": "say over what it is computed",
+    r"attends? (?:the|no|nothing|all|any|each|every|keys?)": "attends to",
+    r"and so (?:do|does|did|is|are|has|have)": "as do, or a second sentence",
+    r"neither (?:do|does|did|is|are|has|have)": "no other, or a second sentence",
 }
 PATTERNS = [
     (re.compile(rf"\b(?:{words.replace(' ', ' +')})\b", re.IGNORECASE), good)
@@ -35,10 +41,26 @@ PATTERNS = [
 NOT_PROSE = re.compile(r"^```.*?^```$|`[^`]*`|\]\([^)\s]*\)", re.MULTILINE | re.DOTALL)
 
 
+FOLDERS_OF_PYTHON = ("python/", "examples/", "benchmarks/", ".ci/")
+
+
 def checked(names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        if name.endswith(".md") and not name.startswith("third_party/"):
+        page = name.endswith(".md") and not name.startswith("third_party/")
+        if page or (name.endswith(".py") and name.startswith(FOLDERS_OF_PYTHON)):
             yield name
+
+
+def prose_of_python(source: str) -> str:
+    """Docstrings and comments on their lines, without doctests; code becomes spaces."""
+    prose = [[" "] * len(line) for line in source.splitlines()]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            for n, line in enumerate(token.string.splitlines(), token.start[0] - 1):
+                first = token.start[1] if n == token.start[0] - 1 else 0
+                if not re.match(r" *(?:>>>|\.\.\. )", line):
+                    prose[n][first : first + len(line)] = line
+    return "\n".join("".join(line).replace("#", " ") for line in prose)
 
 
 def stumbles(text: str) -> list[tuple[int, str, str]]:
@@ -52,7 +74,8 @@ def stumbles(text: str) -> list[tuple[int, str, str]]:
 def main() -> int:
     found = 0
     for name, text in tracked_texts(checked):
-        for line, bad, good in stumbles(text):
+        prose = prose_of_python(text) if name.endswith(".py") else text
+        for line, bad, good in stumbles(prose):
             print(f"{name}:{line}: {bad!r}; write: {good}")
             found += 1
     return 1 if found else 0

@@ -140,7 +140,7 @@ def context_parallelism() -> None:
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
 
     def run(query, key, value, ids):
-        rows, mask, plan = packax.context.context_parallel_inputs(
+        rows, mask, plan = packax.context.shard_batch(
             (query, key, value), expression(ids), sharding=sharding
         )
         return plan.unpermute(packax.flash_attention(*rows, mask))

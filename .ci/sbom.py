@@ -1,4 +1,4 @@
-"""What lies in the wheels of a release and what made them, as CycloneDX 1.5 JSON.
+"""What the wheels of a release contain and what made them, as CycloneDX 1.5 JSON.
 
     python .ci/sbom.py dist    writes dist/packax-VERSION.cdx.json
 

@@ -8,7 +8,7 @@ backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s for 
 a host, 50 GB/s per GPU for those from other hosts; 4.8 TB/s to order gathered keys. Gathers and
 reduce-scatters run one at a time, by the program's groups of heads. With "local", private rows are
 attended while shared keys are in flight: in the forward before the shared rows, in the backward
-half of the heads before and half after them (packax attends all of them before, if few keys are
+half of the heads before and half after them (packax attends to all of them before, if few keys are
 fetched). Beyond one host of eight GPUs "local" has two levels: what all hosts share crosses hosts
 once per GPU, and is then gathered inside; the other plans gather in one step, in which each GPU
 separately fetches what other hosts have. Efficiency is the time of the mean rank's attention

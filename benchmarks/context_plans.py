@@ -8,7 +8,7 @@ order, each into the fullest row that still has room; and from the lengths of th
 12 documents. For each plan: attended pairs of the most loaded rank over the mean ("area"), the same
 for the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
 "tiles"), all ranks' visited pairs over those of the row in order ("visited": the cost of cutting
-into chunks), and the keys that no row of a rank attends, which it would not need to fetch
+into chunks), and the keys that no row of a rank attends to, so that it need not fetch them
 ("unread").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
 
@@ -93,7 +93,7 @@ def visited(lo: np.ndarray, hi: np.ndarray, tile: int) -> float:
 
 
 def read(lo: np.ndarray, hi: np.ndarray, total: int) -> np.ndarray:
-    """Whether some row attends each key."""
+    """Whether some row attends to each key."""
     change = np.zeros(total + 1, np.int64)
     np.add.at(change, lo[lo < hi], 1)
     np.add.at(change, hi[lo < hi], -1)

@@ -57,7 +57,7 @@ def packax_function(
     """The attention with its mask, and the attended pairs of a head."""
     build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
     mask = build(case.expression(tables), q_len=case.seq, kv_len=case.seq)
-    area = float(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
+    area = float(np.sum(np.asarray(mask.kv_end, np.int64) - np.asarray(mask.kv_start, np.int64)))
     if case.tree is not None:
         area = float(case.tree.pairs())
     if case.selection is not None:

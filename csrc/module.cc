@@ -147,35 +147,36 @@ std::span<T> All(const Array<T, 1>& array) {
   return {array.data(), array.shape(0)};
 }
 
-void DealWays(const Array<const int32_t, 1>& lengths, const Array<const int32_t, 1>& areas,
-              const Array<const int32_t, 1>& light, const Array<const int32_t, 1>& weight,
-              int32_t most_tokens, int32_t most_area, int rounds, const Array<int32_t, 1>& end,
-              const Array<int32_t, 2>& held_tokens, const Array<int32_t, 2>& held_areas,
-              const Array<int32_t, 2>& owner) {
-  const size_t ways = end.shape(0);
+void DealAll(const Array<const int32_t, 1>& lengths, const Array<const int32_t, 1>& areas,
+             const Array<const int32_t, 1>& density, const Array<const int32_t, 1>& weight,
+             int32_t most_tokens, int32_t most_area, int rounds, const Array<int32_t, 1>& end,
+             const Array<int32_t, 2>& rank_tokens, const Array<int32_t, 2>& rank_areas,
+             const Array<int32_t, 2>& owner) {
+  const size_t strategies = end.shape(0);
   const size_t documents = lengths.shape(0);
-  const size_t ranks = held_tokens.shape(1);
-  if (areas.shape(0) != documents || light.shape(0) != documents || weight.shape(0) != ways ||
-      held_tokens.shape(0) != ways || held_areas.shape(0) != ways || held_areas.shape(1) != ranks ||
-      owner.shape(0) != ways || owner.shape(1) != documents) {
-    throw nb::value_error("deal: arrays of documents, ways and ranks do not go together");
+  const size_t ranks = rank_tokens.shape(1);
+  if (areas.shape(0) != documents || density.shape(0) != documents ||
+      weight.shape(0) != strategies || rank_tokens.shape(0) != strategies ||
+      rank_areas.shape(0) != strategies || rank_areas.shape(1) != ranks ||
+      owner.shape(0) != strategies || owner.shape(1) != documents) {
+    throw nb::value_error("deal: arrays of documents, strategies and ranks do not go together");
   }
-  for (size_t way = 0; way < ways; ++way) {
-    const int64_t most = end.data()[way] + int64_t{rounds} * static_cast<int64_t>(ranks);
-    if (end.data()[way] < 0 || rounds < 0 || std::cmp_greater(most, documents)) {
+  for (size_t k = 0; k < strategies; ++k) {
+    const int64_t most = end.data()[k] + int64_t{rounds} * static_cast<int64_t>(ranks);
+    if (end.data()[k] < 0 || rounds < 0 || std::cmp_greater(most, documents)) {
       throw nb::value_error("deal: each round needs a document for every rank");
     }
   }
   const Deal deal{.lengths = All(lengths),
                   .areas = All(areas),
-                  .light = All(light),
+                  .density = All(density),
                   .most_tokens = most_tokens,
                   .most_area = most_area,
                   .rounds = rounds};
-  for (size_t way = 0; way < ways; ++way) {
-    end.data()[way] = DealWay(
-        deal, end.data()[way], weight.data()[way],
-        {.tokens = Row(held_tokens, way), .areas = Row(held_areas, way), .owner = Row(owner, way)});
+  for (size_t k = 0; k < strategies; ++k) {
+    end.data()[k] = DealDocuments(
+        deal, end.data()[k], weight.data()[k],
+        {.tokens = Row(rank_tokens, k), .areas = Row(rank_areas, k), .owner = Row(owner, k)});
   }
 }
 
@@ -200,10 +201,10 @@ NB_MODULE(_ext, m) {
         "first use.");
   m.def("host_times", &packax::HostTimes,
         "Target name -> (calls, nanoseconds) spent in the execute stage.");
-  m.def("deal", &packax::DealWays, nb::arg("lengths"), nb::arg("areas"), nb::arg("light"),
+  m.def("deal", &packax::DealAll, nb::arg("lengths"), nb::arg("areas"), nb::arg("density"),
         nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
-        nb::arg("end").noconvert(), nb::arg("held_tokens").noconvert(),
-        nb::arg("held_areas").noconvert(), nb::arg("owner").noconvert(),
+        nb::arg("end").noconvert(), nb::arg("rank_tokens").noconvert(),
+        nb::arg("rank_areas").noconvert(), nb::arg("owner").noconvert(),
         "Assigns documents to ranks by many strategies (packax/_src/context/local_plan.py); "
         "changes the last four arrays in place.");
   m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");

@@ -2,11 +2,11 @@
 
     python examples/generate.py
 
-The model alternates layers that attend a window and layers that attend everything. One scan runs
-them all: in the prefill with a stack of two masks, in decoding with a first key for each row. Keys
-and values of the packed prompts are written into a dense cache, and into pages in arbitrary order;
-both give the same tokens. Finally, a full forward pass over prompts and answers gives the same
-logits at every token. Weights are random. Needs only packax; runs on a CPU or a GPU.
+The model alternates layers that attend to a window and layers that attend to everything. One scan
+runs them all: in the prefill with a stack of two masks, in decoding with a first key for each row.
+Keys and values of the packed prompts are written into a dense cache, and into pages in arbitrary
+order; both give the same tokens. Finally, a full forward pass over prompts and answers gives the
+same logits at every token. Weights are random. Needs only packax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = model.Config(
     vocabulary=64, layers=4, width=64, heads=4, kv_heads=2, head_dim=16, hidden=128
 )
 WINDOW, END, NEW, TEMPERATURE = 24, 0, 24, 0.8  # END stops a sequence
-LOCAL = jnp.array([1, 1, 0, 1])  # the kind of each layer: 1 attends the last WINDOW keys
+LOCAL = jnp.array([1, 1, 0, 1])  # the kind of each layer: 1 attends to the last WINDOW keys
 PAGE = 16
 
 

@@ -2,11 +2,11 @@
 
     python examples/grpo_tree.py
 
-As in GRPO (arXiv 2402.03300): the answers to a prompt have rewards, an answer's advantage is its
-reward minus the mean of its group, divided by their standard deviation, and the loss weights the
-log-probabilities of an answer's tokens by it. A tree stores the prompt once; documents store it
-once per answer. Loss and gradients are the same up to rounding. Needs only packax; runs on a CPU or
-a GPU.
+As in GRPO (arXiv 2402.03300), the answers to a prompt have rewards. An answer's advantage is its
+reward minus the mean reward of its group, divided by the standard deviation of the group. The loss
+multiplies the log-probabilities of an answer's tokens by this advantage. A tree stores the prompt
+once; documents store it once per answer. Loss and gradients are the same up to rounding. Needs only
+packax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def as_tree(prompts, answers, advantages) -> tuple[Batch, packax.masks.MaskExpre
             worth.append(np.full(len(piece), advantages[g, a - 1] if a else 0.0))
     groups, of_answer = np.concatenate(groups), np.concatenate(of_answer)
     expression = packax.causal() & packax.masks.shared_prefix(groups, of_answer)
-    positions = packax.masks.depth_positions(expression)
+    positions = packax.masks.tree_positions(expression)
     before = np.maximum(packax.masks.path_predecessors(expression), 0)
     made = np.concatenate(pieces), positions, before, np.concatenate(worth)
     return Batch(*(np.asarray(x)[None] for x in made)), expression

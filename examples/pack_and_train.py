@@ -33,7 +33,7 @@ def initialize(key):
 
 
 def loss(parameters, tokens, segment_ids, targets, weights):
-    # Row i attends the tokens of its document up to itself. One mask for all layers, both passes.
+    # Row i attends to the tokens of its document up to itself. All layers use one mask.
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     x = parameters["embedding"][tokens]
     for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""Pack documents into rows, and check that no document in a row attends another.
+"""Pack documents into rows, and check that no document in a row attends to another.
 
     python examples/pack_documents.py
 
@@ -67,7 +67,7 @@ def main() -> None:
     moved, segment_ids, plan = planned(batch, ranks=2)
     np.testing.assert_array_equal(plan.unpermute(moved.tokens), batch.tokens)
     assert segment_ids is batch.segment_ids
-    print(f"on two GPUs each fetches {plan.fetched} of the {length // 2} keys of the other")
+    print(f"with two GPUs, each fetches {plan.fetched} of the other's {length // 2} keys")
 
     # The row with the most documents, attended as a whole and document by document.
     row = int(np.argmax(rows.segment_ids.max(1)))

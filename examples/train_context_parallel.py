@@ -3,10 +3,10 @@
     python examples/train_context_parallel.py                      # all GPUs of this host
     python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
 
-In every step the plan for the documents is made on the device (with --plan local on the host,
-before the step), the batch is permuted by it, one mask is built and sharded like the query rows,
-and all layers use it. Parameters are sharded over the fsdp and tensor axes, rows of the batch over
-fsdp, the sequence over context. The first loss is compared with that of the same step on one
+In every step, a plan for the documents is made on the device (with --plan local, on the host before
+the step), and the batch is permuted by it. One mask is built and sharded like the query rows, and
+all layers use it. Parameters are sharded over the fsdp and tensor axes, rows of the batch over
+fsdp, and the sequence over context. The first loss is compared with that of the same step on one
 device. Needs packax, optax and tqdm.
 
 With several processes, on one or many hosts, each has its own --process-id:
@@ -15,7 +15,7 @@ With several processes, on one or many hosts, each has its own --process-id:
     python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 1
 
 or only `--distributed` under Slurm or mpirun, whose variables jax reads. Every process loads the
-rows that its devices hold (`packax.context.local_rows`).
+rows that its devices hold (`packax.context.process_rows`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None
     if sharding is None:
         mask = packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context.context_parallel_inputs(
+        batch, mask, _ = packax.context.shard_batch(
             batch, expression, sharding=sharding, kind=kind, plan=plan
         )
     return model.loss(
@@ -179,7 +179,7 @@ def main() -> int:
         )
 
     with jax.set_mesh(mesh):
-        mine = packax.context.local_rows(SHARDING, batch)
+        mine = packax.context.process_rows(SHARDING, batch)
         packax.context.check_same_rows(placed(first))
         if talks and jax.process_count() > 1:
             print(f"processes  {jax.process_count()}; this one feeds rows {mine.tolist()}")

@@ -3,10 +3,10 @@
     python examples/windows_and_global.py                    # all GPUs of this host
     python examples/windows_and_global.py --cpu --devices 4  # fake CPU devices
 
-Two layers with a window, then one that attends all keys, as in Gemma and gpt-oss. One plan serves
-both kinds. The layers are scanned in periods of three: which keys a layer fetches must be known
-when the program is traced. Loss and gradients are compared with those of one device, and it prints
-what each kind of layer fetches. Needs packax.
+Two layers with a window, then one that attends to all keys, as in Gemma and gpt-oss. One plan
+serves both kinds. The layers are scanned in periods of three: which keys a layer fetches must be
+known when the program is traced. The program prints what each kind of layer fetches, and compares
+loss and gradients with those of one device. Needs packax.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
         masks = masks_of(batch["segment_ids"], sharding=SHARDING, plan=plan)
         several = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(parameters, batch, plan))
     for kind, mask in masks.items():
-        print(f"{kind}: a rank fetches {mask.fetched} keys of others in each layer")
+        print(f"{kind}: a rank fetches {mask.fetched} keys from other ranks in each layer")
     pairs = zip(jax.tree.leaves(several), jax.tree.leaves(one_device), strict=True)
     error = max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
     print(f"{len(devices)} devices: loss and gradients equal one device's within {error:.1e}")

@@ -1,7 +1,7 @@
 """packax and its peers in JAX for attention.py, which times them one burst per request.
 
 All workers get the same inputs, through files, and the float32 reference here checks them all. In a
-process of its own, with another packax on its PYTHONPATH, this does the same for that.
+separate process, with another packax on its PYTHONPATH, this does the same for that.
 """
 
 from __future__ import annotations

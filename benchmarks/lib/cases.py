@@ -71,7 +71,7 @@ class Case:
         return {"ids": self.segment_ids()[0]}
 
     def scores(self, s: Any, h: Any, i: Any, j: Any, tables: Mapping[str, Any]) -> Any:
-        """The scores of rows i and keys j, -inf where a row does not attend a key."""
+        """The scores of rows i and keys j, -inf where a row does not attend to a key."""
         import jax.numpy as jnp  # the tuner has none
 
         same = tables["ids"][i] == tables["ids"][j]

@@ -86,7 +86,7 @@ class OptionCase:
         return {"ids": np.where(at % 1500 < 576, at // 1500, -1).astype(np.int32)}
 
     def allows(self, h: Any, i: Any, j: Any, tables: Tables) -> Any:
-        """Whether row i of query head h attends key j."""
+        """Whether row i of query head h attends to key j."""
         found, of = self.allowed(i, j, tables), self.selection
         if of is None:
             return found

@@ -39,7 +39,7 @@ class PackedTree:
         return found
 
     def pairs(self) -> int:
-        """Attended pairs of a head: a token attends its path."""
+        """Attended pairs of a head: a token attends to its path."""
         both = zip(self.depths(), self.lengths, strict=True)
         return sum(depth * own + own * (own + 1) // 2 for depth, own in both)
 

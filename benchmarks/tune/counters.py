@@ -28,7 +28,7 @@ from lib.cases import select
 from lib.exchange import torch_environment, unpacked
 from lib.output import arguments_of
 
-KERNELS = "sm90|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
+KERNELS = "sm90|backward_preprocess|backward_postprocess|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
     *("InstructionStats", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats"),

@@ -100,7 +100,7 @@ class Plan:
         self.without_sum = {
             title: work.launch(kernel, clear_dq=0)
             for title, (name, kernel) in candidates.items()
-            if name == "backward_prepare"
+            if name == "backward_preprocess"
         }
         self.twins = {
             name: work.launch(twin)

@@ -19,10 +19,10 @@ from lib.cases import Case
 
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared
-SM90_BACKWARD = ("backward_prepare", "backward_sm90", "backward_finish")
+SM90_BACKWARD = ("backward_preprocess", "backward_sm90", "backward_postprocess")
 MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys",
     "blocks_order")  # fmt: skip
-DETERMINISTIC = ("backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90")
+DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90")
 
 
 class Built:
@@ -103,17 +103,17 @@ class Work:
             "lse": floats((heads * rows,)), "delta": floats((heads * padded,)),
             "lse2": floats((heads * padded,)), "dq_sum": floats((heads * padded * qk,)),
             "lo": ints((padded,)), "hi": ints((padded,)), "counter": ints((1,)),
-            "q_lo": put(lo), "q_hi": put(np.arange(1, rows + 1, dtype=np.int32)),
+            "kv_start": put(lo), "kv_end": put(np.arange(1, rows + 1, dtype=np.int32)),
             "q_blocks": ints((5 * blocks,)), "kv_blocks": ints((4 * blocks,)),
             "q_order": ints((tiles,)), "q_order_192": ints((-(-rows // 192),)),
             "kv_order": ints((tiles,)),
-            "scale": qk**-0.5, "segment_check": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
+            "scale": qk**-0.5, "mask_mode": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
             "clear_dq": 1,
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
             "row_heads": heads,
         }  # fmt: skip
         # never read without a segment check or dlse
-        self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["q_lo"])
+        self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["kv_start"])
         self.given["dlse"] = self.given["lse"]
         self.ranges = dict.fromkeys(("lo", "hi", "segment_checked"))
         self.mask = self._mask_launches(mask_kernels)
@@ -161,7 +161,7 @@ class Work:
     def grid(self, kernel: Kernel) -> int:
         name, block = kernel.meta["kernel"], kernel.meta["block"]
         rows, heads, kv_heads = self.case.seq, self.case.heads, self.case.kv_heads
-        if name in ("backward_prepare", "backward_finish"):
+        if name in ("backward_preprocess", "backward_postprocess"):
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)

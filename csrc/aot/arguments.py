@@ -47,7 +47,7 @@ POINTERS = {
     **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
     **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
-    **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
+    **dict.fromkeys(("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
     **dict.fromkeys(("partial", "sums", "sinks", "key_scale", "value_scale"), "fp32"),

@@ -44,9 +44,9 @@ from tiles_sm90 import (
     LIKE_PLAIN,
     ONE_ASSEMBLER,
     SM90_TILES,
+    SPLIT_HEAD_DIM,
     TWO_ASSEMBLERS,
     UNDER_12_9,
-    WIDE,
 )
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
@@ -71,14 +71,14 @@ MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
     "blocks_order": ({"GROUP": 8, "STEP": 256}, 8, 4),
 }
 DELTA_ROWS = 64
-PREPARE_ROWS = 32
+PREPROCESS_ROWS = 32
 
 KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "forward": "portable.fwd",
     "forward_sm90": "sm90.fwd",
-    "backward_prepare": "sm90.bwd_prepost",
+    "backward_preprocess": "sm90.bwd_prepost",
     "backward_sm90": "sm90.bwd",
-    "backward_finish": "sm90.bwd_prepost",
+    "backward_postprocess": "sm90.bwd_prepost",
     "backward_dkdv_sm90": "sm90.bwd",
     "backward_dq_sm90": "sm90.bwd_dq",
     "forward_sm90_soft_cap": "sm90.fwd",
@@ -92,7 +92,7 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_sm90_block_lists": "sm90.bwd",
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
     "backward_sm80": "sm80.bwd",
-    "backward_finish_sm80": "sm80.bwd",
+    "backward_postprocess_sm80": "sm80.bwd",
     "backward_delta": "portable.bwd",
     "backward_dkdv": "portable.bwd",
     "backward_dq": "portable.bwd_dq",
@@ -186,7 +186,7 @@ class Variant:
         own = KERNELS[self.kernel]
         if self.kernel == "forward" and (self.arch.tiles, self.dim) in SM80_FORWARD:
             return "sm80.fwd"
-        return WIDE.get((self.kernel, self.dim), (own, 0))[0]
+        return SPLIT_HEAD_DIM.get((self.kernel, self.dim), (own, 0))[0]
 
     @property
     def spills(self) -> int:
@@ -381,13 +381,13 @@ def sm90(
     if assembler == "12.9":
         tile = tile | UNDER_12_9.get((kernel, dim), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
-    if kernel == "backward_finish":
+    if kernel == "backward_postprocess":
         del constants["V_DIM"]
     # rows of a program, but the keys of kernels that make dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
         "backward_sm90": 128,
-        "backward_dkdv_sm90": WIDE.get((kernel, dim), ("", 128))[1],
+        "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, dim), ("", 128))[1],
         "backward_dq_sm90": 128,
     }
     return Variant(
@@ -404,7 +404,7 @@ def sm90(
 
 
 # What the lowering and C++ look for where there are none of Hopper's.
-SM80_KERNELS = ("backward_prepare", "backward_sm80", "backward_finish_sm80")
+SM80_KERNELS = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
 
 
 def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
@@ -423,8 +423,12 @@ def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
         STAGES=stages,
         DQ_WARPS=dq_warps,
     )
-    yield variant("backward_finish_sm80", rows, warps, QK_DIM=dim, ROWS=rows, DQ_WARPS=dq_warps)
-    yield variant("backward_prepare", PREPARE_ROWS, 4, V_DIM=dim, QK_DIM=dim, ROWS=PREPARE_ROWS)
+    yield variant(
+        "backward_postprocess_sm80", rows, warps, QK_DIM=dim, ROWS=rows, DQ_WARPS=dq_warps
+    )
+    yield variant(
+        "backward_preprocess", PREPROCESS_ROWS, 4, V_DIM=dim, QK_DIM=dim, ROWS=PREPROCESS_ROWS
+    )
 
 
 def variants(

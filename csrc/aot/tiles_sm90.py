@@ -71,14 +71,14 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             (256, 256, 64, 2, 0),
         )
     },
-    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
+    "backward_preprocess": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_postprocess": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 SM90_TILES["backward_dkdv_sm90"] = {
     dim: SM90_TILES["backward_sm90"][dim] | {"DQ": 0, "SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
-SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in WIDE
+SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in SPLIT_HEAD_DIM
     dim: {
         "QK_CHUNK": 64,
         "CONSUMER_REGISTERS": 240,
@@ -118,7 +118,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
 # tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the fallback
 # kernels serve it.
-CAPPED = {
+SOFT_CAP = {
     f"{kernel}_soft_cap": kernel
     for kernel in (
         "forward_sm90",
@@ -129,20 +129,20 @@ CAPPED = {
 }
 SM90_TILES |= {
     capped: {dim: without_lse_by_mma(tile) for dim, tile in SM90_TILES[plain].items() if dim != 192}
-    for capped, plain in CAPPED.items()
+    for capped, plain in SOFT_CAP.items()
 }
 SM90_TILES["backward_dq_sm90_soft_cap"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
 # With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with
 # it have; all else takes the fallback kernels.
-BIASED = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
+ALIBI = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
 SM90_TILES |= {
     biased: {dim: without_lse_by_mma(SM90_TILES[plain][dim]) for dim in (64, 128)}
-    for biased, plain in BIASED.items()
+    for biased, plain in ALIBI.items()
 }
 # With a block mask: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
-MAPPED = {
+BLOCK_SPARSE = {
     f"{kernel}_block_lists": kernel
     for kernel in ("forward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 }
@@ -163,15 +163,15 @@ SM90_TILES |= {
 }
 # The same in shorter tiles, where there are too few of the others to keep a GPU busy
 # (csrc/launch/select.cc).
-FEW = {"forward_sm90_low_occupancy": "forward_sm90"}
+LOW_OCCUPANCY = {"forward_sm90_low_occupancy": "forward_sm90"}
 SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
 # Each -> the plain one, whose function and tensor maps it has.
-LIKE_PLAIN = CAPPED | BIASED | MAPPED | FEW
+LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | LOW_OCCUPANCY
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
-WIDE = {
+SPLIT_HEAD_DIM = {
     ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
     ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
     ("backward_dkdv_sm90_soft_cap", 256): ("sm90.bwd_dkdv_d256", 64),

@@ -29,19 +29,27 @@ enum Option : uint32_t {
   kRowStats = 64,  // row_max, or score_grads
 };
 
+// What segment-checked rows compare with keys; each compares what those before it do.
+enum MaskMode : int32_t {
+  kNoCheck,
+  kIds,
+  kUpperLimit,  // of positions
+  kBothLimits,
+};
+
 // For both passes of attention.
 struct AttentionOperands {
   TensorView query, key, value, out;
   const void* lse;
-  const void *q_lo, *q_hi;     // (mask_batch, q_len)
-  const void *q_ids, *kv_ids;  // read where segment_check >= 1
-  const void *q_pos, *kv_pos;  // read where segment_check >= 2; at 3 q_pos holds two limits
-  const void* q_blocks;        // (mask_batch, 5, ceil(q_len/64))
-  const void* q_order;         // (mask_batch, ceil(q_len/128))
-  const void* block_mask;      // (block_mask_batch, block_mask_heads, ceil(q_len/q_block), words)
-  const void* q_block_lists;   // (mask_batch, block_mask_heads, q_tiles, 2 + ceil(kv_len/64))
-  const void* scales;          // (scales_batch) float32
-  const void* slopes;          // (bias_batch, heads) float32
+  const void *kv_start, *kv_end;  // (mask_batch, q_len)
+  const void *q_ids, *kv_ids;     // read from kIds on
+  const void *q_pos, *kv_pos;     // read from kUpperLimit on; at kBothLimits q_pos has two limits
+  const void* q_blocks;           // (mask_batch, 5, ceil(q_len/64))
+  const void* q_order;            // (mask_batch, ceil(q_len/128))
+  const void* block_mask;     // (block_mask_batch, block_mask_heads, ceil(q_len/q_block), words)
+  const void* q_block_lists;  // (mask_batch, block_mask_heads, q_tiles, 2 + ceil(kv_len/64))
+  const void* scales;         // (scales_batch) float32
+  const void* slopes;         // (bias_batch, heads) float32
   const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
   const void* bias;                      // null where there is none
   const void* dropout_streams;           // (batch, heads, 4) uint32
@@ -50,7 +58,7 @@ struct AttentionOperands {
 
   float scale, soft_cap;   // soft_cap 0: none
   float inverse_keep = 1;  // 1 / the fraction of probabilities that is kept
-  int32_t segment_check;
+  int32_t mask_mode;
   int32_t bias_kind;          // 1: of the query's dtype, 2: of float32; 0: none
   int32_t bias_axes;          // bit 0: one per batch row, 1: one per head, 2: one per query row
   int32_t dropout_threshold;  // the bits of a uint32; 0: nothing is dropped
@@ -122,7 +130,7 @@ struct BackwardOperands : AttentionOperands {
 };
 
 struct DecodeOperands {
-  const void *query, *key, *value, *q_lo, *q_hi;
+  const void *query, *key, *value, *kv_start, *kv_end;
   const void *block_table, *sinks;      // not read if the cache is not paged, or without sinks
   const void *key_scale, *value_scale;  // (scale_rows, kv_heads) float32, for a cache in FP8
   const void *partial, *sums, *out, *lse;
@@ -158,7 +166,7 @@ struct DocumentsOperands : MaskOperands {
 };
 
 struct BlocksOperands : MaskOperands {
-  const void *q_lo, *q_hi, *segment_checked;
+  const void *kv_start, *kv_end, *segment_checked;
   const void *q_blocks, *kv_blocks, *q_order, *q_order_192, *kv_order;
 };
 

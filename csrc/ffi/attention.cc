@@ -25,7 +25,7 @@ ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
-  PACKAX_TRY(ExpectRank("q_lo", b.q_lo, 2, "(mask_batch, q_len)"));
+  PACKAX_TRY(ExpectRank("kv_start", b.kv_start, 2, "(mask_batch, q_len)"));
   PACKAX_TRY(ReadDtype(query, b.float32_products == 1, &o->dtype));
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &o->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &o->q_len));
@@ -44,7 +44,7 @@ ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
       << (o->heads == o->row_heads ? "query has " : "attribute heads is ") << o->heads
       << (o->heads == o->row_heads ? " heads" : "") << ", expected a multiple of the "
       << o->kv_heads << " heads of key and value";
-  PACKAX_TRY(ReadBatch("q_lo", b.q_lo, o->batch, &o->mask_batch));
+  PACKAX_TRY(ReadBatch("kv_start", b.kv_start, o->batch, &o->mask_batch));
   const Axis batch{"batch", o->batch}, kv_len{"kv_len", o->kv_len};
   const Axis kv_heads{"kv_heads", o->kv_heads};
   const ffi::DataType dtype = query.element_type();
@@ -60,25 +60,25 @@ ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
 ffi::Error ReadMask(const AttentionBuffers& b, AttentionOperands* o) {
   const Axis batch{"mask_batch", o->mask_batch};
   const Axis q_len{"q_len", o->q_len}, kv_len{"kv_len", o->kv_len};
-  PACKAX_TRY(ExpectAttribute("segment_check", b.segment_check, 3));
-  PACKAX_TRY(Expect("q_lo", b.q_lo, kS32, {batch, q_len}));
-  PACKAX_TRY(Expect("q_hi", b.q_hi, kS32, {batch, q_len}));
-  if (b.segment_check >= 1) {
+  PACKAX_TRY(ExpectAttribute("mask_mode", b.mask_mode, kBothLimits));
+  PACKAX_TRY(Expect("kv_start", b.kv_start, kS32, {batch, q_len}));
+  PACKAX_TRY(Expect("kv_end", b.kv_end, kS32, {batch, q_len}));
+  if (b.mask_mode >= kIds) {
     PACKAX_TRY(Expect("q_ids", b.q_ids, kS32, {batch, q_len}));
     PACKAX_TRY(Expect("kv_ids", b.kv_ids, kS32, {batch, kv_len}));
   }
-  if (b.segment_check == 3) {
+  if (b.mask_mode == kBothLimits) {
     PACKAX_TRY(Expect("q_pos", b.q_pos, kS32, {batch, {"limits", 2}, q_len}));
-  } else if (b.segment_check == 2) {
+  } else if (b.mask_mode == kUpperLimit) {
     PACKAX_TRY(Expect("q_pos", b.q_pos, kS32, {batch, q_len}));
   }
-  if (b.segment_check >= 2) PACKAX_TRY(Expect("kv_pos", b.kv_pos, kS32, {batch, kv_len}));
+  if (b.mask_mode >= kUpperLimit) PACKAX_TRY(Expect("kv_pos", b.kv_pos, kS32, {batch, kv_len}));
   PACKAX_TRY(Expect("q_blocks", b.q_blocks, kS32,
                     {batch, {"bounds", 5}, {"ceil(q_len/64)", CeilDiv(o->q_len, kBlock)}}));
   PACKAX_TRY(Expect("q_order", b.q_order, kS32, {batch, {"ceil(q_len/128)", o->q_tiles()}}));
-  o->segment_check = b.segment_check;
-  o->q_lo = b.q_lo.untyped_data();
-  o->q_hi = b.q_hi.untyped_data();
+  o->mask_mode = b.mask_mode;
+  o->kv_start = b.kv_start.untyped_data();
+  o->kv_end = b.kv_end.untyped_data();
   o->q_ids = b.q_ids.untyped_data();
   o->kv_ids = b.kv_ids.untyped_data();
   o->q_pos = b.q_pos.untyped_data();
@@ -248,11 +248,11 @@ ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o) {
                 {{"batch", o.batch}, {"heads", o.heads}, {"q_len", o.q_len}, {"numbers", 2}});
 }
 
-ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init,
                        const ffi::AnyBuffer& result) {
-  if (Absent(before)) return ffi::Error::Success();
-  PACKAX_CHECK(before.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
-      << name << "_before is at " << before.untyped_data() << " and " << name << " at "
+  if (Absent(init)) return ffi::Error::Success();
+  PACKAX_CHECK(init.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
+      << name << "_init is at " << init.untyped_data() << " and " << name << " at "
       << result.untyped_data() << ", expected one place for both";
   return ffi::Error::Success();
 }

@@ -11,12 +11,12 @@ namespace packax {
 // In the order of AttentionSignature.
 struct AttentionBuffers {
   ffi::AnyBuffer query, key, value;
-  ffi::AnyBuffer q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order;
+  ffi::AnyBuffer kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order;
   ffi::AnyBuffer block_mask, q_block_lists;
   ffi::AnyBuffer scales, slopes, q_bias_pos, kv_bias_pos, bias, dropout_streams, dropout_rows;
   float scale, soft_cap;
   int64_t dropout_threshold;
-  int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products;
+  int32_t mask_mode, q_block, kv_block, bias_of_indices, float32_products;
   int32_t first_head, heads;  // the query heads that the call computes; 0 and 0: all
 };
 
@@ -27,11 +27,11 @@ auto AttentionSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, row_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
-      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
-      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_start: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like kv_start
       .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo; (mask_batch, 2, q_len) at 3
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like kv_start; (mask_batch, 2, q_len) at 3
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
@@ -50,7 +50,7 @@ auto AttentionSignature(Binding&& binding) {
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int64_t>("dropout_threshold")
-      .template Attr<int32_t>("segment_check")
+      .template Attr<int32_t>("mask_mode")
       .template Attr<int32_t>("q_block")
       .template Attr<int32_t>("kv_block")
       .template Attr<int32_t>("bias_of_indices")
@@ -83,9 +83,9 @@ ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const Atte
 // lse: like that, or (batch, heads, q_len, 2).
 ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o);
 
-// For a call that computes some of the heads: `before` already holds the others, and `result` uses
+// For a call that computes some of the heads: `init` already holds the others, and `result` uses
 // its memory. Absent if there are no others yet, or if nothing is written.
-ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init,
                        const ffi::AnyBuffer& result);
 
 }  // namespace packax

@@ -10,7 +10,7 @@ namespace {
 
 // In the order of BackwardSignature.
 struct BackwardBuffers : AttentionBuffers {
-  ffi::AnyBuffer out, lse, dout, dlse, kv_blocks, kv_order, kv_block_lists, dq_before;
+  ffi::AnyBuffer out, lse, dout, dlse, kv_blocks, kv_order, kv_block_lists, dq_init;
   ffi::Result<ffi::AnyBuffer> dq, dk, dv, dbias, score_grads, workspace;
   std::string_view algorithm;
   int32_t needs_grad;
@@ -90,7 +90,7 @@ ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   o->needs_dkv = (b.needs_grad & 2) != 0;
   o->needs_dbias = !Absent(*b.dbias);
   if (o->needs_dq) PACKAX_TRY(ExpectRows("dq", *b.dq, *o, qk_dim));
-  PACKAX_TRY(CheckBefore("dq", b.dq_before, *b.dq));
+  PACKAX_TRY(CheckInit("dq", b.dq_init, *b.dq));
   if (o->needs_dkv || o->algorithm == Algorithm::kSm90Fused) {
     PACKAX_TRY(ExpectKeys("dk", *b.dk, *o, qk_dim));
     PACKAX_TRY(ExpectKeys("dv", *b.dv, *o, v_dim));
@@ -152,7 +152,7 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_block_lists: (mask_batch, heads of block_mask,
                                        //   ceil(kv_len/128), 2 + ceil(q_len/64)) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // dq_before: dq, of the same memory; or absent
+      .template Arg<ffi::AnyBuffer>()  // dq_init: dq, of the same memory; or absent
       .template Ret<ffi::AnyBuffer>()  // dq: like query; absent where nothing writes it
       .template Ret<ffi::AnyBuffer>()  // dk: like key; absent where nothing writes it
       .template Ret<ffi::AnyBuffer>()  // dv: like value; absent where nothing writes it

@@ -14,7 +14,7 @@ constexpr int64_t kMaxRows = 16;  // new rows of a sequence
 
 // In the order of DecodeSignature.
 struct DecodeBuffers {
-  ffi::AnyBuffer query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, sinks;
+  ffi::AnyBuffer query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, sinks;
   ffi::Result<ffi::AnyBuffer> out, lse, partial, sums;
   float scale, soft_cap;
   int32_t float32_products;
@@ -76,8 +76,8 @@ ffi::Error ReadRest(DecodeBuffers& b, DecodeOperands* o) {
   const Axis batch{"batch", o->batch}, q_len{"q_len", o->q_len}, heads{"heads", o->heads};
   const Axis v_dim{"v_dim", o->v_dim};
   const ffi::DataType f32 = ffi::DataType::F32;
-  PACKAX_TRY(Expect("q_lo", b.q_lo, ffi::DataType::S32, {batch, q_len}));
-  PACKAX_TRY(Expect("q_hi", b.q_hi, ffi::DataType::S32, {batch, q_len}));
+  PACKAX_TRY(Expect("kv_start", b.kv_start, ffi::DataType::S32, {batch, q_len}));
+  PACKAX_TRY(Expect("kv_end", b.kv_end, ffi::DataType::S32, {batch, q_len}));
   o->has_sinks = Absent(b.sinks) ? 0 : 1;
   o->sink_batch = 1;
   if (o->has_sinks != 0) {
@@ -124,8 +124,8 @@ ffi::Error CheckDecode(Stream stream, DecodeBuffers b) {
   o.query = b.query.untyped_data();
   o.key = b.key.untyped_data();
   o.value = b.value.untyped_data();
-  o.q_lo = b.q_lo.untyped_data();
-  o.q_hi = b.q_hi.untyped_data();
+  o.kv_start = b.kv_start.untyped_data();
+  o.kv_end = b.kv_end.untyped_data();
   o.block_table = b.block_table.untyped_data();
   o.key_scale = b.key_scale.untyped_data();
   o.value_scale = b.value_scale.untyped_data();
@@ -148,8 +148,8 @@ auto DecodeSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim), or in pages
                                        //   (pages, page_size, kv_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // value: like key, with v_dim
-      .template Arg<ffi::AnyBuffer>()  // q_lo: (batch, q_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_start: (batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
       .template Arg<ffi::AnyBuffer>()  // block_table: (batch, table_width) int32; absent
                                        //   where the cache is not paged
       .template Arg<ffi::AnyBuffer>()  // key_scale: (1, batch or pages, kv_heads) float32; absent

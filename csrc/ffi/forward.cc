@@ -10,7 +10,7 @@ namespace {
 
 // In the order of ForwardSignature.
 struct ForwardBuffers : AttentionBuffers {
-  ffi::AnyBuffer q_order_192, out_before;
+  ffi::AnyBuffer q_order_192, out_init;
   ffi::Result<ffi::AnyBuffer> out, lse, row_max, counter;
 };
 
@@ -21,7 +21,7 @@ ffi::Error CheckForward(Stream stream, ForwardBuffers b) {
       Expect("q_order_192", b.q_order_192, ffi::DataType::S32,
              {{"mask_batch", o.mask_batch}, {"ceil(q_len/192)", CeilDiv(o.q_len, kTile192)}}));
   PACKAX_TRY(ExpectRows("out", *b.out, o, {"v_dim", o.v_dim}));
-  PACKAX_TRY(CheckBefore("out", b.out_before, *b.out));
+  PACKAX_TRY(CheckInit("out", b.out_init, *b.out));
   PACKAX_TRY(ExpectLse(*b.lse, o));
   o.row_stats = !Absent(*b.row_max);
   if (o.row_stats) PACKAX_TRY(ExpectSums("row_max", *b.row_max, o));
@@ -44,7 +44,7 @@ template <typename Binding>
 auto ForwardSignature(Binding&& binding) {
   return AttentionSignature(std::forward<Binding>(binding))
       .template Arg<ffi::AnyBuffer>()   // q_order_192: (mask_batch, ceil(q_len/192)) int32
-      .template Arg<ffi::AnyBuffer>()   // out_before: out, of the same memory; or absent
+      .template Arg<ffi::AnyBuffer>()   // out_init: out, of the same memory; or absent
       .template Ret<ffi::AnyBuffer>()   // out: (batch, q_len, row_heads, v_dim)
       .template Ret<ffi::AnyBuffer>()   // lse: (batch, heads, q_len) float32; with a bias or
                                         //   dropout (batch, heads, q_len, 2)

@@ -68,23 +68,24 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   return RunDocuments(stream, o);
 }
 
-ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+ffi::Error Blocks(Stream stream, ffi::AnyBuffer kv_start, ffi::AnyBuffer kv_end,
                   ffi::AnyBuffer segment_checked, ffi::Result<ffi::AnyBuffer> q_blocks,
                   ffi::Result<ffi::AnyBuffer> kv_blocks, ffi::Result<ffi::AnyBuffer> q_order,
                   ffi::Result<ffi::AnyBuffer> q_order_192, ffi::Result<ffi::AnyBuffer> kv_order,
                   int64_t kv_len) {
   BlocksOperands o = {};
-  PACKAX_TRY(ExpectRank("q_lo", q_lo, 2, "(mask_batch, q_len)"));
-  PACKAX_TRY(ToInt32("mask_batch (q_lo axis 0)", q_lo.dimensions()[0], 0, kMaxInt32, &o.batch));
-  PACKAX_TRY(ToInt32("q_len (q_lo axis 1)", q_lo.dimensions()[1], 1, kMaxLength, &o.q_len));
+  PACKAX_TRY(ExpectRank("kv_start", kv_start, 2, "(mask_batch, q_len)"));
+  PACKAX_TRY(
+      ToInt32("mask_batch (kv_start axis 0)", kv_start.dimensions()[0], 0, kMaxInt32, &o.batch));
+  PACKAX_TRY(ToInt32("q_len (kv_start axis 1)", kv_start.dimensions()[1], 1, kMaxLength, &o.q_len));
   PACKAX_TRY(ToInt32("attribute kv_len", kv_len, 1, kMaxLength, &o.kv_len));
 
   const int64_t q_count = CeilDiv(o.q_len, 64), kv_count = CeilDiv(o.kv_len, 64);
   const int64_t q_tiles = CeilDiv(o.q_len, 128), kv_tiles = CeilDiv(o.kv_len, 128);
   const Axis batch{"mask_batch", o.batch}, q{"q_len", o.q_len};
   const ffi::DataType s32 = ffi::DataType::S32;
-  PACKAX_TRY(Expect("q_lo", q_lo, s32, {batch, q}));
-  PACKAX_TRY(Expect("q_hi", q_hi, s32, {batch, q}));
+  PACKAX_TRY(Expect("kv_start", kv_start, s32, {batch, q}));
+  PACKAX_TRY(Expect("kv_end", kv_end, s32, {batch, q}));
   PACKAX_TRY(Expect("segment_checked", segment_checked, s32, {batch, q}));
   PACKAX_TRY(
       Expect("q_blocks", *q_blocks, s32, {batch, {"bounds", 5}, {"ceil(q_len/64)", q_count}}));
@@ -96,8 +97,8 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
   PACKAX_TRY(Expect("kv_order", *kv_order, s32, {batch, {"ceil(kv_len/128)", kv_tiles}}));
   if (o.batch == 0) return ffi::Error::Success();
 
-  o.q_lo = q_lo.untyped_data();
-  o.q_hi = q_hi.untyped_data();
+  o.kv_start = kv_start.untyped_data();
+  o.kv_end = kv_end.untyped_data();
   o.segment_checked = segment_checked.untyped_data();
   o.q_blocks = q_blocks->untyped_data();
   o.kv_blocks = kv_blocks->untyped_data();
@@ -124,9 +125,9 @@ auto DocumentsSignature(Binding&& binding) {
 template <typename Binding>
 auto BlocksSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
-      .template Arg<ffi::AnyBuffer>()  // segment_checked: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_start: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
+      .template Arg<ffi::AnyBuffer>()  // segment_checked: like kv_start
       .template Ret<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32

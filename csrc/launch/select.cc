@@ -246,17 +246,17 @@ Grid BiasTiles(const B& o, int64_t block) {
 
 // One kernel for all gradients. It sums dQ in float32 in any order; dK and dV do not depend on
 // that.
-template <typename Gradients, typename Finish = BackwardFinishArgs>
+template <typename Gradients, typename Postprocess = BackwardPostprocessArgs>
 constexpr Steps<B> Fused() {
-  return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
-          Use<Finish, B>(PaddedRows, NeedsDq)};
+  return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
+          Use<Postprocess, B>(PaddedRows, NeedsDq)};
 }
 
 // One kernel for dK and dV and one for dQ, without sums in memory: deterministic, and only the
 // gradients that are needed. Also used if there is no kernel for all gradients.
 template <typename Dkdv, typename Dq>
 constexpr Steps<B> Separate() {
-  return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
+  return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
           Use<Dq, B>(Rows, NeedsDq, &B::counter)};
 }
 
@@ -291,7 +291,7 @@ constexpr Row<B> kBackward[] = {
     {OnSm90<0, kSeparate>, Gpus::kSome, Dims::kExact,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
     {[](const B& o, const Device& d) { return o.needs_dkv && OnSm90<0, kFused>(o, d); },
-     Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardFinishSm80Args>(), true},
+     Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardPostprocessSm80Args>(), true},
     {[](const B& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      Portable<BackwardDeltaArgs, BackwardDkdvArgs, BackwardDqArgs>()},
     {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,

@@ -12,19 +12,19 @@ constexpr int64_t kFull = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
-int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way) {
-  const int ranks = static_cast<int>(way.tokens.size());
+int32_t DealDocuments(const Deal& deal, int32_t begin, int32_t weight, Strategy strategy) {
+  const int ranks = static_cast<int>(strategy.tokens.size());
   const int32_t last = static_cast<int32_t>(deal.lengths.size()) - 1;
   std::vector<int64_t> load(ranks);
   std::vector<int> turns(ranks);
   int32_t end = begin;
   for (int round = 0; round < deal.rounds; ++round) {
     const int32_t first = std::min(end, last);
-    const int64_t per_token = weight - deal.light[first];
+    const int64_t per_token = weight - deal.density[first];
     for (int rank = 0; rank < ranks; ++rank) {
-      const bool fits = way.tokens[rank] + deal.lengths[first] <= deal.most_tokens &&
-                        way.areas[rank] + deal.areas[first] <= deal.most_area;
-      load[rank] = fits ? way.areas[rank] + per_token * way.tokens[rank] : kFull;
+      const bool fits = strategy.tokens[rank] + deal.lengths[first] <= deal.most_tokens &&
+                        strategy.areas[rank] + deal.areas[first] <= deal.most_area;
+      load[rank] = fits ? strategy.areas[rank] + per_token * strategy.tokens[rank] : kFull;
     }
     std::iota(turns.begin(), turns.end(), 0);
     std::ranges::stable_sort(turns, {}, [&](int rank) { return load[rank]; });
@@ -38,11 +38,11 @@ int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way) {
       const int64_t length = deal.lengths[document];
       const int64_t area = deal.areas[document];
       least = std::min(least, load[rank] + area + per_token * length);
-      way.tokens[rank] += deal.lengths[document];
-      way.areas[rank] += deal.areas[document];
-      way.owner[end + taken] = rank;
+      strategy.tokens[rank] += deal.lengths[document];
+      strategy.areas[rank] += deal.areas[document];
+      strategy.owner[end + taken] = rank;
     }
-    if (taken == 0) way.owner[end] = -1;  // fits nowhere: it is split
+    if (taken == 0) strategy.owner[end] = -1;  // fits nowhere: it is split
     end += std::max(taken, 1);
   }
   return end;

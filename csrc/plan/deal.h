@@ -14,14 +14,14 @@ namespace packax {
 struct Deal {
   std::span<const int32_t> lengths;
   std::span<const int32_t> areas;
-  std::span<const int32_t> light;  // the mean area of a token in the documents after each
-  int32_t most_tokens;             // per rank
+  std::span<const int32_t> density;  // the mean area of a token from each document on
+  int32_t most_tokens;               // per rank
   int32_t most_area;
   int rounds;
 };
 
-// One strategy: what ranks hold, changed in place, and the rank of each document.
-struct Way {
+// One strategy: the tokens and areas of ranks, changed in place, and the rank of each document.
+struct Strategy {
   std::span<int32_t> tokens;
   std::span<int32_t> areas;
   std::span<int32_t> owner;  // as long as `lengths`
@@ -29,6 +29,6 @@ struct Way {
 
 // Deals from document `begin` on; each token adds `weight` to its area. Returns how many documents
 // have then been dealt with. In every round `owner` must have room for a document of each rank.
-int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way);
+int32_t DealDocuments(const Deal& deal, int32_t begin, int32_t weight, Strategy strategy);
 
 }  // namespace packax

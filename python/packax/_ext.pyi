@@ -71,15 +71,15 @@ def reset_host_times() -> None:
 def deal(
     lengths: NDArray[np.int32],
     areas: NDArray[np.int32],
-    light: NDArray[np.int32],
+    density: NDArray[np.int32],
     weight: NDArray[np.int32],
     most_tokens: int,
     most_area: int,
     rounds: int,
     end: NDArray[np.int32],
-    held_tokens: NDArray[np.int32],
-    held_areas: NDArray[np.int32],
+    rank_tokens: NDArray[np.int32],
+    rank_areas: NDArray[np.int32],
     owner: NDArray[np.int32],
 ) -> None:
-    """Documents (D,) dealt to ranks in K ways, as packax/_src/context/local_plan.py says; end
-    (K,), held_tokens, held_areas (K, ranks) and owner (K, D) are changed in place."""
+    """Documents (D,) dealt to ranks by K strategies, as packax/_src/context/local_plan.py says; end
+    (K,), rank_tokens, rank_areas (K, ranks) and owner (K, D) are changed in place."""

@@ -5,24 +5,24 @@ The names that most programs use are also in `packax`.
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.context.plan_check import check_plan, debug_checks
-from packax._src.context.processes import check_same_rows, local_rows
+from packax._src.context.processes import check_same_rows, process_rows
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks.planning import (
-    ContextParallelInputs,
-    context_parallel_inputs,
+    ShardedBatch,
     context_plan,
+    shard_batch,
 )
 from packax._src.masks.plot import plot_plan
 
 __all__ = [
     "AttentionSharding",
-    "ContextParallelInputs",
     "ContextPlan",
+    "ShardedBatch",
     "check_plan",
     "check_same_rows",
-    "context_parallel_inputs",
     "context_plan",
     "debug_checks",
-    "local_rows",
     "plot_plan",
+    "process_rows",
+    "shard_batch",
 ]

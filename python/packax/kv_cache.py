@@ -31,7 +31,7 @@ def write(
     Args:
         cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
         new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache. In a
-            float8_e4m3fn cache, numbers beyond its largest, 448, become the largest.
+            float8_e4m3fn cache, numbers beyond its largest, 448, are clipped to it.
         sequence_ids: (R, T) integers: the sequence of each token, which is a row of the cache or of
             block_table. A token with -1, or another number that is not a sequence, is not written.
         positions: (R, T) integers: the token's position in its sequence, from 0. Positions beyond
@@ -39,10 +39,10 @@ def write(
             written.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n], as in `decode_attention`.
-        scale: what the cache's numbers are to be multiplied by when they are read, for a cache in
-            float8_e4m3fn: new is divided by it. Shapes as those of key_scale and value_scale of
-            `decode_attention`, to which the same scale is passed. A scale stays as it is once
-            numbers were written with it. None: 1.
+        scale: for a cache in float8_e4m3fn, what its numbers are multiplied by when they are read;
+            new is divided by it. It has the shapes of key_scale and value_scale of
+            `decode_attention`; pass the same scale there. Do not change a scale after numbers were
+            written with it. None: 1.
 
     Returns:
         The cache, with the same shape and dtype.

@@ -12,7 +12,7 @@ from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_w
 from packax._src.masks.plot import plot_mask
 from packax._src.masks.spans import spans
 from packax._src.masks.stack import MaskStack, stack_masks
-from packax._src.masks.tree import depth_positions, path_predecessors, shared_prefix, tree
+from packax._src.masks.tree import path_predecessors, shared_prefix, tree, tree_positions
 
 __all__ = [
     "AttentionMask",
@@ -22,7 +22,6 @@ __all__ = [
     "causal",
     "chunked",
     "create_attention_mask",
-    "depth_positions",
     "documents",
     "full",
     "path_predecessors",
@@ -34,4 +33,5 @@ __all__ = [
     "spans",
     "stack_masks",
     "tree",
+    "tree_positions",
 ]

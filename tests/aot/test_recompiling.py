@@ -74,7 +74,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
         ("sm90.bwd_listed_producer", ["sm90.bwd"]),
-        ("sm90.bwd_prepost", ["backward_prepare", "backward_finish"]),
+        ("sm90.bwd_prepost", ["backward_preprocess", "backward_postprocess"]),
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.decode", DECODE),
         ("portable.fp8", DECODE),

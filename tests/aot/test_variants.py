@@ -23,7 +23,7 @@ def test_every_architecture_has_every_kernel() -> None:
         with_sm80 = {dim for kind, dim in table.SM80_BACKWARD if kind == arch.tiles}
         own = (own - set(table.SM80_KERNELS)) if with_sm80 else own | set(table.SM80_KERNELS)
         if arch.tiles == "hopper":
-            own.remove("backward_prepare")
+            own.remove("backward_preprocess")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
         shared = {*table.BIAS_TILES, *table.FP8_DECODE_TILES} if covered else set()
         shared |= {"decode_tall_fp8"} if arch.tiles != "hopper" else set()
@@ -195,7 +195,7 @@ def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
 
 def test_the_backward_kernels_of_sm90_come_together() -> None:
     """C++ takes all of a way or none, and the workspace is large where there is a backward_sm90."""
-    names = ("prepare", "sm90", "finish", "dkdv_sm90", "dq_sm90")
+    names = ("preprocess", "sm90", "postprocess", "dkdv_sm90", "dq_sm90")
     prepare, one, finish, keys, rows = (set(table.SM90_TILES[f"backward_{k}"]) for k in names)
     assert one == finish and keys == rows and prepare == one | keys
     names = ("forward", "backward", "backward_dkdv", "backward_dq")
@@ -213,7 +213,7 @@ def test_the_backward_kernels_of_sm90_come_together() -> None:
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
     """Else they are those without: C++ fills both in from one call, and one tile serves in their
     place."""
-    for capped, plain in tiles.CAPPED.items():
+    for capped, plain in tiles.SOFT_CAP.items():
         assert capped == f"{plain}_soft_cap" and table.KERNELS[capped] == table.KERNELS[plain]
         for source in {v.source for v in ALL if v.kernel == capped}:
             names = arguments_of(capped, source)
@@ -223,7 +223,7 @@ def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
 
 def test_kernels_with_a_bias_take_its_slopes() -> None:
     """Else they are those without."""
-    for biased, plain in tiles.BIASED.items():
+    for biased, plain in tiles.ALIBI.items():
         assert biased == f"{plain}_alibi" and table.KERNELS[biased] == table.KERNELS[plain]
         names = arguments_of(biased)
         assert names.pop(names.index("scale") - 1) == "slopes"
@@ -233,7 +233,7 @@ def test_kernels_with_a_bias_take_its_slopes() -> None:
 def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
     """C++ fills both in alike, and takes it where there are fewer tiles of 192 rows than
     multiprocessors."""
-    ((few, plain),) = tiles.FEW.items()
+    ((few, plain),) = tiles.LOW_OCCUPANCY.items()
     assert table.KERNELS[few] == table.KERNELS[plain] and arguments_of(few) == arguments_of(plain)
     rows = {v.block: v.qk_dim for v in ALL if v.kernel == few}
     assert rows == {128: 64}
@@ -244,7 +244,7 @@ def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
     """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64
     and 128."""
     numbers = ["block_mask_batch", "block_mask_heads", "q_block", "kv_block"]
-    for mapped, plain in tiles.MAPPED.items():
+    for mapped, plain in tiles.BLOCK_SPARSE.items():
         assert mapped == f"{plain}_block_lists" and table.KERNELS[mapped] == table.KERNELS[plain]
         lists = "kv_block_lists" if "dkdv" in mapped else "q_block_lists"
         names = [n for n in arguments_of(mapped) if not n.isupper()]
@@ -269,7 +269,7 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
             tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
             assert v.block in tiles, v.name
         # The backward's workspace has rows in whole blocks of 64.
-        if v.kernel in ("backward_prepare", "backward_finish"):
+        if v.kernel in ("backward_preprocess", "backward_postprocess"):
             assert 64 % v.block == 0, v.name
 
 
@@ -348,10 +348,10 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     assert list(kinds)[: len(pointers)] == pointers, "pointers come first"
 
 
-@pytest.mark.parametrize("kernel,dim", sorted(table.WIDE))
+@pytest.mark.parametrize("kernel,dim", sorted(table.SPLIT_HEAD_DIM))
 def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> None:
     """The same arguments in the same order: C++ has one struct for both. Constants are its own."""
-    source, block = table.WIDE[kernel, dim]
+    source, block = table.SPLIT_HEAD_DIM[kernel, dim]
     assert source != table.KERNELS[kernel]
     passed = [n for n in arguments_of(kernel) if not n.isupper()]
     assert [n for n in arguments_of(kernel, source) if not n.isupper()] == passed
@@ -362,7 +362,9 @@ def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> 
         taken = [n for n in arguments_of(kernel, v.source) if n.isupper()]
         assert sorted(taken) == sorted(n for n, _ in v.constants), v.name
     assert {max(v.qk_dim, v.v_dim) for v in built if v.source == source} >= {dim}
-    others = {v.source for v in built if (kernel, max(v.qk_dim, v.v_dim)) not in table.WIDE}
+    others = {
+        v.source for v in built if (kernel, max(v.qk_dim, v.v_dim)) not in table.SPLIT_HEAD_DIM
+    }
     assert others == {table.KERNELS[kernel]}
 
 

@@ -144,7 +144,7 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
     operands = Operands(query, key, key, **mask.operands("forward"))
-    q_blocks = lowering.one_row(AttentionSpec(segment_check=1), operands)["q_blocks"]
+    q_blocks = lowering.one_row(AttentionSpec(mask_mode=1), operands)["q_blocks"]
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
     rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
     np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))

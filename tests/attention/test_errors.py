@@ -317,7 +317,7 @@ def test_create_attention_mask(expression, lengths, texts):
 
 def test_a_mask_cannot_be_written():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        MASK.q_lo = None
+        MASK.kv_start = None
 
 
 @pytest.mark.filterwarnings("ignore:causal.* aligns row 0")

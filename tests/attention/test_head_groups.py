@@ -46,7 +46,7 @@ def of_keys(x, own):
 
 
 def some_forward(own, out, query, key, value, mask, spec=SPEC):
-    x = of_pass("forward", mask, query=query, key=key, value=value, before=out)
+    x = of_pass("forward", mask, query=query, key=key, value=value, init=out)
     return some_heads.forward(own, spec, x)
 
 
@@ -62,7 +62,7 @@ def grouped_forward(query, key, value, mask):
 def some_backward(own, dq, tensors, mask, spec=SPEC):
     names = ("query", "key", "value", "out", "lse", "dout", "dlse")
     named = dict(zip(names, tensors, strict=False))
-    return some_heads.backward(own, spec, of_pass("backward", mask, **named, before=dq))
+    return some_heads.backward(own, spec, of_pass("backward", mask, **named, init=dq))
 
 
 def grouped_backward(tensors, mask):

@@ -53,7 +53,7 @@ def test_forward():
         text_of(lambda *x: step(*x, MASK, scale=0.125), *abstract())
     )
     assert target == "packax_forward_v1"
-    assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "segment_check": "1 : i32"}
+    assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "mask_mode": "1 : i32"}
     mask = [*[ROWS] * 6, BLOCKS, ORDER]
     assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT]
     # No row_max; the last is the counter, a workspace.
@@ -68,7 +68,7 @@ def test_two_limits_of_positions():
         f"packax_{x}_v1" for x in ("documents", "blocks", "forward")
     ]
     (_, documents, rows, _), _, (_, forward, operands, _) = made
-    assert documents == {"compare_positions": "2 : i32"} and forward["segment_check"] == "3 : i32"
+    assert documents == {"compare_positions": "2 : i32"} and forward["mask_mode"] == "3 : i32"
     assert rows == [ROWS, ROWS, "2x2x300xi32", ROWS]
     assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
 
@@ -82,9 +82,9 @@ def options_of(function, *args):
         operands = by_name(call)
         backward = target == "packax_backward_v1"
         assert backward or target == "packax_forward_v1"
-        attributes.pop("segment_check"), attributes.pop("scale")
+        attributes.pop("mask_mode"), attributes.pop("scale")
         assert len(results) == (6 if backward else 4)
-        assert operands["before"] == ABSENT  # no heads of another call
+        assert operands["init"] == ABSENT  # no heads of another call
         assert operands["q_order"] == ORDER
         if backward:
             assert results.pop(3) == ABSENT  # dbias
@@ -197,10 +197,10 @@ def test_backward():
     (forward, backward) = calls(text)
     target, attributes, _, results = backward
     assert forward[0] == "packax_forward_v1" and target == "packax_backward_v1"
-    assert forward[1]["segment_check"] == "2 : i32"
+    assert forward[1]["mask_mode"] == "2 : i32"
     assert attributes == NO_OPTION | OF_BACKWARD | {
         "scale": "1.250000e-01 : f32",
-        "segment_check": "2 : i32",
+        "mask_mode": "2 : i32",
     }
     given = {name: x for name, x in by_name(backward).items() if x != ABSENT}
     assert given == {
@@ -234,7 +234,7 @@ def test_dlse_is_used_only_where_the_lse_was_asked_for():
 
 
 TENSORS = ["query", "key", "value"]
-RANGES = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"]
+RANGES = ["kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"]
 
 
 def test_the_order_of_mask_operands():
@@ -259,7 +259,7 @@ def test_missing_operands_are_the_row_starts():
     mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=500)
     text = text_of(step, *abstract(kv_len=500), mask)
     ((_, attributes, operands, _),) = calls(text)
-    assert attributes["segment_check"] == "0 : i32"
+    assert attributes["mask_mode"] == "0 : i32"
     assert operands[3:9] == ["1x300xi32"] * 6  # also in the places of the keys' ids and positions
     given = re.search(r"v1\((.*?)\)", text).group(1).split(", ")
     assert given[5:9] == [given[3]] * 4
@@ -284,7 +284,7 @@ def test_mask_targets(positions, compare):
 def test_workspace_of_documents_grows_with_the_tables():
     ids = jax.ShapeDtypeStruct((1, 3000), jnp.int32)
     documents = calls(
-        text_of(lambda x: packax.create_attention_mask(packax.documents(x)).q_lo, ids)
+        text_of(lambda x: packax.create_attention_mask(packax.documents(x)).kv_start, ids)
     )[0]
     assert documents[3][3] == f"1x{5 * 8192 + 3000 + 3}xi32"
 

@@ -184,7 +184,7 @@ def test_vmap_over_nothing():
         out = jax.vmap(call)(several)
         assert out.shape == (0, *jax.eval_shape(call, QUERY).shape) and out.dtype == QUERY.dtype
     packed = lambda ids: packax.create_attention_mask(packax.documents(ids))  # noqa: E731
-    assert jax.vmap(packed)(jnp.zeros((0, B, LENGTH), jnp.int32)).q_lo.shape == (0, B, LENGTH)
+    assert jax.vmap(packed)(jnp.zeros((0, B, LENGTH), jnp.int32)).kv_start.shape == (0, B, LENGTH)
 
     def gradients(query, key):
         attend = lambda *x: jnp.sum(packax.flash_attention(*x, VALUE, EXPRESSION))  # noqa: E731

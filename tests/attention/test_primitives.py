@@ -48,7 +48,7 @@ def test_shapes_of_blocks(q_len, kv_len, expected):
 def mask_shapes(batch=2, q_len=100, kv_len=200):
     rows, keys = ints(batch, q_len), ints(batch, kv_len)
     return {
-        **dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows),
+        **dict.fromkeys(("kv_start", "kv_end", "q_ids", "q_pos"), rows),
         **dict.fromkeys(("kv_ids", "kv_pos"), keys),
         "q_blocks": ints(batch, 5, 2),
         "kv_blocks": ints(batch, 4, 4),

@@ -139,7 +139,7 @@ def test_kernels_by_kind():
 from train_step import by_kind
 
 found = by_kind({
-    "forward_hopper": (8, 80.0), "backward_hopper": (4, 100.0), "backward_prepare": (4, 2.0),
+    "forward_hopper": (8, 80.0), "backward_hopper": (4, 100.0), "backward_preprocess": (4, 2.0),
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>": (8, 84.0),
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<...>>>": (4, 101.0),
     "nvjet_tst_256x128": (40, 300.0), "MemcpyD2D": (9, 5.0), "documents_rows": (1, 0.5),

@@ -94,9 +94,9 @@ for row in rows.rows:
         assert launch["grid"] == ({
             "forward": 8 * per_tile, "forward_sm90": 10, "backward_dq": 8 * per_tile,
             "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
-            "backward_prepare": 8 * padded // block, "backward_sm90": 2 * per_tile,
+            "backward_preprocess": 8 * padded // block, "backward_sm90": 2 * per_tile,
             "backward_dkdv_sm90": 2 * per_tile, "backward_dq_sm90": 10,
-            "backward_finish": 8 * padded // block}[row["kernel"]], 1, 1), launch
+            "backward_postprocess": 8 * padded // block}[row["kernel"]], 1, 1), launch
         for name, value in launch.items():
             kept = work.given.get(name)
             if isinstance(kept, cubin.Buffer):
@@ -140,7 +140,7 @@ assert report["wrong"] == [f"odd 128x128 {title}"], report["wrong"]  # and in no
 timed = {(row["kernel"], row["tile"]) for row in report["rows"]}
 assert ("backward_sm90", f"{bad['label']} {bad['assembler']}") not in timed
 assert ("backward_sm90", "table 13.4") in timed and ("backward", "table 13.4") in timed
-assert ("backward_prepare", "table 12.9") in timed  # beside which it ran
+assert ("backward_preprocess", "table 12.9") in timed  # beside which it ran
 assert report["rows"][0]["tile"] == "table 13.4"
 assert all(row["case"] == "small" for row in report["rows"])
 flops = {row["kernel"]: row["ms"] * row["tflops"] for row in report["rows"] if row["tflops"]}
@@ -181,16 +181,16 @@ for kernel, dims, change in (("forward_sm90", (64, 64), {"ROWS": 1}),
         candidates.variant(kernel, SM90, dims, change, "12.9")
     except LookupError as error:
         print(error)
-names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"],
-    ["backward_prepare:128:ROWS=128"])]
+names = [v.name for v in candidates.chosen("90a", ["backward_preprocess"], [DIMS], ["12.9", "13.4"],
+    ["backward_preprocess:128:ROWS=128"])]
 assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
 assert sum("backward_sm90" in name for name in names) == 2  # its pipeline, by both assemblers
 only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"],
     ["backward_sm90:128:LSE_BY_MMA=0"],
     listed=False)
 assert sorted(v.name.rpartition("sm90a")[2] + " " + v.kernel for v in only) == [
-    "__table backward_finish", "__table backward_prepare", "_cuda13__LSE_BY_MMA0 backward_sm90",
-    "_cuda13__table backward_sm90"]
+    "__table backward_postprocess", "__table backward_preprocess",
+    "_cuda13__LSE_BY_MMA0 backward_sm90", "_cuda13__table backward_sm90"]
 """,
     )
     assert "forward_sm90 has no constant ROWS: " in shown

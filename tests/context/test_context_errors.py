@@ -45,7 +45,7 @@ def plan(shards, length=512, batch=1):
 def test_the_good_calls_are_good():
     mask = build(sharding=GOOD, plan=plan(2))
     assert attend(mask=mask).shape == (2, 512, 4, 8)
-    assert build(packax.causal(), q_len=512, kv_len=512, sharding=GOOD).q_lo.shape == (1, 512)
+    assert build(packax.causal(), q_len=512, kv_len=512, sharding=GOOD).kv_start.shape == (1, 512)
 
 
 def test_a_bias_needs_places_where_the_sequence_is_cut():

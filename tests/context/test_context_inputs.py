@@ -51,7 +51,7 @@ def test_batch_and_mask_in_one_call(of_plan, kind):
 
     @jax.jit
     def run(batch):
-        (query, key, value, dout, dlse), mask, made = packax.context.context_parallel_inputs(
+        (query, key, value, dout, dlse), mask, made = packax.context.shard_batch(
             batch, expression_of(expression), sharding=SHARDING, kind=plan
         )
         assert made.kind == plan and mask.sharding == SHARDING
@@ -69,7 +69,7 @@ def test_batch_and_mask_in_one_call(of_plan, kind):
 
 def test_eager_arrays_of_numpy_are_placed():
     with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
-        batch, mask, plan = packax.context.context_parallel_inputs(
+        batch, mask, plan = packax.context.shard_batch(
             {"ids": IDS, "positions": POSITIONS}, EXPRESSION, sharding=SHARDING
         )
         np.testing.assert_array_equal(batch["ids"], mask.q_ids)
@@ -84,9 +84,7 @@ def test_a_mesh_of_one_rank(mesh):
     sharding = packax.AttentionSharding(SPEC, SPEC, mesh=made if mesh == "given" else None)
     x = np.arange(200).reshape(2, 100)
     with jax.set_mesh(made):
-        batch, mask, plan = packax.context.context_parallel_inputs(
-            x, packax.causal(), sharding=sharding
-        )
+        batch, mask, plan = packax.context.shard_batch(x, packax.causal(), sharding=sharding)
     np.testing.assert_array_equal(batch, x)
     assert mask.kv_plan is None and plan.ranks == 1
     np.testing.assert_array_equal(plan.unpermute(x), x)
@@ -99,11 +97,11 @@ def test_inside_a_shard_map_of_the_callers():
 
     def local(batch, ids):
         expression = packax.causal() & packax.documents(ids)
-        (query, key, value, dout, dlse), mask, _ = packax.context.context_parallel_inputs(
+        (query, key, value, dout, dlse), mask, _ = packax.context.shard_batch(
             batch, expression, sharding=sharding
         )
         with packax.context.debug_checks():
-            rows = packax.context.context_parallel_inputs(ids, expression, sharding=sharding).batch
+            rows = packax.context.shard_batch(ids, expression, sharding=sharding).batch
             packax.context.check_plan(mask, segment_ids=rows)
         return results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask)
 
@@ -133,7 +131,7 @@ def test_refused(batch, text):
         jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)),
         pytest.raises(ValueError, match=text),
     ):
-        packax.context.context_parallel_inputs(batch, EXPRESSION, sharding=SHARDING)
+        packax.context.shard_batch(batch, EXPRESSION, sharding=SHARDING)
 
 
 # --- A plan used by half.

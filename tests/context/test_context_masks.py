@@ -43,7 +43,7 @@ def test_numbers_in_expressions(kind):
                     plan=plan,
                 )
             )(expression)
-            for x, y in ((got.q_lo, mask.q_lo), (got.q_hi, mask.q_hi)):
+            for x, y in ((got.kv_start, mask.kv_start), (got.kv_end, mask.kv_end)):
                 y = plan.permute(jnp.broadcast_to(y, x.shape))
                 np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
@@ -58,14 +58,22 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     own = LENGTH // 4
     for rank in range(4):
         rows = slice(rank * own, (rank + 1) * own)
-        lo, hi = (np.asarray(x)[:, rows] for x in (mask.q_lo, mask.q_hi))
+        lo, hi = (np.asarray(x)[:, rows] for x in (mask.kv_start, mask.kv_end))
         alone = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=LENGTH)
-        for name in ("q_lo", "q_hi", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"):
+        for name in (
+            "kv_start",
+            "kv_end",
+            "q_blocks",
+            "kv_blocks",
+            "q_order",
+            "q_order_192",
+            "kv_order",
+        ):
             mine = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
             np.testing.assert_array_equal(mine, getattr(alone, name), err_msg=f"{name} of {rank}")
     in_order = packax.create_attention_mask(expression_of("one mask for all"))
-    in_order = np.broadcast_to(in_order.q_hi, (BATCH, LENGTH))
-    np.testing.assert_array_equal(plan.unpermute(mask.q_hi), in_order)
+    in_order = np.broadcast_to(in_order.kv_end, (BATCH, LENGTH))
+    np.testing.assert_array_equal(plan.unpermute(mask.kv_end), in_order)
 
 
 @pytest.mark.parametrize(

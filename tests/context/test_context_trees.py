@@ -99,7 +99,7 @@ def test_a_plan_balances_answers():
     """Of a prompt and answers the ranks get equal work, which zigzag's do not."""
     tree = trees.prompt_and_answers(8192, 16, 512)
     expression = packax.masks.tree(*tree) & packax.causal()
-    of_rows = packax.masks.depth_positions(expression) + 1
+    of_rows = packax.masks.tree_positions(expression) + 1
 
     def most(kind):
         plan = packax.context_plan(expression, ranks=4, kind=kind)

@@ -205,7 +205,7 @@ def test_a_mask_takes_the_layout_of_its_ids():
         ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding.query == P("data", "context")
-    assert mask.q_lo.sharding.spec == P("data", "context")
+    assert mask.kv_start.sharding.spec == P("data", "context")
 
 
 def test_axes_of_other_types_say_nothing():

@@ -48,7 +48,7 @@ def piece(mask, specs, rank, sizes):
 def attended(mask, plan):
     """Whether rows attend keys, in the order of the sequence, by the masks of the parts."""
     ranks = plan.ranks
-    batch, own = mask.q_lo.shape[0], plan.length // ranks
+    batch, own = mask.kv_start.shape[0], plan.length // ranks
     order = np.broadcast_to(plan.order, (batch, plan.length)).reshape(batch, ranks, own)
     found = np.zeros((batch, plan.length, plan.length), bool)
     specs = mask.sharding.mask_specs(mask)
@@ -92,7 +92,7 @@ def test_parts_are_the_expression(number, kind):
     check_local(plan, ids)
     mask = build(expression_of(kind), plan, ranks)
     expected = np.asarray(expression_of(kind).as_array(LENGTH, LENGTH))
-    expected = np.broadcast_to(expected, (len(mask.q_lo), LENGTH, LENGTH))
+    expected = np.broadcast_to(expected, (len(mask.kv_start), LENGTH, LENGTH))
     np.testing.assert_array_equal(attended(mask, plan), expected)
     of_rows = np.take_along_axis(expected, np.asarray(plan.order)[:, :, None], 1)
     np.testing.assert_array_equal(np.asarray(mask.as_array()), of_rows)
@@ -209,8 +209,8 @@ def test_what_a_plan_fetches():
 def test_a_mask_with_parts_under_vmap_and_in_words():
     mask = build(packax.causal() & packax.documents(ROWS), greedy(ROWS, 4), 4)
     axes = mask.vmap_axes()
-    assert axes.private_part.q_lo == axes.shared_parts[0].kv_plan == 0
+    assert axes.private_part.kv_start == axes.shared_parts[0].kv_plan == 0
     inside = jax.tree.map(lambda x: x[0], mask).with_batch()
     (of_row,), (shared,) = inside.shared_parts, mask.shared_parts
-    assert of_row.q_lo.shape == (1, shared.q_lo.shape[1])
+    assert of_row.kv_start.shape == (1, shared.kv_start.shape[1])
     assert f"{shared.kv_len} keys are attended by more than one rank" in repr(mask)

@@ -93,7 +93,7 @@ def test_inside_jit_the_error_says_what_to_do(keywords):
     sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
 
     def inputs(ids):
-        return packax.context.context_parallel_inputs(
+        return packax.context.shard_batch(
             ids, packax.documents(ids), sharding=sharding, kind="local", **keywords
         )
 
@@ -219,7 +219,7 @@ def test_inputs_take_the_plan():
     ids = np.stack([ids_of([70] * 28), ids_of([50] * 40)])
     with jax.set_mesh(mesh_of(4, axes=("x",))):
         tokens = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        batch, _, plan = packax.context.context_parallel_inputs(
+        batch, _, plan = packax.context.shard_batch(
             {"tokens": tokens},
             packax.causal() & packax.documents(ids),
             sharding=sharding,
@@ -239,13 +239,13 @@ def test_inputs_take_a_plan_that_was_made_before():
     @jax.jit
     def step(plan, ids):
         expression = packax.causal() & packax.documents(ids)
-        return packax.context.context_parallel_inputs(ids, expression, sharding=sharding, plan=plan)
+        return packax.context.shard_batch(ids, expression, sharding=sharding, plan=plan)
 
     with jax.set_mesh(mesh_of(4, axes=("x",))):
         moved, mask, same = step(plan, ids)
         for more in ({"kind": "local"}, {"chunk": 128}, {"shared": 0.5}):
             with pytest.raises(ValueError, match="plan defines the order of rows"):
-                packax.context.context_parallel_inputs(
+                packax.context.shard_batch(
                     ids, packax.documents(ids), sharding=sharding, plan=plan, **more
                 )
     np.testing.assert_array_equal(moved, plan.permute(ids))

@@ -179,7 +179,7 @@ def some_axes_mapped(mesh, function):
 def test_a_shard_map_over_some_axes_warns_of_the_others():
     mesh = mesh_of()
     args = shard(mesh, *tensors())
-    with pytest.warns(UserWarning, match="what is sharded over 'tensor' is gathered"):
+    with pytest.warns(UserWarning, match="arrays that are sharded over 'tensor' are gathered"):
         out = jax.jit(some_axes_mapped(mesh, CASES["documents"]))(*args)
     assert_equal(out, expected("documents", 2)[1])
 

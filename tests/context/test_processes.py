@@ -110,7 +110,7 @@ def test_equals_one_process(number, launcher, alone, tmp_path):
         first = 2 * (process // (number // 2))
         assert got["rows"].tolist() == [first, first + 1]
         refused = str(got["refused"])
-        assert re.search("processes 0 and 1 hold the same part.*local_rows", refused), refused
+        assert re.search("processes 0 and 1 hold the same part.*process_rows", refused), refused
 
 
 @pytest.mark.exhaustive
@@ -138,10 +138,10 @@ def test_rows_of_one_process():
     )
     spec = P("fsdp", "context")
     sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
-    assert packax.context.local_rows(sharding, 6).tolist() == list(range(6))
+    assert packax.context.process_rows(sharding, 6).tolist() == list(range(6))
     with pytest.raises(ValueError, match=r"batch, 5, must be a multiple of .*, 2"):
-        packax.context.local_rows(sharding, 5)
+        packax.context.process_rows(sharding, 5)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         bare = packax.AttentionSharding(query=spec, key_value=spec)
-        with pytest.raises(ValueError, match="local_rows needs a mesh of devices"):
-            packax.context.local_rows(bare, 6)
+        with pytest.raises(ValueError, match="process_rows needs a mesh of devices"):
+            packax.context.process_rows(bare, 6)

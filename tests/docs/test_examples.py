@@ -29,7 +29,7 @@ def test_pack_documents():
     assert re.search(r"rows of 1,024 tokens: [\d,]+ documents .*, \d\.\d % padding", shown)
     assert "No problem found" in shown
     assert shown.count("largest difference") == 3
-    fetched = re.search(r"each fetches (\d+) of the 512 keys of the other", shown)
+    fetched = re.search(r"each fetches (\d+) of the other's 512 keys", shown)
     assert int(fetched[1]) <= 512
 
 

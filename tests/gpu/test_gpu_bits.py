@@ -142,6 +142,6 @@ def test_mask_arrays_equal_the_xla_twins(length):
         got, expected = (
             function(*jax.device_put(arrays, device)) for device in (jax.devices()[0], cpu)
         )
-        assert next(iter(got.q_lo.devices())).platform == "gpu"
-        assert next(iter(expected.q_lo.devices())).platform == "cpu"
+        assert next(iter(got.kv_start.devices())).platform == "gpu"
+        assert next(iter(expected.kv_start.devices())).platform == "cpu"
         assert_identical(got, expected, f"{name} (rows are {list(patterns)}): ")

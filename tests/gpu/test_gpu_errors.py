@@ -18,7 +18,7 @@ def forward_call(**changes):
     """packax_forward_v1 past every Python check, one operand or attribute replaced."""
     x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
     mask = build(packax.causal() & packax.documents(IDS), x)
-    unread = dict.fromkeys(("q_pos", "kv_pos"), mask.q_lo)
+    unread = dict.fromkeys(("q_pos", "kv_pos"), mask.kv_start)
     operands = {"query": x.query, "key": x.key, "value": x.value} | unread
     operands |= mask.operands("forward")
     operands = {name: operands.get(name, jnp.zeros(0)) for name in call_names("forward")}
@@ -27,7 +27,7 @@ def forward_call(**changes):
         "scale": np.float32(0.1),
         "soft_cap": np.float32(0),
         "dropout_threshold": np.int64(0),
-        "segment_check": np.int32(1),
+        "mask_mode": np.int32(1),
         **dict.fromkeys(numbers, np.int32(0)),
     }
     for name, change in changes.items():
@@ -64,14 +64,14 @@ def test_the_unchanged_call_works():
             r"query is int32, expected bfloat16, float16 or float32",
         ),
         ({"key": lambda y: y.astype(jnp.float16)}, r"key is float16\[.*expected bfloat16"),
-        ({"q_lo": lambda y: y[:, :100]}, r"q_lo is int32\[2, 100\], expected .*q_len=200"),
-        ({"q_hi": lambda y: y.astype(jnp.float32)}, r"q_hi is float32.*expected int32"),
+        ({"kv_start": lambda y: y[:, :100]}, r"kv_start is int32\[2, 100\], expected .*q_len=200"),
+        ({"kv_end": lambda y: y.astype(jnp.float32)}, r"kv_end is float32.*expected int32"),
         ({"q_ids": lambda y: y[:, :7]}, r"q_ids is int32\[2, 7\]"),
         ({"kv_ids": lambda y: y[:, :7]}, r"kv_ids is int32\[2, 7\]"),
         ({"q_blocks": lambda y: y[:, :4]}, r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5"),
         ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
         ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
-        ({"segment_check": lambda _: np.int32(9)}, r"segment_check is 9, expected 0 to 3"),
+        ({"mask_mode": lambda _: np.int32(9)}, r"mask_mode is 9, expected 0 to 3"),
         ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
     ),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -32,7 +32,7 @@ def results(x, mask, groups, deterministic):
     """Of groups of heads, or, without any, of all at once by the plain primitives."""
     spec = AttentionSpec(
         scale=0.125,
-        segment_check=mask.segment_check,
+        mask_mode=mask.mask_mode,
         implementation="cuda",
         deterministic=deterministic,
         needs_grad=ALL,
@@ -44,7 +44,7 @@ def results(x, mask, groups, deterministic):
     out, lses = None, []
     for own in groups:
         keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
-        tensors = {"query": x.query, "key": keys, "value": values, "before": out}
+        tensors = {"query": x.query, "key": keys, "value": values, "init": out}
         out, lse = some_heads.forward(own, spec, of_pass("forward", operands, **tensors))
         lses.append(lse)
     lse = jnp.concatenate(lses, 1)
@@ -52,7 +52,7 @@ def results(x, mask, groups, deterministic):
     for own in groups:
         keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
         own_lse, own_dlse = (y[:, own.start : own.stop] for y in (lse, x.dlse))
-        tensors = {"query": x.query, "key": keys, "value": values, "before": dq}
+        tensors = {"query": x.query, "key": keys, "value": values, "init": dq}
         tensors |= {"out": out, "lse": own_lse, "dout": x.dout, "dlse": own_dlse}
         dq, *part = some_heads.backward(own, spec, of_pass("backward", operands, **tensors))
         parts.append(part)

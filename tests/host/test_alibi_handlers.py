@@ -16,7 +16,7 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 MAKE = {"forward": forward_alibi, "backward": backward_alibi}
-GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "mask_mode": ("int32", 1)}
 
 
 def machine_of(tmp_path, driver, qk_dim=None):
@@ -98,8 +98,8 @@ def test_the_algorithm_says_which_kernels(biased):
 @pytest.mark.parametrize("needs_grad", [1, 2])
 def test_one_kernel_writes_all_gradients(biased, needs_grad):
     call = backward_alibi(biased, needs_grad=needs_grad)
-    finish = ["backward_finish"] if needs_grad & 1 else []
-    assert kernels_of(biased, call) == ["backward_prepare", "backward_sm90_alibi", *finish]
+    finish = ["backward_postprocess"] if needs_grad & 1 else []
+    assert kernels_of(biased, call) == ["backward_preprocess", "backward_sm90_alibi", *finish]
 
 
 @pytest.mark.parametrize("direction", MAKE)

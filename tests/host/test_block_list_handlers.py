@@ -26,7 +26,7 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 MAKE = {"forward": forward_block_lists, "backward": backward_block_lists}
-GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "mask_mode": ("int32", 1)}
 # (rows, keys) of a block: all powers of two, up to the largest of 31 bits
 SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
 
@@ -80,7 +80,7 @@ def test_backward(mapped, s, of_blocks, needs_grad):
     call = call.change(**GIVEN)
     sections, _ = sm90_sections(mapped, s, call.results["workspace"].address)
     counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
-    grids = {"backward_prepare": lambda r: [rows // r]}
+    grids = {"backward_preprocess": lambda r: [rows // r]}
     if needs_grad & 2:
         keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
         grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys]
@@ -91,7 +91,7 @@ def test_backward(mapped, s, of_blocks, needs_grad):
     pointers = {name: array.address for name, array in sections.items()}
     arrays = {**call.operands, **call.results, **sections}
     values = {name: {**scalars, **pointers, **of_a_map(blocks)} for name in grids}
-    for kernel in grids.keys() - {"backward_prepare"}:
+    for kernel in grids.keys() - {"backward_preprocess"}:
         assert mapped.row(kernel, mapped.variant["cc"])["block"] == 128
         values[kernel] |= backward_maps(mapped, kernel, arrays)
     expect_launches(mapped, call, values, grids)
@@ -163,7 +163,7 @@ def test_the_algorithm_says_which_kernels(mapped, needs_grad):
 
     def kept(kernels):
         """Without those whose results are not needed."""
-        shared = ("backward_prepare", "backward_delta_fallback")
+        shared = ("backward_preprocess", "backward_delta_fallback")
         return [k for k in kernels if k in shared or needs_grad & (1 if "_dq_" in k else 2)]
 
     own, fallback = mapped.kernels("backward_block_lists"), KERNELS["backward_fallback"]

@@ -46,9 +46,9 @@ def test_the_same_as_python(monkeypatch: pytest.MonkeyPatch, ranks: int, number:
     ("name", "wrong"),
     [
         ("areas", np.zeros(3, np.int32)),
-        ("light", np.zeros(3, np.int32)),
+        ("density", np.zeros(3, np.int32)),
         ("weight", np.zeros(3, np.int32)),
-        ("held_areas", np.zeros((2, 3), np.int32)),
+        ("rank_areas", np.zeros((2, 3), np.int32)),
         ("owner", np.zeros((2, 3), np.int32)),
     ],
 )
@@ -76,18 +76,18 @@ def test_what_is_changed_in_place_is_not_copied() -> None:
 
 
 def arguments() -> dict[str, object]:
-    """8 documents, 2 ways, 4 ranks, 2 rounds."""
-    per_document, per_way, held = (np.ones(n, np.int32) for n in (8, 2, (2, 4)))
+    """8 documents, 2 strategies, 4 ranks, 2 rounds."""
+    per_document, per_strategy, held = (np.ones(n, np.int32) for n in (8, 2, (2, 4)))
     return {
         "lengths": per_document,
         "areas": per_document,
-        "light": per_document,
-        "weight": per_way,
+        "density": per_document,
+        "weight": per_strategy,
         "most_tokens": 9,
         "most_area": 9,
         "rounds": 2,
         "end": np.zeros(2, np.int32),
-        "held_tokens": held,
-        "held_areas": held.copy(),
+        "rank_tokens": held,
+        "rank_areas": held.copy(),
         "owner": np.zeros((2, 8), np.int32),
     }

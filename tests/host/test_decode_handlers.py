@@ -368,11 +368,15 @@ def refusals():
         {"key": Array("D", (0, 16, 2, "QK"))},
         "pages (key axis 0) is 0, expected 1 to 2147483647",
     )
-    yield {}, {"q_lo": Array(I32, (2, 3))}, "q_lo is int32[2, 3], expected int32[batch=2, q_len=2]"
     yield (
         {},
-        {"q_hi": Array(F32, (2, 2))},
-        "q_hi is float32[2, 2], expected int32[batch=2, q_len=2]",
+        {"kv_start": Array(I32, (2, 3))},
+        "kv_start is int32[2, 3], expected int32[batch=2, q_len=2]",
+    )
+    yield (
+        {},
+        {"kv_end": Array(F32, (2, 2))},
+        "kv_end is float32[2, 2], expected int32[batch=2, q_len=2]",
     )
     sinks = {"sink_batch": 2}
     yield (

@@ -20,7 +20,7 @@ pytestmark = [needs_extension, needs_compiler]
 
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(portable, s):
-    call = forward(portable, s, scale=0.0625, segment_check=1)
+    call = forward(portable, s, scale=0.0625, mask_mode=1)
     grids = {"forward": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]}
     expect_launches(portable, call, attention(s, 0.0625, 1), grids)
     assert portable.calls("cuTensorMapEncodeTiled") == 0
@@ -102,14 +102,14 @@ def test_empty_batch_launches_nothing(machine, name, mask_batch):
 
 
 @pytest.mark.parametrize(
-    ("segment_check", "unread"),
+    ("mask_mode", "unread"),
     [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ()), (3, ())],
 )
-def test_unread_operands_may_be_anything(machine, segment_check, unread):
-    """What a mask does not have arrives as q_lo once more."""
-    call = forward(machine, segment_check=segment_check)
-    call = call.change(**dict.fromkeys(unread, call.operands["q_lo"]))
+def test_unread_operands_may_be_anything(machine, mask_mode, unread):
+    """What a mask does not have arrives as kv_start once more."""
+    call = forward(machine, mask_mode=mask_mode)
+    call = call.change(**dict.fromkeys(unread, call.operands["kv_start"]))
     assert machine.run(call) is None
-    call = backward(machine, segment_check=segment_check, has_dlse=0)
-    call = call.change(**dict.fromkeys(unread, call.operands["q_lo"]))
+    call = backward(machine, mask_mode=mask_mode, has_dlse=0)
+    call = call.change(**dict.fromkeys(unread, call.operands["kv_start"]))
     assert machine.run(call) is None

@@ -134,12 +134,12 @@ def test_attributes(shared_machine, make, change, message):
 @pytest.mark.parametrize(("make", "result"), [(forward, "out"), (backward, "dq")])
 def test_other_heads_elsewhere(shared_machine, make, result):
     call = of_head_group(make(shared_machine, S), FIRST, ALL)
-    before = call.operands[f"{result}_before"]
-    call.operands[f"{result}_before"] = replace(before, address=0x7700)
+    init = call.operands[f"{result}_init"]
+    call.operands[f"{result}_init"] = replace(init, address=0x7700)
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
     assert failure.message == (
-        f"{call.target}: {result}_before is at 0x7700 and {result} at {before.address:#x}, "
+        f"{call.target}: {result}_init is at 0x7700 and {result} at {init.address:#x}, "
         "expected one place for both"
     )
 
@@ -149,11 +149,11 @@ def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
     call = of_head_group(
         backward(shared_machine, S, algorithm="sm90_separate", needs_grad=2), FIRST, ALL, begins=1
     )
-    assert call.results["dq"].shape == call.operands["dq_before"].shape == (0,)
-    call.operands["dq_before"] = replace(call.operands["dout"], address=call.results["dq"].address)
+    assert call.results["dq"].shape == call.operands["dq_init"].shape == (0,)
+    call.operands["dq_init"] = replace(call.operands["dout"], address=call.results["dq"].address)
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
-    assert failure.message.startswith(f"{call.target}: dq_before is at ")
+    assert failure.message.startswith(f"{call.target}: dq_init is at ")
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def refusals():
     )
     yield (
         forward,
-        {"q_lo": Array(I32, (300,))},
-        ("q_lo is int32[300], expected 2 axes (mask_batch, q_len)"),
+        {"kv_start": Array(I32, (300,))},
+        ("kv_start is int32[300], expected 2 axes (mask_batch, q_len)"),
     )
     yield (
         forward,
@@ -93,8 +93,8 @@ def refusals():
     )
     yield (
         forward,
-        {"q_lo": Array(I32, (3, 300))},
-        ("q_lo has 3 rows (axis 0), expected 1 or the batch, 2"),
+        {"kv_start": Array(I32, (3, 300))},
+        ("kv_start has 3 rows (axis 0), expected 1 or the batch, 2"),
     )
     yield (
         forward,
@@ -111,8 +111,8 @@ def refusals():
         {"value": Array("D", (2, 701, 2, "V"))},
         ("value is D[2, 701, 2, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]"),
     )
-    yield forward, {"segment_check": (I32, 4)}, "attribute segment_check is 4, expected 0 to 3"
-    yield forward, {"segment_check": (I32, -1)}, "attribute segment_check is -1, expected 0 to 3"
+    yield forward, {"mask_mode": (I32, 4)}, "attribute mask_mode is 4, expected 0 to 3"
+    yield forward, {"mask_mode": (I32, -1)}, "attribute mask_mode is -1, expected 0 to 3"
     yield (
         forward,
         {"scale": ("float32", float("nan"))},
@@ -130,13 +130,13 @@ def refusals():
     )
     rows = f"{I32}[mask_batch=2, q_len=300]"
     keys = f"{I32}[mask_batch=2, kv_len=700]"
-    yield forward, {"q_lo": Array(I32, (2, 299))}, f"q_lo is int32[2, 299], expected {rows}"
-    for name in ("q_hi", "q_ids", "q_pos"):
+    yield forward, {"kv_start": Array(I32, (2, 299))}, f"kv_start is int32[2, 299], expected {rows}"
+    for name in ("kv_end", "q_ids", "q_pos"):
         bad = Array(I32, (2, 301))
         yield forward, {name: bad}, f"{name} is int32[2, 301], expected {rows}"
     yield (  # one limit a row where two are read, and the other way round
         forward,
-        {"segment_check": (I32, 3)},
+        {"mask_mode": (I32, 3)},
         f"q_pos is int32[2, 300], expected {I32}[mask_batch=2, limits=2, q_len=300]",
     )
     yield (
@@ -150,7 +150,7 @@ def refusals():
     bad = Array(I32, (1, 700))  # read with ids alone, too
     yield (
         forward,
-        {"segment_check": (I32, 1), "kv_ids": bad},
+        {"mask_mode": (I32, 1), "kv_ids": bad},
         f"kv_ids is int32[1, 700], expected {keys}",
     )
     yield (
@@ -184,7 +184,7 @@ def refusals():
         {"key": Array("D", (2, 700, 4, "QK"))},
         ("query has 6 heads, expected a multiple of the 4 heads of key and value"),
     )
-    yield backward, {"q_hi": Array(I32, (2, 1))}, f"q_hi is int32[2, 1], expected {rows}"
+    yield backward, {"kv_end": Array(I32, (2, 1))}, f"kv_end is int32[2, 1], expected {rows}"
     yield (
         backward,
         {"kv_blocks": Array(I32, (2, 5, 11))},
@@ -296,23 +296,27 @@ def refusals():
         (f"workspace is int32[2, {words - 1}], expected int32[mask_batch=2, words={words}]"),
     )
 
-    yield blocks, {"q_lo": Array(I32, ())}, "q_lo is int32[], expected 2 axes (mask_batch, q_len)"
     yield (
         blocks,
-        {"q_lo": Array(I32, (-1, 300))},
-        ("mask_batch (q_lo axis 0) is -1, expected 0 to 2147483647"),
+        {"kv_start": Array(I32, ())},
+        "kv_start is int32[], expected 2 axes (mask_batch, q_len)",
     )
     yield (
         blocks,
-        {"q_lo": Array(I32, (2, long))},
-        (f"q_len (q_lo axis 1) is {long}, expected 1 to {at_most}"),
+        {"kv_start": Array(I32, (-1, 300))},
+        ("mask_batch (kv_start axis 0) is -1, expected 0 to 2147483647"),
+    )
+    yield (
+        blocks,
+        {"kv_start": Array(I32, (2, long))},
+        (f"q_len (kv_start axis 1) is {long}, expected 1 to {at_most}"),
     )
     yield (
         blocks,
         {"kv_len": ("int64", 1 << 40)},
         (f"attribute kv_len is {1 << 40}, expected 1 to {at_most}"),
     )
-    for name in ("q_lo", "q_hi", "segment_checked"):
+    for name in ("kv_start", "kv_end", "segment_checked"):
         bad = Array("bool", (2, 300))
         yield blocks, {name: bad}, f"{name} is bool[2, 300], expected {rows}"
     yield (

@@ -25,14 +25,14 @@ def sm80(tmp_path, driver):
 @pytest.mark.parametrize("has_dlse", [0, 1])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(sm80, s, has_dlse):
-    call = backward(sm80, s, scale=0.375, segment_check=1, has_dlse=has_dlse)
+    call = backward(sm80, s, scale=0.375, mask_mode=1, has_dlse=has_dlse)
     sections, end = sm90_sections(sm80, s, call.results["workspace"].address)
     assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
     rows = prod(sections["delta"].shape)
     grids = {
-        "backward_prepare": lambda r: [rows // r],
+        "backward_preprocess": lambda r: [rows // r],
         "backward_sm80": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
-        "backward_finish_sm80": lambda r: [rows // r],
+        "backward_postprocess_sm80": lambda r: [rows // r],
     }
     pointers = {name: array.address for name, array in sections.items()}
     values = {**attention(s, 0.375, 1, has_dlse), **pointers, "clear_dq": 1}

@@ -34,7 +34,7 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     kernel = machine.forward_of(s)
     row = machine.row(kernel, machine.variant["cc"])
     assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
-    call = forward(machine, s, scale=0.0625, segment_check=1)
+    call = forward(machine, s, scale=0.0625, mask_mode=1)
     order = {128: "q_order", 192: "q_order_192"}[row["block"]]
     more = {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]}
@@ -203,7 +203,7 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
-    call = backward(machine, s, scale=0.375, segment_check=1, has_dlse=has_dlse)
+    call = backward(machine, s, scale=0.375, mask_mode=1, has_dlse=has_dlse)
     workspace = call.results["workspace"]
     sections, end = sm90_sections(machine, s, workspace.address)
     assert end == workspace.address + 4 * workspace.shape[0]
@@ -213,9 +213,9 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
         assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
     rows = prod(sections["delta"].shape)
     grids = {
-        "backward_prepare": lambda r: [rows // r],
+        "backward_preprocess": lambda r: [rows // r],
         "backward_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
-        "backward_finish": lambda r: [rows // r],
+        "backward_postprocess": lambda r: [rows // r],
     }
     scalars = attention(s, 0.375, 1, has_dlse)
     pointers = {name: array.address for name, array in sections.items()}
@@ -238,7 +238,7 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
         tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
     )
     call = backward(
-        machine, s, scale=0.375, segment_check=3, algorithm="sm90_separate", needs_grad=needs_grad
+        machine, s, scale=0.375, mask_mode=3, algorithm="sm90_separate", needs_grad=needs_grad
     )
     workspace = call.results["workspace"]
     sections, _ = sm90_sections(machine, s, workspace.address)
@@ -247,7 +247,7 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     assert machine.row("backward_dkdv_sm90", machine.variant["cc"])["block"] == block
     rows = prod(sections["delta"].shape)
     grids = {
-        "backward_prepare": lambda r: [rows // r],
+        "backward_preprocess": lambda r: [rows // r],
         "backward_dkdv_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
         "backward_dq_sm90": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))],
     }
@@ -258,7 +258,7 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     pointers = {name: array.address for name, array in sections.items()}
     arrays = {**call.operands, **call.results, **sections}
     values = {name: {**scalars, **pointers} for name in grids}
-    for kernel in grids.keys() - {"backward_prepare"}:
+    for kernel in grids.keys() - {"backward_preprocess"}:
         values[kernel] |= backward_maps(machine, kernel, arrays)
     expect_launches(machine, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
@@ -337,8 +337,8 @@ def test_backward_of_some_on_sm90(sm90, needs_grad):
     call = backward(sm90, needs_grad=needs_grad)
     assert sm90.run(call) is None
     kernels = [launch["kernel"] for launch in sm90.launches()]
-    finish = ["backward_finish"] if needs_grad & 1 else []
-    assert kernels == ["backward_prepare", "backward_sm90", *finish]
+    finish = ["backward_postprocess"] if needs_grad & 1 else []
+    assert kernels == ["backward_preprocess", "backward_sm90", *finish]
     call.results["dk"] = Array("float16", (0,))
     failure = sm90.run(call)
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message

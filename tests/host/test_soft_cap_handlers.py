@@ -33,7 +33,7 @@ pytestmark = [needs_extension, needs_compiler]
 
 CAP = 50.0
 MAKE = {"forward": forward_soft_cap, "backward": backward_soft_cap}
-GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "mask_mode": ("int32", 1)}
 
 
 def machine_of(tmp_path, driver, qk_dim, names="forward_soft_cap"):
@@ -81,7 +81,7 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
     counter = sections["dq_sum"].address
     rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
     grids = {
-        "backward_prepare": lambda r: [rows // r],
+        "backward_preprocess": lambda r: [rows // r],
         "backward_dkdv_sm90_soft_cap": lambda n: [s.kv_heads * s.batch * tiles],
         "backward_dq_sm90_soft_cap": lambda m: [
             min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
@@ -94,7 +94,7 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
     pointers = {name: array.address for name, array in sections.items()}
     arrays = {**call.operands, **call.results, **sections}
     values = {name: {**scalars, **pointers} for name in grids}
-    for kernel in grids.keys() - {"backward_prepare"}:
+    for kernel in grids.keys() - {"backward_preprocess"}:
         values[kernel] |= backward_maps(machine, kernel, arrays)
     expect_launches(machine, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
@@ -199,8 +199,8 @@ def test_the_algorithm_says_which_kernels(capped):
 def test_one_kernel_writes_all_gradients(capped, needs_grad):
     """With the workspace of dQ's sum, dk and dv are there; only dq has a separate kernel."""
     call = backward_soft_cap(capped, needs_grad=needs_grad)
-    finish = ["backward_finish"] if needs_grad & 1 else []
-    assert kernels_of(capped, call) == ["backward_prepare", "backward_sm90_soft_cap", *finish]
+    finish = ["backward_postprocess"] if needs_grad & 1 else []
+    assert kernels_of(capped, call) == ["backward_preprocess", "backward_sm90_soft_cap", *finish]
     failure = capped.run(call.change(dk=Array("float16", (0,))))
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
 

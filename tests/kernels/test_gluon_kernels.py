@@ -51,7 +51,7 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "out": rows_of(out), "lse": lse,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
+        **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
         **p.masks("q_block_lists"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
@@ -98,7 +98,7 @@ def launch_keys(
 ) -> None:
     """A kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
-    file, keys = table.WIDE.get((kernel, max(dims)), ("sm90.bwd", 128))
+    file, keys = table.SPLIT_HEAD_DIM.get((kernel, max(dims)), ("sm90.bwd", 128))
     programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
     launch(file, table.FUNCTIONS[file], programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
@@ -168,7 +168,7 @@ def queries_alone(p: Problem) -> None:
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
+        **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
             "q_block_lists"),
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(),
         **constants(kernel, (p.qk_dim, p.v_dim), {}),

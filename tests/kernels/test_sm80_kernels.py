@@ -23,7 +23,7 @@ import table  # noqa: E402
 SOME = ("two rows", "ids that come back", "longer queries")
 FORWARD = [((128, 128), case) for case in MASKS]
 FORWARD += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, "one row")]
-ROWS = ("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
+ROWS = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
 
 
 def constants(kernel, kind, dims):
@@ -71,8 +71,8 @@ def test_backward(kind, dim, case):
         "dq_sum": stats.dq_sum, "dk": dk, "dv": dv,
         **p.masks(*ROWS[2:], "kv_blocks", "kv_order"), **sizes(p), **tile,
     }, p.seed)  # fmt: skip
-    tile, rows = constants("backward_finish_sm80", kind, (dim, dim))
-    launch("sm80.bwd", "backward_finish_sm80", stats.lse2.size // rows, {
+    tile, rows = constants("backward_postprocess_sm80", kind, (dim, dim))
+    launch("sm80.bwd", "backward_postprocess_sm80", stats.lse2.size // rows, {
         "dq_sum": stats.dq_sum, "dq": dq, "scale": p.scale, "q_len": p.q_len, "heads": p.heads,
         "row_heads": p.heads, **tile,
     }, p.seed)  # fmt: skip

@@ -1,8 +1,8 @@
 """Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no
 interpreter.
 
-Guards against a float of dQ that is where backward_finish does not look for it, and against a P
-or dS of another row or key than its score's.
+Guards against a float of dQ that is where backward_postprocess does not look for it, and against a
+P or dS of another row or key than its score's.
 """
 
 import re
@@ -66,7 +66,7 @@ def accumulator(thread, registers):
 
 
 def rows_of_sum(columns):
-    """Float by float, the (row, column) that backward_finish takes from there."""
+    """Float by float, the (row, column) that backward_postprocess takes from there."""
     shape, axes = bwd_prepost.sum_shape(columns), bwd_prepost.SUM_TO_ROWS.value
     place = np.arange(64 * columns).reshape([int(n) for n in getattr(shape, "value", shape)])
     place = place.transpose(axes).reshape(64, columns)

@@ -36,7 +36,7 @@ SEGMENT_CHECKED = {
 def test_cases(case):
     expression = case.expression()
     mask = packax.create_attention_mask(expression, q_len=case.q_len, kv_len=case.kv_len)
-    assert mask.q_lo.shape[0] in (1, case.batch)
+    assert mask.kv_start.shape[0] in (1, case.batch)
     check(mask, expression)
     assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == (case.name in SEGMENT_CHECKED)
 
@@ -59,8 +59,8 @@ def test_leaves_are_as_documented():
         and "len" not in name
         and name != "kv_plan"
     } == {
-        "q_lo": (2, 409),
-        "q_hi": (2, 409),
+        "kv_start": (2, 409),
+        "kv_end": (2, 409),
         "q_ids": (2, 409),
         "q_pos": (2, 409),
         "kv_ids": (2, 300),
@@ -76,15 +76,15 @@ def test_leaves_are_as_documented():
     }
     assert mask.block_size == (50, 8)
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(mask))
-    assert (mask.q_len, mask.kv_len, mask.segment_check) == (409, 300, 2)
+    assert (mask.q_len, mask.kv_len, mask.mask_mode) == (409, 300, 2)
 
 
 def test_what_is_not_needed_is_not_held():
     ids, positions = cases.ODD, cases.positions_of(cases.ODD)
     one = packax.create_attention_mask(packax.documents(ids, positions=positions))
-    assert one.segment_check == 1 and one.q_pos is None and one.kv_ids is None
+    assert one.mask_mode == 1 and one.q_pos is None and one.kv_ids is None
     none = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
-    assert none.segment_check == 0 and none.q_ids is None
+    assert none.mask_mode == 0 and none.q_ids is None
     # 16 bytes a token, and the summaries of blocks
     by_position = packax.create_attention_mask(
         packax.causal() & packax.documents(np.tile(ids, 20), positions=np.tile(positions, 20))
@@ -114,7 +114,7 @@ def test_is_a_pytree_that_crosses_jit_scan_and_remat():
     jax.tree.map(np.testing.assert_array_equal, eager, jitted)
 
     def body(mask, _):
-        return mask, jax.checkpoint(lambda m: m.q_hi.sum())(mask)
+        return mask, jax.checkpoint(lambda m: m.kv_end.sum())(mask)
 
     carried, _ = jax.jit(lambda m: jax.lax.scan(body, m, None, length=2))(eager)
     jax.tree.map(np.testing.assert_array_equal, eager, carried)

@@ -65,7 +65,7 @@ def test_text_of_trees_of_anything():
     mask = build("map")
     assert "2 x" not in repr(jax.eval_shape(lambda: mask))
     assert repr(jax.eval_shape(lambda: mask)) == repr(mask)
-    assert "q_lo=0" in repr(jax.tree.map(lambda x: 0, mask))
+    assert "kv_start=0" in repr(jax.tree.map(lambda x: 0, mask))
     assert "no batch axis" in repr(jax.tree.map(lambda x: x[0], mask))
 
 

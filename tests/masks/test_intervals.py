@@ -293,7 +293,7 @@ def test_a_kind_of_ones_own():
             "lengths is for 3 query rows, but q_len says 4"),
         (ValueError, two_batches, "lengths has batch size 3, but offset has 2"),
         (ValueError, lambda: POSITIONS & packax.causal(3),
-            "causal has an offset, joined with documents(..., positions=...)"),
+            "causal has an offset and is joined with documents(..., positions=...)"),
         (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS,
             "the positions include it"),
         (ValueError, lambda: packax.masks.spans(IDS) & packax.documents(IDS, kv_segment_ids=IDS),

@@ -45,5 +45,5 @@ def test_expressions_cross_jit_and_vmap():
     each, together = build(offsets, lengths, spans)
     for mask, whole, one in zip(each, together, expression(offsets, lengths, spans), strict=True):
         check(whole, one)
-        np.testing.assert_array_equal(mask.q_lo[:, 0], whole.q_lo)
-        np.testing.assert_array_equal(mask.q_hi[:, 0], whole.q_hi)
+        np.testing.assert_array_equal(mask.kv_start[:, 0], whole.kv_start)
+        np.testing.assert_array_equal(mask.kv_end[:, 0], whole.kv_end)

@@ -69,7 +69,7 @@ def test_a_mask_of_the_stack_attends_what_it_did(name):
         np.testing.assert_array_equal(got, np.broadcast_to(mask.as_array(), got.shape))
     if name != "ids":
         return
-    assert stack[0].segment_check == masks[0].segment_check  # nothing is added where nothing lacks
+    assert stack[0].mask_mode == masks[0].mask_mode  # nothing is added where nothing lacks
 
 
 @pytest.mark.parametrize(("name", "remat"), some([(n, r) for n in KINDS for r in (0, 1)], 3))

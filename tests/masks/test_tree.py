@@ -36,7 +36,7 @@ def test_definition(joined):
         assert isinstance(got, np.ndarray)
         np.testing.assert_array_equal(got, allowed)
         depth = trees.depths(trees.attended(tree))
-        of = packax.masks.depth_positions(packax.masks.tree(*tree))
+        of = packax.masks.tree_positions(packax.masks.tree(*tree))
         assert isinstance(of, np.ndarray) and of.dtype == np.int32
         np.testing.assert_array_equal(of, depth)
 
@@ -107,8 +107,8 @@ def test_shared_prefix(joined):
     traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
     np.testing.assert_array_equal(jax.jit(lambda: traced.as_array(16, 16)[0])(), wanted)
     depth = trees.depths(trees.attended(tree))
-    np.testing.assert_array_equal(packax.masks.depth_positions(of), depth)
-    assert packax.masks.depth_positions(traced).shape == (1, 16)
+    np.testing.assert_array_equal(packax.masks.tree_positions(of), depth)
+    assert packax.masks.tree_positions(traced).shape == (1, 16)
 
 
 @pytest.mark.exhaustive
@@ -126,7 +126,7 @@ def test_deep_and_wide():
         np.testing.assert_array_equal(got[0], trees.meaning(tree, joined))
     nothing = packax.masks.tree(np.zeros((2, 0), int), [-1])
     assert nothing.as_array(0, 0).shape == (2, 0, 0)
-    assert packax.create_attention_mask(nothing).q_lo.shape == (2, 0)
+    assert packax.create_attention_mask(nothing).kv_start.shape == (2, 0)
     assert packax.masks.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
 
 
@@ -219,7 +219,7 @@ def test_what_is_no_tree_and_is_not_known():
     def of(*tree):
         expression = packax.masks.tree(*tree)
         mask = packax.create_attention_mask(expression)
-        return mask.as_array(), expression.as_array(4, 4), packax.masks.depth_positions(expression)
+        return mask.as_array(), expression.as_array(4, 4), packax.masks.tree_positions(expression)
 
     attended, meant, depth = map(np.asarray, of(ids, parents))
     np.testing.assert_array_equal(attended, meant)
@@ -271,7 +271,7 @@ TREE = packax.masks.tree([0, 0, 1], [-1, 0])
         (lambda: TREE & packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
          "one tree"),
         (lambda: TREE | packax.causal(), NotImplementedError, r"`\|` cannot take tree\(...\)"),
-        (lambda: packax.masks.depth_positions(packax.causal()), ValueError,
+        (lambda: packax.masks.tree_positions(packax.causal()), ValueError,
          r"must contain tree\(...\) or shared_prefix\(...\), but is causal\(\)"),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_shared_prefixes():
 def test_it_goes_with_depth_positions():
     ids, parents = random_tree(np.random.default_rng(3))
     expression = packax.masks.tree(ids, parents)
-    depth, before = packax.masks.depth_positions(expression), path_predecessors(expression)
+    depth, before = packax.masks.tree_positions(expression), path_predecessors(expression)
     has = before >= 0
     np.testing.assert_array_equal(depth[before[has]], depth[has] - 1)
     assert (depth[~has] == 0).all()

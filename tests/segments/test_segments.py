@@ -216,7 +216,7 @@ segments.next_tokens(packed.tokens, packed.segment_ids)
 segments.cu_seqlens(segments.from_cu_seqlens(np.array([0, 2, 4])))
 segments.from_positions(packed.positions, packed.segment_ids >= 0)
 str(segments.check_packing(packed.segment_ids, packed.positions, packed.tokens))
-packax.masks.depth_positions(packax.masks.tree(np.array([0, 1]), np.array([-1, 0])))
+packax.masks.tree_positions(packax.masks.tree(np.array([0, 1]), np.array([-1, 0])))
 assert not xla_bridge._backends, xla_bridge._backends
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

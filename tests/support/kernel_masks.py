@@ -32,7 +32,7 @@ def mask_of(
 ) -> interpreter.Operands:
     """The operands that the handler would get, blocks from the kernels: this tests both stages."""
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
-    names = ("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
+    names = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
     ops = kernel_operands(mask)
     lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = (ops[name] for name in names)
     segment_checked = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
@@ -41,7 +41,7 @@ def mask_of(
         hi,
         segment_checked.astype(np.int32),
         kv_len,
-        mask.segment_check,
+        mask.mask_mode,
         (q_ids, kv_ids),
         (q_pos, kv_pos),
     )

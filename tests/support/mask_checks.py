@@ -6,14 +6,14 @@ import numpy as np
 def attended(mask, use_test=True):
     """The pairs that the arrays allow, as docs/internals/mask_format.md reads them."""
     index = np.arange(mask.kv_len)
-    lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
+    lo, hi = np.asarray(mask.kv_start)[..., None], np.asarray(mask.kv_end)[..., None]
     allowed = (lo <= index) & (index < hi)
-    if use_test and mask.segment_check >= 1:
+    if use_test and mask.mask_mode >= 1:
         kv_ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
         allowed &= np.asarray(mask.q_ids)[..., None] == np.asarray(kv_ids)[:, None]
-    if use_test and mask.segment_check >= 2:
+    if use_test and mask.mask_mode >= 2:
         limits = np.asarray(mask.q_pos)
-        upper, lower = (limits[:, 0], limits[:, 1]) if mask.segment_check == 3 else (limits, None)
+        upper, lower = (limits[:, 0], limits[:, 1]) if mask.mask_mode == 3 else (limits, None)
         kv_pos = np.asarray(mask.q_pos if mask.kv_pos is None else mask.kv_pos)[:, None]
         allowed &= upper[..., None] >= kv_pos
         if lower is not None:
@@ -23,19 +23,19 @@ def attended(mask, use_test=True):
 
 def check(mask, expression):
     dense = np.asarray(expression.as_array(mask.q_len, mask.kv_len))
-    dense = np.broadcast_to(dense, (mask.q_lo.shape[0], mask.q_len, mask.kv_len))
+    dense = np.broadcast_to(dense, (mask.kv_start.shape[0], mask.q_len, mask.kv_len))
     np.testing.assert_array_equal(attended(mask), dense)
     # Where no row of a block is segment_checked the ranges alone say it: kernels load no id there.
     segment_checked = (np.asarray(mask.q_blocks)[:, 4] & 1).repeat(64, axis=1)[:, : mask.q_len] != 0
     ranges_only = attended(mask, use_test=False)
     np.testing.assert_array_equal(ranges_only[~segment_checked], dense[~segment_checked])
-    empty = np.asarray(mask.q_lo) >= np.asarray(mask.q_hi)
-    assert not np.asarray(mask.q_lo)[empty].any() and not np.asarray(mask.q_hi)[empty].any()
+    empty = np.asarray(mask.kv_start) >= np.asarray(mask.kv_end)
+    assert not np.asarray(mask.kv_start)[empty].any() and not np.asarray(mask.kv_end)[empty].any()
 
 
 def kernel_operands(mask):
     """A mask's arrays by name, with others in place of ids and positions that it does not have, as
     kernels get them."""
-    unread = dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), mask.q_lo)
+    unread = dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), mask.kv_start)
     there = unread | mask.operands("forward") | mask.operands("backward")
     return {name: np.array(x) for name, x in there.items()}

@@ -7,7 +7,7 @@ from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import primitives
 
 ALL = ("query", "key", "value")
-SPEC = AttentionSpec(scale=0.3, segment_check=2, needs_grad=ALL)
+SPEC = AttentionSpec(scale=0.3, mask_mode=2, needs_grad=ALL)
 
 
 def forward(query, key, value, mask, spec=SPEC):

@@ -46,9 +46,7 @@ def loss(weights, batch, sharding=None):
     if sharding is None:
         mask = packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context.context_parallel_inputs(
-            batch, expression, sharding=sharding
-        )
+        batch, mask, _ = packax.context.shard_batch(batch, expression, sharding=sharding)
     x = batch["x"]
     query = (x @ weights["query"]).reshape(*x.shape[:2], HEADS, DIM)
     both = (x @ weights["key_value"]).reshape(*x.shape[:2], KV_HEADS, 2 * DIM)
@@ -73,7 +71,7 @@ def main(out: str) -> None:
         }
 
     with jax.set_mesh(mesh):
-        rows = packax.context.local_rows(SHARDING, BATCH)
+        rows = packax.context.process_rows(SHARDING, BATCH)
         mine = fed(rows)
         packax.context.check_same_rows(mine)
         placed = {

@@ -104,7 +104,7 @@ def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
 
     Of a partial block the row ranges, and the test where a flag asks for it; of a full one all.
     """
-    lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
+    lo, hi = np.asarray(mask.kv_start)[..., None], np.asarray(mask.kv_end)[..., None]
     q_ids, q_pos, kv_pos = (np.asarray(x) for x in (mask.q_ids, mask.q_pos, mask.kv_pos))
     kv_ids = q_ids if mask.kv_ids is None else np.asarray(mask.kv_ids)
     length = mask.kv_len

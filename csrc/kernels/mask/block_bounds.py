@@ -14,14 +14,14 @@ NOTHING = tl.constexpr(-(2**62))  # sorts behind every document
 
 
 @triton.jit
-def blocks_rows(q_lo, q_hi, segment_checked, q_blocks, q_len, GROUP: tl.constexpr):
+def blocks_rows(kv_start, kv_end, segment_checked, q_blocks, q_len, GROUP: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(q_len, BLOCK)
     t = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     rows = t[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = rows < q_len
-    lo = tl.load(q_lo + b * q_len + rows, mask=there, other=0)
-    hi = tl.load(q_hi + b * q_len + rows, mask=there, other=0)
+    lo = tl.load(kv_start + b * q_len + rows, mask=there, other=0)
+    hi = tl.load(kv_end + b * q_len + rows, mask=there, other=0)
     full = hi > lo
     test = tl.max(
         (full & (tl.load(segment_checked + b * q_len + rows, mask=there, other=0) != 0)).to(

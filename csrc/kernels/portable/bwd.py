@@ -79,8 +79,8 @@ class Scoring(NamedTuple):
 
 @triton.jit
 def backward_delta(
-    out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, row_heads, v_dim,
-    V_DIM: tl.constexpr, ROWS: tl.constexpr,
+    out, dout, dlse, delta, kv_start, kv_end, has_dlse, batch, mask_batch, q_len, heads, row_heads,
+    v_dim, V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
     memory.
@@ -95,8 +95,8 @@ def backward_delta(
     rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
     there = rows < q_len
     mask_row = tl.where(mask_batch > 1, b, 0).to(tl.int64) * q_len
-    attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(
-        q_lo + mask_row + rows, mask=there, other=0
+    attended = tl.load(kv_end + mask_row + rows, mask=there, other=0) > tl.load(
+        kv_start + mask_row + rows, mask=there, other=0
     )
     row = (b.to(tl.int64) * q_len + rows) * size_of(row_heads, heads) + head
     offset = row[:, None] * size_of(v_dim, V_DIM)
@@ -239,12 +239,12 @@ def dkdv_of_heads(
 
 @triton.jit
 def backward_dkdv(
-    query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
-    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, bias_kind,
-    bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
-    block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    row_heads, qk_dim, v_dim,
+    query, key, value, dout, lse, delta, dk, dv, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos,
+    kv_bias_pos, bias, dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, mask_mode,
+    bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch,
+    bias_batch, block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads,
+    kv_heads, row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -270,9 +270,9 @@ def backward_dkdv(
     v_tile = load_rows(value + kv_first * v + local * v + v_dims[None, :], present, v_dim, V_DIM)
 
     mask_row = mask_b.to(tl.int64) * q_len
-    q_lo += mask_row
-    q_hi += mask_row
-    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
+    kv_start += mask_row
+    kv_end += mask_row
+    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
     row_blocks = tl.cdiv(q_len, 64)
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
 
@@ -295,7 +295,7 @@ def backward_dkdv(
     first_delta = delta + stat + cols
     pair = pair_of(pointers, q_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
     operands = RowOperands(
-        first_lse, first_delta, q_len.to(tl.int64), q_lo, q_hi, end, flags,
+        first_lse, first_delta, q_len.to(tl.int64), kv_start, kv_end, end, flags,
         row_blocks,
     )  # fmt: skip
 

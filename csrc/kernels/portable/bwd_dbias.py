@@ -28,9 +28,9 @@ from portable.score_mods import (
 
 @triton.jit
 def backward_dbias(
-    query, key, value, dout, lse, delta, dbias, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    block_mask, scales, slopes, q_bias_pos, kv_bias_pos, bias, dropout_streams, dropout_rows,
-    scale, soft_cap, inverse_keep, segment_check, bias_kind, bias_axes, dropout_threshold,
+    query, key, value, dout, lse, delta, dbias, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, block_mask, scales, slopes, q_bias_pos, kv_bias_pos, bias, dropout_streams,
+    dropout_rows, scale, soft_cap, inverse_keep, mask_mode, bias_kind, bias_axes, dropout_threshold,
     dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch, block_mask_batch,
     block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -83,8 +83,8 @@ def backward_dbias(
             rows = row + local_rows
             real = rows < q_len
             mask_row = mask_b.to(tl.int64) * q_len
-            lo = tl.load(q_lo + mask_row + rows, mask=real, other=0)
-            hi = tl.load(q_hi + mask_row + rows, mask=real, other=0)
+            lo = tl.load(kv_start + mask_row + rows, mask=real, other=0)
+            hi = tl.load(kv_end + mask_row + rows, mask=real, other=0)
             stat = (b.to(tl.int64) * heads + head) * q_len + rows
             sums = load_sums(pointer_to_sums(lse, bias) + stat, real, bias)
             dlt = tl.load(delta + stat, mask=real, other=0.0)
@@ -134,9 +134,7 @@ def backward_dbias(
             if dropout_threshold is not None:
                 dp *= inverse_keep
             dp = drop(dp, dropout, head, rows, first_key, BLOCK_N, 0)
-            segments = segments_of(
-                q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len
-            )
+            segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
             inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
             own = mask_of_head(mask, mask_b, head)
             inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 0)

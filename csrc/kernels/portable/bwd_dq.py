@@ -83,9 +83,9 @@ def dq_step(
 
 @triton.jit
 def backward_dq(
-    query, key, value, dout, lse, delta, dq, score_grads, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
-    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, has_score_grads,
+    query, key, value, dout, lse, delta, dq, score_grads, kv_start, kv_end, q_ids, kv_ids, q_pos,
+    kv_pos, q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
+    bias, dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, mask_mode, has_score_grads,
     bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch,
     bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
@@ -119,14 +119,14 @@ def backward_dq(
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
-    lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
-    hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
+    lo = tl.load(kv_start + mask_row + rows, mask=there, other=0)
+    hi = tl.load(kv_end + mask_row + rows, mask=there, other=0)
     attended = hi > lo
     stat = (b.to(tl.int64) * heads + head) * q_len + rows
     sums = row_sums(load_sums(pointer_to_sums(lse, bias) + stat, attended, bias), bias)
     if block_mask is not None:  # none of a row's keys may be in it
         attended = attending(sums)
-    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
+    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
 
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)

@@ -59,16 +59,16 @@ def load_scales(pointers, there):
 
 
 @triton.jit
-def attended(q_lo, q_hi, at, there, kv_len):
+def attended(kv_start, kv_end, at, there, kv_len):
     """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine
     makes NaN of it."""
-    lo = tl.maximum(tl.load(q_lo + at, mask=there, other=0), 0)
-    hi = tl.load(q_hi + at, mask=there, other=0)
+    lo = tl.maximum(tl.load(kv_start + at, mask=there, other=0), 0)
+    hi = tl.load(kv_end + at, mask=there, other=0)
     return lo, tl.where(hi <= kv_len, hi, 0)
 
 
 @triton.jit
-def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
+def deal(kv_start, kv_end, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
     """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence
     has.
 
@@ -78,7 +78,7 @@ def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.const
     sequences = tl.arange(0, SEQUENCES)
     rows = tl.arange(0, ROWS)[None, :]
     there = (sequences < batch)[:, None] & (rows < q_len)
-    lo, hi = attended(q_lo, q_hi, sequences[:, None] * q_len + rows, there, kv_len)
+    lo, hi = attended(kv_start, kv_end, sequences[:, None] * q_len + rows, there, kv_len)
     start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 1)
     end = tl.max(tl.where(lo < hi, hi, 0), 1)
     steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
@@ -232,7 +232,7 @@ def attend(
 
 @triton.jit
 def share(
-    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
+    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -254,7 +254,9 @@ def share(
     kv_head = rest % kv_heads
     rest = rest // kv_heads
     if shares > 0:
-        b, split, parts = deal(q_lo, q_hi, rest, batch, q_len, kv_len, shares, splits, BLOCK_N)
+        b, split, parts = deal(
+            kv_start, kv_end, rest, batch, q_len, kv_len, shares, splits, BLOCK_N
+        )
     else:
         b, split, parts = rest // splits, rest % splits, splits
     if b >= batch:
@@ -264,7 +266,7 @@ def share(
     there = member < q_len * group
     token = member // group
     bounds = b.to(tl.int64) * q_len + token
-    lo, hi = attended(q_lo, q_hi, bounds, there, kv_len)
+    lo, hi = attended(kv_start, kv_end, bounds, there, kv_len)
     some = lo < hi
     start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
     end = tl.max(tl.where(some, hi, 0), 0)
@@ -367,23 +369,23 @@ def share(
 
 @triton.jit
 def decode(
-    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
+    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     share(
-        query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums, scale,
-        soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths,
-        v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
-        STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+        query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
+        scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+        qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_tall(
-    query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums,
+    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -391,17 +393,17 @@ def decode_tall(
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
-        query, key, value, q_lo, q_hi, block_table, key_scale, value_scale, partial, sums, scale,
-        soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths,
-        v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
-        STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+        query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
+        scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+        qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_combine(
-    partial, sums, sinks, q_lo, q_hi, out, lse, has_sinks, batch, sink_batch, q_len, kv_len, heads,
-    v_eighths, splits,
+    partial, sums, sinks, kv_start, kv_end, out, lse, has_sinks, batch, sink_batch, q_len, kv_len,
+    heads, v_eighths, splits,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One row (batch, q_len, heads): at most SPLITS shares, STEP at once."""
@@ -412,8 +414,8 @@ def decode_combine(
     bounds = row // heads
     b = bounds // q_len
     token = bounds % q_len
-    lo = tl.maximum(tl.load(q_lo + bounds), 0)
-    hi = tl.load(q_hi + bounds)
+    lo = tl.maximum(tl.load(kv_start + bounds), 0)
+    hi = tl.load(kv_end + bounds)
 
     every = tl.arange(0, SPLITS)
     parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))

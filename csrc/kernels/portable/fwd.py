@@ -87,9 +87,9 @@ def attend(
 
 @triton.jit
 def forward(
-    query, key, value, out, lse, row_max, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    query, key, value, out, lse, row_max, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
     q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
-    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, bias_kind,
+    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, mask_mode, bias_kind,
     bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     row_heads, qk_dim, v_dim,
@@ -123,9 +123,9 @@ def forward(
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
-    lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
-    hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
+    lo = tl.load(kv_start + mask_row + rows, mask=there, other=0)
+    hi = tl.load(kv_end + mask_row + rows, mask=there, other=0)
+    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
 
     qk = size_of(qk_dim, QK_DIM)
     v = size_of(v_dim, V_DIM)

@@ -186,21 +186,21 @@ def partial_step(i, full_begin, full_end):
 
 
 @triton.jit
-def position_row(mask_row, segment_check):
+def position_row(mask_row, mask_mode):
     """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a
     lower one."""
-    return mask_row * tl.where(segment_check > 2, 2, 1)
+    return mask_row * tl.where(mask_mode > 2, 2, 1)
 
 
 @triton.jit
-def segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len):
+def segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len):
     """Those of the mask's batch row."""
     mask_row = mask_b.to(tl.int64) * q_len
     q_ids += mask_row
-    q_pos += position_row(mask_row, segment_check)
+    q_pos += position_row(mask_row, mask_mode)
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
-    return Segments(q_ids, kv_ids, q_pos, kv_pos, segment_check, q_len, kv_len)
+    return Segments(q_ids, kv_ids, q_pos, kv_pos, mask_mode, q_len, kv_len)
 
 
 @triton.jit

@@ -7,8 +7,8 @@
 A program has a tile of keys of one key/value head. p^T and ds^T (keys x rows) go through shared
 memory: two warps share the rows of a tile, so that a warp has 32 keys and reads every query and
 cotangent half as often. dQ is added up in global memory in the order of the accumulator's registers
-(`backward_finish_sm80` undoes it). What runs before is sm90/bwd_prepost.py's `backward_prepare`.
-"""
+(`backward_postprocess_sm80` undoes it). What runs before is sm90/bwd_prepost.py's
+`backward_preprocess`."""
 
 from sm80.common import (
     accumulator,
@@ -24,10 +24,10 @@ from sm90.common import (
     EMPTY_MIN,
     LOG2E,
     nth_step,
+    opaque,
     place_of_tile,
     position_row,
     split,
-    stay,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -85,7 +85,7 @@ def inside(key, keys, row, rows, lo, hi, segments, first_flag):
     kept = distance.to(gl.uint32, bitcast=True) < (hi - lo)[None, :].to(gl.uint32, bitcast=True)
     if check > 0:  # noqa: SIM102, a flag is loaded only where one is set
         if gl.load(first_flag + row // BLOCK) & 1:
-            keys = stay(key) + gl.arange(0, kept.shape[0], keys.type.layout)
+            keys = opaque(key) + gl.arange(0, kept.shape[0], keys.type.layout)
             q_there = rows < q_len
             kv_there = keys < kv_len
             q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
@@ -113,7 +113,7 @@ def copy_lines(lse_s, delta_s, lse2, delta, ROWS: gl.constexpr, WARPS: gl.conste
 @gluon.jit
 def backward_sm80(
     query, key, value, dout, lse2, delta, lo, hi, dq_sum, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, scale, segment_check, batch, mask_batch, q_len, kv_len, heads,
+    q_blocks, kv_blocks, kv_order, scale, mask_mode, batch, mask_batch, q_len, kv_len, heads,
     kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, DQ_WARPS: gl.constexpr,
@@ -146,8 +146,8 @@ def backward_sm80(
     lo += mask_b.to(gl.int64) * padded
     hi += mask_b.to(gl.int64) * padded
     segments = (
-        q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, segment_check),
-        kv_pos + mask_key, segment_check, q_len, kv_len,
+        q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, mask_mode),
+        kv_pos + mask_key, mask_mode, q_len, kv_len,
     )  # fmt: skip
 
     k_s = gl.allocate_shared_memory(dtype, [BLOCK_N, QK_DIM], swizzled(QK_DIM))
@@ -252,7 +252,7 @@ def load_constraints(n):
 
 
 @gluon.jit
-def backward_finish_sm80(
+def backward_postprocess_sm80(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip

@@ -21,10 +21,10 @@ from sm90.common import (
     LOG2E,
     key_range,
     nth_step,
+    opaque,
     place_of_tile,
     position_row,
     split,
-    stay,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,7 +39,7 @@ def kept(s, row, rows, keys, ranges, segments, checked):
     distance = keys[None, :] - lo[:, None]
     inside = distance.to(gl.uint32, bitcast=True) < (hi - lo)[:, None].to(gl.uint32, bitcast=True)
     if checked != 0:
-        rows = stay(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        rows = opaque(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         q_there = rows < q_len
         kv_there = keys < kv_len
         q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
@@ -57,8 +57,8 @@ def kept(s, row, rows, keys, ranges, segments, checked):
 
 @gluon.jit
 def forward(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, scale,
-    segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    query, key, value, out, lse, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -91,8 +91,8 @@ def forward(
     copied = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies))
     copied_there = copied < q_len
     # rows that attend nothing are not read
-    attend = gl.load(q_hi + mask_row + copied, mask=copied_there, other=0) > gl.load(
-        q_lo + mask_row + copied, mask=copied_there, other=0
+    attend = gl.load(kv_end + mask_row + copied, mask=copied_there, other=0) > gl.load(
+        kv_start + mask_row + copied, mask=copied_there, other=0
     )
     first = (b.to(gl.int64) * q_len + row) * row_heads + head
     q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, copies)
@@ -110,12 +110,12 @@ def forward(
 
     rows = row + gl.arange(0, BLOCK_M, by_row)
     there = rows < q_len
-    lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
-    hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+    lo = gl.load(kv_start + mask_row + rows, mask=there, other=0)
+    hi = gl.load(kv_end + mask_row + rows, mask=there, other=0)
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     segments = (
-        q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, segment_check),
-        kv_pos + mask_key, segment_check, q_len, kv_len,
+        q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, mask_mode),
+        kv_pos + mask_key, mask_mode, q_len, kv_len,
     )  # fmt: skip
 
     scale2 = scale * LOG2E

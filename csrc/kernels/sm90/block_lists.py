@@ -47,10 +47,10 @@ def list_of_keys(mask_args, mask_b, head, key, q_len, kv_len):
 
 
 @gluon.jit
-def blocks_of_lists(listing, place):
+def blocks_of_lists(listing, tile):
     """How many blocks of rows the lists of a tile of keys have, of all heads of its group."""
     mask_args, mask_b, q_len, kv_len = listing
-    _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    _b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
     total = 0
     for g in range(0, group):
         _, partial, full_count = list_of_keys(

@@ -1,9 +1,10 @@
 """Backward attention on Hopper in Gluon: the same gradients as portable/bwd.py, its checked twin,
 in five products instead of seven.
 
-It runs between the two kernels of sm90/bwd_prepost.py: `backward_prepare` makes delta and the
+It runs between the two kernels of sm90/bwd_prepost.py: `backward_preprocess` makes delta and the
 base-2 LSE and clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction
-while it sums dK and dV of a tile of keys in registers; `backward_finish` scales dQ and rounds it.
+while it sums dK and dV of a tile of keys in registers; `backward_postprocess` scales dQ and rounds
+it.
 
 A program of `backward_sm90` is 128 keys of one key/value head: two warp groups of 64 keys, and a
 producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
@@ -13,7 +14,7 @@ shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2
 turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs under the
 products of the other.
 
-The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish`
+The float32 dQ lies in the order of the accumulator's registers, which only `backward_postprocess`
 undoes. Its additions come in any order: dQ differs by rounding from run to run.
 sm90/bwd_consumer.py has what a warp group computes, sm90/bwd_producer.py the producer,
 sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their
@@ -23,7 +24,7 @@ own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
 from sm90.block_lists import blocks_of_lists
 from sm90.bwd_consumer import consume
 from sm90.bwd_listed_producer import produce_listed
-from sm90.bwd_producer import ROWS, produce, segment_check_of_tile, tile_of_program
+from sm90.bwd_producer import ROWS, mask_mode_of_tile, produce, tile_of_program
 from sm90.config import constants
 from sm90.dq_reduce import sum_rows
 from sm90.lse_by_mma import COLUMNS
@@ -36,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 def backward_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order, slopes, block_mask, kv_block_lists,
-    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
+    scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     PING_PONG: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr,
@@ -90,8 +91,8 @@ def backward_sm90(
         )
         lse_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
         delta_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
-        lines_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        lse_parts = (lse_p, delta_p, lines_full)
+        row_stats_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        lse_parts = (lse_p, delta_p, row_stats_full)
     else:
         lse_parts = ()
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -103,7 +104,7 @@ def backward_sm90(
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(2):
         if LSE_BY_MMA:
-            mbarrier.init(lines_full.index(j), 1)
+            mbarrier.init(row_stats_full.index(j), 1)
         mbarrier.init(kv_full.index(j), 1)
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(do_full.index(j), 1)
@@ -114,8 +115,8 @@ def backward_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
-    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
+    sizes = (mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    tile, q_range, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     if config.BLOCK_LISTS:
         mask_args = (
@@ -126,38 +127,36 @@ def backward_sm90(
             q_block,
             kv_block,
         )
-        mask_b = gl.where(mask_batch > 1, place[0], 0)
+        mask_b = gl.where(mask_batch > 1, tile[0], 0)
         listing = (mask_args, mask_b, q_len, kv_len)
-        range_ = (0, blocks_of_lists(listing, place), 0, 0, 0)
+        q_range = (0, blocks_of_lists(listing, tile), 0, 0, 0)
     else:
         listing = ()
     maps = (query, key, value, dout)
-    lines = (lse2, delta, lo, hi)
+    row_stats = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
     tiles_s = (q_s, k_s, v_s, do_s)
-    lines_s = (lse_s, delta_s, lo_s, hi_s)
-    bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    ds_bars = (ds_full, ds_empty)
+    row_stats_s = (lse_s, delta_s, lo_s, hi_s)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty)
+    ds_barriers = (ds_full, ds_empty)
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         flags = mask[4]
-        segment_check = segment_check_of_tile(
-            flags, segment_check, range_[0], range_[1], (q_len + 63) // 64
-        )
+        mask_mode = mask_mode_of_tile(flags, mask_mode, q_range[0], q_range[1], (q_len + 63) // 64)
     if config.SOFT_CAP:
-        numbers = (segment_check, q_len, kv_len, scale, soft_cap)
+        scalars = (mask_mode, q_len, kv_len, scale, soft_cap)
     else:
-        numbers = (segment_check, q_len, kv_len, scale, scale)
-    shared = (tiles_s, lines_s, lse_parts, ds_s, dq_s)
-    loaded = (tiles_s, lines_s)
+        scalars = (mask_mode, q_len, kv_len, scale, scale)
+    shared = (tiles_s, row_stats_s, lse_parts, ds_s, dq_s)
+    loaded = (tiles_s, row_stats_s)
     consumed = (
-        grads, mask, own_blocks, listing, slopes, shared, bars, ds_bars, place, range_, numbers,
-    )  # fmt: skip
+        grads, mask, own_blocks, listing, slopes, shared, barriers, ds_barriers, tile, q_range,
+    scalars, )  # fmt: skip
     if config.BLOCK_LISTS:
         gl.warp_specialize(
             [
                 (consume, (0, consumed, config)),
                 (consume, (1, consumed, config)),
-                (produce_listed, (maps, lines, loaded, bars, place, listing, config)),
+                (produce_listed, (maps, row_stats, loaded, barriers, tile, listing, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -170,10 +169,10 @@ def backward_sm90(
                 (consume, (1, consumed, config)),
                 (
                     sum_rows,
-                    (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, config),
+                    (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_barriers, tile, q_range, config),
                 ),
-                (produce, (maps, lines, loaded, bars, place, range_, lse_parts, scale, config)),
-            ],
+                (produce, (maps, row_stats, loaded, barriers, tile, q_range, lse_parts, scale,
+            config)), ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, third, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -182,7 +181,10 @@ def backward_sm90(
             [
                 (consume, (0, consumed, config)),
                 (consume, (1, consumed, config)),
-                (produce, (maps, lines, loaded, bars, place, range_, lse_parts, scale, config)),
+                (
+                    produce,
+                    (maps, row_stats, loaded, barriers, tile, q_range, lse_parts, scale, config),
+                ),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

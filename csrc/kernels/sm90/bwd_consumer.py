@@ -48,7 +48,7 @@ def scores(k, q_t, lse_parts, stage, LSE_BY_MMA: gl.constexpr):
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, head_mask,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, args, k_part, keys, head_mask,
     slope2,
     MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
@@ -58,9 +58,9 @@ def step(
     LIVE: there may be a pair of this warp group's keys and these rows.
     """
     dk_sum, dv_sum = sums
-    grads, mask, _, _, _, shared, bars, ds_bars, _, _, numbers = operands
+    grads, mask, _, _, _, shared, barriers, ds_barriers, _, _, scalars = args
     dq_sum = grads[2]
-    tiles_s, lines_s, lse_parts, ds_s, dq_s = shared
+    tiles_s, row_stats_s, lse_parts, ds_s, dq_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     PING_PONG: gl.constexpr = config.PING_PONG
@@ -73,10 +73,10 @@ def step(
     q_s, k_s, v_s, do_s = tiles_s
     k_left = k_s.index(rematerialized_zero(i, REMATERIALIZE)).slice(W * 64, 64, dim=0)
     v_left = v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    _, q_full, q_empty, do_full, do_empty = bars
-    ds_full, ds_empty = ds_bars
-    scale, soft_cap = numbers[3:]
+    lse_s, delta_s, lo_s, hi_s = row_stats_s
+    _, q_full, q_empty, do_full, do_empty = barriers
+    ds_full, ds_empty = ds_barriers
+    scale, soft_cap = scalars[3:]
     NEW: gl.constexpr = 2 if LSE_BY_MMA else 1  # groups of products that the next scores are
     scale2 = lse_scale(scale) if LSE_BY_MMA else (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = q_s.dtype
@@ -98,19 +98,19 @@ def step(
             dp_token = less(dp_token, lse_parts[1].index(stage))
         if SOFT_CAP:
             s = tanh_of_scores(s, scale / soft_cap, ROWS)
-            fade = 1.0 - s * s  # the derivative of tanh
+            dtanh = 1.0 - s * s  # the derivative of tanh
         if ALIBI:
             s = with_bias(s, keys, row, scale2, slope2, ROWS)
             scale2 = 1.0
         if MASKED:
-            bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+            bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, scalars)
             if BLOCK_LISTS:
-                bits = bits & bits_of_rows(head_mask, keys, row, numbers[1])
+                bits = bits & bits_of_rows(head_mask, keys, row, scalars[1])
             s = select_bits(s, bits, float("-inf"))
         p = gl.exp2(s * scale2 if LSE_BY_MMA else s * scale2 - lse[None, :])
         p_half = gl.convert_layout(p.to(dtype), p_layout)
         if SOFT_CAP:
-            p = p * fade
+            p = p * dtanh
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
         if LSE_BY_MMA:
@@ -160,8 +160,10 @@ def step(
 
 
 @gluon.jit
-def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    grads, _, own_blocks, listing, slopes, shared, bars, ds_bars, place, range_, numbers = operands
+def consume(W: gl.constexpr, args, config: gl.constexpr):
+    grads, _, own_blocks, listing, slopes, shared, barriers, ds_barriers, tile, q_range, scalars = (
+        args
+    )
     tiles_s, _, lse_parts, ds_s, dq_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
@@ -173,11 +175,11 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
-    kv_full, q_full, _, _, _ = bars
-    ds_full, _ = ds_bars
-    b, first_key, kv_head, group, bh, _mask_row, padded = place
-    start, steps, partial, full_begin, full_end = range_
-    _segment_check, _q_len, kv_len, scale, _soft_cap = numbers
+    kv_full, q_full, _, _, _ = barriers
+    ds_full, _ = ds_barriers
+    b, first_key, kv_head, group, bh, _mask_row, padded = tile
+    start, steps, partial, full_begin, full_end = q_range
+    _mask_mode, _q_len, kv_len, scale, _soft_cap = scalars
     # of dQ this warp group makes half of the columns
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART
@@ -218,7 +220,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     for i in range(0, masked if part == 0 else full_count):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, operands, k_part, keys,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, args, k_part, keys,
                             head_mask,
                             (), part == 0, True, config,
                         )  # fmt: skip
@@ -243,26 +245,26 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     slope2 = ()
                 if part == 1:
                     dk_sum, dv_sum, s, phase = step(
-                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
                         keys, (),
                         slope2, False, True, config,
                     )  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
                             keys, (),
                             slope2, True, True, config,
                         )  # fmt: skip
                     else:
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
                             keys, (),
                             slope2, True, False, config,
                         )  # fmt: skip
                 else:
                     dk_sum, dv_sum, s, phase = step(
-                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
                         keys, (),
                         slope2, True, True, config,
                     )  # fmt: skip

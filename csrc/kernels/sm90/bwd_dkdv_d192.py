@@ -128,7 +128,7 @@ def begin_scores(stage, phase, k, q_s, q_full, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def add_block(
-    sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, lines_s, bars, numbers,
+    sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, row_stats_s, barriers, scalars,
     V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the
@@ -136,9 +136,9 @@ def add_block(
     dk_sum, dv_sum = sums
     k, v = kv
     q_s, _, _, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    _, q_full, q_empty, do_full, do_empty = bars
-    scale2 = numbers[3] * LOG2E
+    lse_s, delta_s, lo_s, hi_s = row_stats_s
+    _, q_full, q_empty, do_full, do_empty = barriers
+    scale2 = scalars[3] * LOG2E
     dtype: gl.constexpr = q_s.dtype
     half: gl.constexpr = half_name(dtype)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
@@ -148,7 +148,7 @@ def add_block(
     do = do_s.index(stage)
     bits = keys
     if masked:
-        bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+        bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, scalars)
         s = select_bits(s, bits, float("-inf"))
     p = probabilities(s, scale2, lse_s.index(stage), half)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -172,9 +172,9 @@ def add_block(
 
 
 @gluon.jit
-def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
+def skip_blocks(stage, phase, kv, tiles_s, barriers, CHUNKS: gl.constexpr):
     """A block of rows without a pair of this warp group's keys; the scores of the next."""
-    _, q_full, q_empty, do_full, do_empty = bars
+    _, q_full, q_empty, do_full, do_empty = barriers
     mbarrier.wait(do_full.index(stage), phase)
     warp_arrive(do_empty.index(stage))
     warp_arrive(q_empty.index(stage))
@@ -183,18 +183,18 @@ def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    grads, mask, own_blocks, shared, bars, place, range_, numbers = operands
-    tiles_s, lines_s = shared
+def consume(W: gl.constexpr, args, config: gl.constexpr):
+    grads, mask, own_blocks, shared, barriers, tile, q_range, scalars = args
+    tiles_s, row_stats_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     dk, dv = grads
     q_s, k_s, v_s, _ = tiles_s
-    kv_full, q_full, _, _, _ = bars
-    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    start, steps, partial, full_begin, full_end = range_
-    _segment_check, _q_len, kv_len, scale = numbers
+    kv_full, q_full, _, _, _ = barriers
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
+    start, steps, partial, full_begin, full_end = q_range
+    _mask_mode, _q_len, kv_len, scale = scalars
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
@@ -223,10 +223,10 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             if (i >= partial * group) | ((row < own_end) & (row + ROWS > own_start)):
                 dk_sum, dv_sum, s = add_block(
                     (dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s,
-                    lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS,
+                    row_stats_s, barriers, scalars, V_DIM, QK_CHUNK, CHUNKS,
                 )  # fmt: skip
             else:
-                s = pass_by(stage, phase, kv_left, tiles_s, bars, CHUNKS)
+                s = skip_blocks(stage, phase, kv_left, tiles_s, barriers, CHUNKS)
             phase = phase ^ stage
             stage = stage ^ 1
             n += 1
@@ -250,7 +250,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -268,7 +268,7 @@ def backward_dkdv_sm90(
         gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
         gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
     )
-    lines_s = (
+    row_stats_s = (
         gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
         gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
@@ -288,25 +288,25 @@ def backward_dkdv_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
-    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
+    sizes = (mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    tile, q_range, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     maps = (query, key, value, dout)
-    lines = (lse2, delta, lo, hi)
+    row_stats = (lse2, delta, lo, hi)
     grads = (dk, dv)
-    bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    numbers = (segment_check, q_len, kv_len, scale)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty)
+    scalars = (mask_mode, q_len, kv_len, scale)
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2,
         REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
     )  # fmt: skip
-    shared = (tiles_s, lines_s)
-    consumed = (grads, mask, own_blocks, shared, bars, place, range_, numbers)
+    shared = (tiles_s, row_stats_s)
+    consumed = (grads, mask, own_blocks, shared, barriers, tile, q_range, scalars)
     gl.warp_specialize(
         [
             (consume, (0, consumed, config)),
             (consume, (1, consumed, config)),
-            (produce, (maps, lines, shared, bars, place, range_, (), scale, config)),
+            (produce, (maps, row_stats, shared, barriers, tile, q_range, (), scale, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

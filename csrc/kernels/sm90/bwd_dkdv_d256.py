@@ -28,31 +28,31 @@ KEYS = gl.constexpr(64)  # of a program
 
 
 @gluon.jit
-def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
+def bits_of_masked(n, keys, stage, row_stats_s, mask, q_range, scalars):
     """mask_bits of the n-th partial block of a head: they lie before and behind its full ones."""
-    _lse_s, _delta_s, lo_s, hi_s = lines_s
-    start, _steps, _partial, full_begin, full_end = range_
+    _lse_s, _delta_s, lo_s, hi_s = row_stats_s
+    start, _steps, _partial, full_begin, full_end = q_range
     at = gl.where(n < full_begin, n, n + full_end - full_begin)
     row = start + at * ROWS
-    return mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+    return mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, scalars)
 
 
 @gluon.jit
-def consume_scores(dv, operands, config: gl.constexpr):
+def consume_scores(dv, args, config: gl.constexpr):
     """S, P and dV."""
-    mask, shared, bars, p_bars, place, range_, numbers = operands
-    tiles_s, lines_s, p_s = shared
+    mask, shared, barriers, p_barriers, tile, q_range, scalars = args
+    tiles_s, row_stats_s, p_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
     q_s, k_s, v_s, do_s = tiles_s
-    lse_s, _, _, _ = lines_s
-    kv_full, q_full, q_empty, do_full, do_empty = bars
-    p_full, p_empty = p_bars
-    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    _start, steps, partial, full_begin, full_end = range_
-    _, _, _, scale, soft_cap = numbers
+    lse_s, _, _, _ = row_stats_s
+    kv_full, q_full, q_empty, do_full, do_empty = barriers
+    p_full, p_empty = p_barriers
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
+    _start, steps, partial, full_begin, full_end = q_range
+    _, _, _, scale, soft_cap = scalars
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dv.dtype
@@ -78,15 +78,15 @@ def consume_scores(dv, operands, config: gl.constexpr):
                 lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / soft_cap, ROWS)
-                    fade = 1.0 - s * s  # the derivative of tanh
+                    dtanh = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
-                    bits = bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers)
+                    bits = bits_of_masked(n, keys, stage, row_stats_s, mask, q_range, scalars)
                     s = select_bits(s, bits, float("-inf"))
                     n = gl.where(n + 1 == count, 0, n + 1)
                 warp_arrive(q_empty.index(stage))
                 p32 = gl.exp2(s * scale2 - lse[None, :])
                 p = p32.to(dtype)
-                passed = (p32 * fade).to(dtype) if SOFT_CAP else p
+                passed = (p32 * dtanh).to(dtype) if SOFT_CAP else p
                 mbarrier.wait(p_empty.index(stage), phase ^ 1)
                 p_s.index(stage).store(passed)
                 mbarrier.arrive(p_full.index(stage))
@@ -112,19 +112,19 @@ def consume_scores(dv, operands, config: gl.constexpr):
 
 
 @gluon.jit
-def consume_gradients(dk, operands, config: gl.constexpr):
+def consume_gradients(dk, args, config: gl.constexpr):
     """dP, dS and dK."""
-    mask, shared, bars, p_bars, place, range_, numbers = operands
-    tiles_s, lines_s, p_s = shared
+    mask, shared, barriers, p_barriers, tile, q_range, scalars = args
+    tiles_s, row_stats_s, p_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     q_s, k_s, v_s, do_s = tiles_s
-    _, delta_s, _, _ = lines_s
-    kv_full, q_full, q_empty, do_full, do_empty = bars
-    p_full, p_empty = p_bars
-    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    _start, steps, partial, full_begin, full_end = range_
-    _, _, _, scale, _ = numbers
+    _, delta_s, _, _ = row_stats_s
+    kv_full, q_full, q_empty, do_full, do_empty = barriers
+    p_full, p_empty = p_barriers
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
+    _start, steps, partial, full_begin, full_end = q_range
+    _, _, _, scale, _ = scalars
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
@@ -154,7 +154,7 @@ def consume_gradients(dk, operands, config: gl.constexpr):
                 warp_arrive(p_empty.index(stage))
                 mbarrier.wait(q_full.index(stage), phase)
                 if part == 0:
-                    bits = bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers)
+                    bits = bits_of_masked(n, keys, stage, row_stats_s, mask, q_range, scalars)
                     ds = select_bits(ds, bits, 0.0)
                     n = gl.where(n + 1 == count, 0, n + 1)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
@@ -183,7 +183,7 @@ def consume_gradients(dk, operands, config: gl.constexpr):
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -207,7 +207,7 @@ def backward_dkdv_sm90(
         gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
     )
     p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], p_tile)
-    lines_s = (
+    row_stats_s = (
         gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
         gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
@@ -231,25 +231,25 @@ def backward_dkdv_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
-    place, range_, mask, _ = tile_of_program(orders, pointers, sizes, KEYS)
+    sizes = (mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    tile, q_range, mask, _ = tile_of_program(orders, pointers, sizes, KEYS)
 
     maps = (query, key, value, dout)
-    lines = (lse2, delta, lo, hi)
-    bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    p_bars = (p_full, p_empty)
+    row_stats = (lse2, delta, lo, hi)
+    barriers = (kv_full, q_full, q_empty, do_full, do_empty)
+    p_barriers = (p_full, p_empty)
     if config.SOFT_CAP:
-        numbers = (segment_check, q_len, kv_len, scale, soft_cap)
+        scalars = (mask_mode, q_len, kv_len, scale, soft_cap)
     else:
-        numbers = (segment_check, q_len, kv_len, scale, scale)
-    shared = (tiles_s, lines_s, p_s)
-    loaded = (tiles_s, lines_s)
-    consumed = (mask, shared, bars, p_bars, place, range_, numbers)
+        scalars = (mask_mode, q_len, kv_len, scale, scale)
+    shared = (tiles_s, row_stats_s, p_s)
+    loaded = (tiles_s, row_stats_s)
+    consumed = (mask, shared, barriers, p_barriers, tile, q_range, scalars)
     gl.warp_specialize(
         [
             (consume_scores, (dv, consumed, config)),
             (consume_gradients, (dk, consumed, config)),
-            (produce, (maps, lines, loaded, bars, place, range_, (), scale, config)),
+            (produce, (maps, row_stats, loaded, barriers, tile, q_range, (), scale, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -17,24 +17,24 @@ from sm90.common import (
     key_range,
     lanes_arrive,
     nth_step,
+    opaque,
     own_steps,
     place_of_tile,
     position_row,
     rematerialized_zero,
     split,
-    stay,
     warp_arrive,
 )
 from sm90.config import constants
 from sm90.pipeline import (
     after,
     masked,
-    pass_by,
     ping_pong_pass,
     ping_pong_wait,
     place_of_values,
     receive_tile,
     send_tile_asm,
+    skip_blocks,
 )
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
@@ -94,8 +94,8 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
             steps = partial + full_steps
             block = gl.load(listed)
         mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
-        told = work_s.index(slot)
-        tile = (told, row, head, b, start, steps, partial, full_begin, full_end, checked)
+        msg_slot = work_s.index(slot)
+        tile = (msg_slot, row, head, b, start, steps, partial, full_begin, full_end, checked)
         gl.inline_asm(
             send_tile_asm,
             "r,r,r,r,r,r,r,r,r,r,~{memory}",
@@ -145,8 +145,8 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
 
 
 @gluon.jit
-def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    dq, stats, q_blocks, mask, mask_args, shared, numbers = operands
+def consume(W: gl.constexpr, args, config: gl.constexpr):
+    dq, stats, q_blocks, mask, mask_args, shared, scalars = args
     tiles_s, work_s, full, empty, work_bars = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
@@ -161,7 +161,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     work_full, work_empty = work_bars
-    segment_check, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
+    mask_mode, mask_batch, q_len, kv_len, heads, scale, soft_cap = scalars
     padded = (q_len + 63) // 64 * 64
     scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dq.dtype
@@ -186,13 +186,13 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
-        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+        kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos = mask
         mask_here = (
-            q_lo + mask_row,
-            q_hi + mask_row,
+            kv_start + mask_row,
+            kv_end + mask_row,
             q_ids + mask_row,
             kv_ids + mask_key,
-            q_pos + position_row(mask_row, segment_check),
+            q_pos + position_row(mask_row, mask_mode),
             kv_pos + mask_key,
         )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -218,7 +218,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 q_blocks, mask_b, row // 64 + W, q_len, start, steps, partial, BLOCK_N
             )
             head_mask = ()
-            stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
+            stage, phase = skip_blocks(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         end = gl.where(partial == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -232,7 +232,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
-                    own = stay(stage * 0 + W)
+                    own = opaque(stage * 0 + W)
                     q_left = left_chunks(q_s, own, CHUNKS)
                     do_left = do_s.index(own)
                 else:
@@ -248,7 +248,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
-                    fade = 1.0 - s * s  # the derivative of tanh
+                    dtanh = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
                     if not BLOCK_LISTS:
                         at = start + nth_step(i, steps, partial, full_begin, full_end) * BLOCK_N
@@ -258,7 +258,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                         at,
                         mask_here,
                         checked,
-                        segment_check,
+                        mask_mode,
                         q_len,
                         kv_len,
                         head_mask,
@@ -267,9 +267,9 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     )
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 if SOFT_CAP and part == 0:  # the fade of a masked key may be NaN
-                    p = gl.where(p == 0.0, 0.0, p * fade)
+                    p = gl.where(p == 0.0, 0.0, p * dtanh)
                 elif SOFT_CAP:
-                    p = p * fade
+                    p = p * dtanh
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(v_empty.index(v_stage))
                 ds = p * (dp - gl.expand_dims(dl, 1))
@@ -292,9 +292,11 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
         if not BLOCK_LISTS:
-            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
-        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
-        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+            stage, phase = skip_blocks(
+                steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2
+            )
+        lo = gl.load(kv_start + mask_row + rows, mask=there, other=0)
+        hi = gl.load(kv_end + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
         attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
         attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
@@ -324,15 +326,15 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
 @gluon.jit
 def backward_dq_sm90(
     query, key, value, dout, dq, lse2, delta,
-    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask, q_block_lists,
-    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask,
+    q_block_lists, scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch,
+    block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or
-    BLOCK_N rows of one head; lse2 and delta as backward_prepare leaves them; counter holds 0 and
+    BLOCK_N rows of one head; lse2 and delta as backward_preprocess leaves them; counter holds 0 and
     lives as long as the launch. Options as of forward_sm90: `soft_cap` or block lists."""
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, BLOCK_N=BLOCK_N, STAGES=STAGES,
@@ -377,18 +379,18 @@ def backward_dq_sm90(
 
     maps = (query, dout, key, value)
     stats = (lse2, delta)
-    mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    mask = (kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos)
     mask_args = (block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
     shared = (tiles_s, work_s, full, empty, (work_full, work_empty))
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     if config.SOFT_CAP:
-        numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale, soft_cap)
+        scalars = (mask_mode, mask_batch, q_len, kv_len, heads, scale, soft_cap)
     else:
-        numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale, scale)
+        scalars = (mask_mode, mask_batch, q_len, kv_len, heads, scale, scale)
     order = (q_order, q_blocks, counter)
-    consumed = (dq, stats, q_blocks, mask, mask_args, shared, numbers)
+    consumed = (dq, stats, q_blocks, mask, mask_args, shared, scalars)
     gl.warp_specialize(
         [
             (consume, (0, consumed, config)),

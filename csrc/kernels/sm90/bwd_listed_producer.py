@@ -13,12 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.jit
 def load_keys(
-    maps, tiles_s, kv_full, place, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr
+    maps, tiles_s, kv_full, tile, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr
 ):
     """The tile of keys and its values."""
     _query, key, value, _dout = maps
     _q_s, k_s, v_s, _do_s = tiles_s
-    b, first_key, kv_head, _group, _bh, _mask_row, _padded = place
+    b, first_key, kv_head, _group, _bh, _mask_row, _padded = tile
     dtype: gl.constexpr = key.dtype
     for w in gl.static_range(2):
         at = first_key + w * 64
@@ -33,16 +33,16 @@ def load_keys(
 
 @gluon.jit
 def load_rows(
-    maps, lines, tiles_s, lines_s, bars, place, stage, phase, g, row,
+    maps, row_stats, tiles_s, row_stats_s, barriers, tile, stage, phase, g, row,
     WITH_DOUT: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """A block of rows of the group's g-th head."""
     query, _key, _value, dout = maps
-    lse2, delta, lo, hi = lines
+    lse2, delta, lo, hi = row_stats
     q_s, _k_s, _v_s, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    _, q_full, q_empty, do_full, do_empty = bars
-    b, _first_key, kv_head, group, bh, mask_row, padded = place
+    lse_s, delta_s, lo_s, hi_s = row_stats_s
+    _, q_full, q_empty, do_full, do_empty = barriers
+    b, _first_key, kv_head, group, bh, mask_row, padded = tile
     dtype: gl.constexpr = query.dtype
     f32: gl.constexpr = gl.float32
     i32: gl.constexpr = gl.int32
@@ -74,17 +74,17 @@ def load_rows(
 
 @gluon.jit
 def produce_listed(
-    maps, lines, shared, bars, place, listing, config: gl.constexpr
+    maps, row_stats, shared, barriers, tile, listing, config: gl.constexpr
 ):  # fmt: skip
     """The producer warp: blocks of every head's list, and the rows of one block more, whose scores
     are made and dropped."""
-    _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    _b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
     mask_args, mask_b, q_len, kv_len = listing
-    tiles_s, lines_s = shared
+    tiles_s, row_stats_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
-    load_keys(maps, tiles_s, bars[0], place, QK_DIM, V_DIM, QK_CHUNK)
+    load_keys(maps, tiles_s, barriers[0], tile, QK_DIM, V_DIM, QK_CHUNK)
     i = 0
     for g in range(0, group):
         listed, partial, full_count = list_of_keys(
@@ -97,12 +97,12 @@ def produce_listed(
                 listed + gl.minimum(n + 1, partial + full_count - 1)
             )  # read a step ahead
             load_rows(
-                maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, g, row, True,
-                QK_DIM, V_DIM, QK_CHUNK,
+                maps, row_stats, tiles_s, row_stats_s, barriers, tile, i % 2, (i // 2) & 1, g, row,
+                True, QK_DIM, V_DIM, QK_CHUNK,
             )  # fmt: skip
             i += 1
     if i > 0:
         load_rows(
-            maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, 0, 0, False,
+            maps, row_stats, tiles_s, row_stats_s, barriers, tile, i % 2, (i // 2) & 1, 0, 0, False,
             QK_DIM, V_DIM, QK_CHUNK,
         )  # fmt: skip

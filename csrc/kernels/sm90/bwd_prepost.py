@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 
 @triton.jit
-def backward_prepare(
-    out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
+def backward_preprocess(
+    out, dout, lse, dlse, kv_start, kv_end, delta, lse2, lo, hi, dq_sum,
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -28,8 +28,8 @@ def backward_prepare(
     rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
     there = rows < q_len
     mask_b = tl.where(mask_batch > 1, b, 0).to(tl.int64)
-    start = tl.load(q_lo + mask_b * q_len + rows, mask=there, other=0)
-    end = tl.load(q_hi + mask_b * q_len + rows, mask=there, other=0)
+    start = tl.load(kv_start + mask_b * q_len + rows, mask=there, other=0)
+    end = tl.load(kv_end + mask_b * q_len + rows, mask=there, other=0)
     if (head == 0) & (b < mask_batch):
         tl.store(lo + mask_b * padded + rows, start)
         tl.store(hi + mask_b * padded + rows, end)
@@ -77,7 +77,7 @@ SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # of these axes: the rows', t
 
 
 @gluon.jit
-def backward_finish(
+def backward_postprocess(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip

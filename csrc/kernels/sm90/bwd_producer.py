@@ -1,8 +1,8 @@
 """Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks
 of a block of rows."""
 
-from sm90.common import element_bits, place_of_tile, position_row, split, stay
-from sm90.lse_by_mma import FAR, LANES, load_lines, lse_scale, store_parts
+from sm90.common import element_bits, opaque, place_of_tile, position_row, split
+from sm90.lse_by_mma import FAR, LANES, load_row_stats, lse_scale, store_parts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -80,7 +80,7 @@ def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
     masked), the mask's arrays of its batch row, and the bounds of its blocks of keys."""
     q_blocks, kv_blocks, kv_order = orders
     q_ids, kv_ids, q_pos, kv_pos = pointers
-    segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
+    mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = place_of_tile(
         gl.program_id(0), kv_order, batch, mask_batch, (kv_len + 127) // 128, 1, kv_heads, KEYS,
@@ -95,13 +95,13 @@ def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
     flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
-    q_pos += position_row(mask_row, segment_check)
+    q_pos += position_row(mask_row, mask_mode)
     own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * ((kv_len + 63) // 64))
     mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     bh = b * heads + kv_head * group
-    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
-    range_ = (start, steps, steps - full_end + full_begin, full_begin, full_end)
-    return place, range_, mask, own_blocks
+    tile = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
+    q_range = (start, steps, steps - full_end + full_begin, full_begin, full_end)
+    return tile, q_range, mask, own_blocks
 
 
 @gluon.jit
@@ -114,53 +114,53 @@ def rows_of_half(own_blocks, t, kv_len):
 
 
 @gluon.jit
-def segment_check_of_tile(flags, segment_check, start, steps, row_blocks):
-    """segment_check, or 0 for a tile of keys that meets no segment-checked block of rows: its
+def mask_mode_of_tile(flags, mask_mode, start, steps, row_blocks):
+    """mask_mode, or 0 for a tile of keys that meets no segment-checked block of rows: its
     steps need not wait for a flag."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     first = start // ROWS
     found = gl.zeros([128], gl.int32, layout)
-    if segment_check > 0:
+    if mask_mode > 0:
         for t in range(first, first + steps, 128):
             at = t + gl.arange(0, 128, layout)
             found |= gl.load(flags + 4 * row_blocks + at, mask=at < first + steps, other=0)
-    return gl.where(gl.max(found & 1, axis=0) != 0, segment_check, 0)
+    return gl.where(gl.max(found & 1, axis=0) != 0, mask_mode, 0)
 
 
 @gluon.jit
-def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
+def mask_bits(keys, row, lo_s, hi_s, mask, scalars):
     """Bits of common.range_bits_asm for a block of rows along the columns."""
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
-    segment_check, q_len, kv_len = numbers[:3]
+    mask_mode, q_len, kv_len = scalars[:3]
     row_blocks = (q_len + 63) // 64
     bits = row_bits(keys, lo_s, hi_s)
-    if segment_check > 0:
+    if mask_mode > 0:
         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
         if flags & 1:
             there = keys < kv_len
             kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
             bits = bits & element_bits(kv_id, q_ids, row, q_len, ROWS, "eq")
-            if segment_check > 1:
+            if mask_mode > 1:
                 kv_at = gl.load(kv_pos + keys, mask=there, other=0)
                 bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
-                if segment_check > 2:
-                    after = stay(q_len)
+                if mask_mode > 2:
+                    after = opaque(q_len)
                     bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
     return bits
 
 
 @gluon.jit
-def row_of(n, in_partial, range_):
+def row_of(n, in_partial, q_range):
     """The first row of a head's n-th partial block, or of its full blocks' n-th."""
-    start, _steps, _partial, full_begin, full_end = range_
+    start, _steps, _partial, full_begin, full_end = q_range
     masked = gl.where(n < full_begin, n, n + full_end - full_begin)
     return start + gl.where(in_partial, masked, full_begin + n) * ROWS
 
 
 @gluon.jit
-def next_block(n, g, in_partial, range_, group):
+def next_block(n, g, in_partial, q_range, group):
     """Of partial blocks or of the full ones: the next one of a head, then the next head's."""
-    _start, _steps, partial, full_begin, full_end = range_
+    _start, _steps, partial, full_begin, full_end = q_range
     n += 1
     wrap = n == gl.where(in_partial, partial, full_end - full_begin)
     n = gl.where(wrap, 0, n)
@@ -169,21 +169,21 @@ def next_block(n, g, in_partial, range_, group):
 
 @gluon.jit
 def produce(
-    maps, lines, shared, bars, place, range_, lse_parts, scale, config: gl.constexpr
+    maps, row_stats, shared, barriers, tile, q_range, lse_parts, scale, config: gl.constexpr
 ):  # fmt: skip
-    tiles_s, lines_s = shared
+    tiles_s, row_stats_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     HALVES: gl.constexpr = config.HALVES
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     query, key, value, dout = maps
-    lse2, delta, lo, hi = lines
+    lse2, delta, lo, hi = row_stats
     q_s, k_s, v_s, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    kv_full, q_full, q_empty, do_full, do_empty = bars
-    b, first_key, kv_head, group, bh, mask_row, padded = place
-    _start, steps, partial, _full_begin, _core_end = range_
+    lse_s, delta_s, lo_s, hi_s = row_stats_s
+    kv_full, q_full, q_empty, do_full, do_empty = barriers
+    b, first_key, kv_head, group, bh, mask_row, padded = tile
+    _start, steps, partial, _full_begin, _core_end = q_range
     dtype: gl.constexpr = query.dtype
     f32: gl.constexpr = gl.float32
     i32: gl.constexpr = gl.int32
@@ -201,26 +201,26 @@ def produce(
     g = 0
     n = 0
     if LSE_BY_MMA:
-        lse_p, delta_p, lines_full = lse_parts
+        lse_p, delta_p, row_stats_full = lse_parts
         part = 1.0 / lse_scale(scale)
         if total > 0:
-            first = row_of(0, partial > 0, range_)
-            load_lines(lines, lines_s, lines_full, bh * padded + first, 0)
+            first = row_of(0, partial > 0, q_range)
+            load_row_stats(row_stats, row_stats_s, row_stats_full, bh * padded + first, 0)
     # partial blocks of every head, then full blocks of every head, then one block more than there
     # are: the consumers start its scores (a tile of 64 keys its dP, too) and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
         in_partial = i < partial * group
-        row = row_of(n, in_partial, range_)
+        row = row_of(n, in_partial, q_range)
         stat = (bh + g) * padded + row
         head = kv_head * group + g
         if LSE_BY_MMA:  # numbers are read a block ahead
             if i < total:
-                then, of = next_block(n, g, in_partial, range_, group)
-                following = (bh + of) * padded + row_of(then, i + 1 < partial * group, range_)
-                load_lines(lines, lines_s, lines_full, following, stage ^ 1)
-            mbarrier.wait(lines_full.index(stage), phase)
+                then, of = next_block(n, g, in_partial, q_range, group)
+                following = (bh + of) * padded + row_of(then, i + 1 < partial * group, q_range)
+                load_row_stats(row_stats, row_stats_s, row_stats_full, following, stage ^ 1)
+            mbarrier.wait(row_stats_full.index(stage), phase)
             far = lse_s.index(stage).load(LANES) * part
             far = gl.where(far > FAR, FAR, far)  # NaN stays
             dl = delta_s.index(stage).load(LANES)
@@ -251,4 +251,4 @@ def produce(
             if not LSE_BY_MMA:
                 delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
                 tma.async_load(delta, [0, 0, stat], full, delta_line)
-        n, g = next_block(n, g, in_partial, range_, group)
+        n, g = next_block(n, g, in_partial, q_range, group)

@@ -214,9 +214,9 @@ def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.c
 
 
 @gluon.jit
-def position_row(mask_row, segment_check):
+def position_row(mask_row, mask_mode):
     """As kv_ranges.position_row."""
-    return mask_row * gl.where(segment_check > 2, 2, 1)
+    return mask_row * gl.where(mask_mode > 2, 2, 1)
 
 
 @gluon.jit
@@ -234,7 +234,7 @@ def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
 
 
 @gluon.jit
-def stay(x):
+def opaque(x):
     """x, and what is computed from it stays in its branch: hoisted out of the loop it would cost
     all tiles registers."""
     return gl.inline_asm("mov.b32 $0, $1;", "=r,r", (x,), gl.int32)

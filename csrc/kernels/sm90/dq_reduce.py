@@ -148,13 +148,13 @@ def keys_read(W: gl.constexpr, DQ: gl.constexpr):
 
 @gluon.jit
 def sum_rows(
-    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_, config: gl.constexpr
+    dq_sum, k, ds_s, dq_s, kv_full, ds_barriers, tile, q_range, config: gl.constexpr
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
     QK_DIM: gl.constexpr = config.QK_DIM
-    ds_full, ds_empty = ds_bars
-    _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
-    start, steps, partial, full_begin, full_end = range_
+    ds_full, ds_empty = ds_barriers
+    _b, _first_key, _kv_head, group, bh, _mask_row, padded = tile
+    start, steps, partial, full_begin, full_end = q_range
     CELLS: gl.constexpr = ROWS * QK_DIM
     row_blocks = padded // ROWS
     zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
@@ -174,6 +174,6 @@ def sum_rows(
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n, g = next_block(n, g, in_partial, range_, group)
+        n, g = next_block(n, g, in_partial, q_range, group)
     keys_read(2, config.DQ)
     tma.store_wait(0)

@@ -122,9 +122,9 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
 @gluon.jit
 def forward_sm90(
     query, key, value, out, lse,
-    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     slopes, block_mask, q_block_lists,
-    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
+    scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
@@ -183,11 +183,11 @@ def forward_sm90(
         mbarrier.init(work_empty.index(j), WARP_GROUPS * 128)
 
     maps = (query, key, value)
-    mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    mask = (kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos)
     mask_args = (block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
-    bars = (work_full, work_empty)
+    barriers = (work_full, work_empty)
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     # what scores are multiplied by before the softmax and in it
     if config.SOFT_CAP:
@@ -196,11 +196,11 @@ def forward_sm90(
     else:
         first_scale = scale * LOG2E
         scale2 = 1.0 if config.ALIBI else scale * LOG2E
-    numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
+    scalars = (mask_mode, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
     results = (out, lse)
-    shared = (tiles_s, o_s, work_s, full, empty, bars)
-    consumed = (results, q_blocks, mask, mask_args, shared, numbers)
-    loaded = (tiles_s, work_s, full, empty, bars)
+    shared = (tiles_s, o_s, work_s, full, empty, barriers)
+    consumed = (results, q_blocks, mask, mask_args, shared, scalars)
+    loaded = (tiles_s, work_s, full, empty, barriers)
     order = (q_order, q_blocks, counter)
     if WARP_GROUPS == 2:
         gl.warp_specialize(

@@ -20,10 +20,10 @@ from sm90.pipeline import (
     after,
     before,
     masked,
-    pass_by,
     ping_pong_pass,
     ping_pong_wait,
     receive_tile,
+    skip_blocks,
 )
 from sm90.soft_cap import tanh_of_scores
 from sm90.softmax import half_name, rescale, softmax, unpack
@@ -59,8 +59,8 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    results, q_blocks, mask, mask_args, shared, numbers = operands
+def consume(W: gl.constexpr, args, config: gl.constexpr):
+    results, q_blocks, mask, mask_args, shared, scalars = args
     out, lse = results
     tiles_s, o_s, work_s, full, empty, work_bars = shared
     QK_DIM: gl.constexpr = config.QK_DIM
@@ -75,7 +75,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     work_full, work_empty = work_bars
-    segment_check, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = numbers
+    mask_mode, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = scalars
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -100,13 +100,13 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
-        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+        kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos = mask
         mask_here = (
-            q_lo + mask_row,
-            q_hi + mask_row,
+            kv_start + mask_row,
+            kv_end + mask_row,
             q_ids + mask_row,
             kv_ids + mask_key,
-            q_pos + position_row(mask_row, segment_check),
+            q_pos + position_row(mask_row, mask_mode),
             kv_pos + mask_key,
         )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -126,7 +126,9 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 q_blocks, mask_b, row // 64 + W, q_len, start, steps, partial, BLOCK_N
             )
             head_mask = ()
-            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
+            stage, phase = skip_blocks(
+                first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
+            )
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         ping_pong_wait(W)
@@ -146,7 +148,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             at,
             mask_here,
             checked,
-            segment_check,
+            mask_mode,
             q_len,
             kv_len,
             head_mask,
@@ -194,7 +196,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                         at,
                         mask_here,
                         checked,
-                        segment_check,
+                        mask_mode,
                         q_len,
                         kv_len,
                         head_mask,
@@ -214,8 +216,8 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         acc = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
         there = rows < q_len
-        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
-        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+        lo = gl.load(kv_start + mask_row + rows, mask=there, other=0)
+        hi = gl.load(kv_end + mask_row + rows, mask=there, other=0)
         attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
         lse_row = lse + (b.to(gl.int64) * heads + head) * q_len
         natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
@@ -225,7 +227,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
         if not BLOCK_LISTS:
-            stage, phase = pass_by(
+            stage, phase = skip_blocks(
                 partial - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
             )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)

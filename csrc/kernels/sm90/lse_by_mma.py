@@ -48,9 +48,9 @@ def store_parts(line, tile):
 
 
 @gluon.jit
-def load_lines(lines, lines_s, full, at, slot):
-    lse2, delta, _, _ = lines
-    lse_s, delta_s, _, _ = lines_s
+def load_row_stats(row_stats, row_stats_s, full, at, slot):
+    lse2, delta, _, _ = row_stats
+    lse_s, delta_s, _, _ = row_stats_s
     mbarrier.expect(full.index(slot), 64 * 8)
     lse_line = lse_s.index(slot).reinterpret(gl.float32, [1, 1, 64], lse2.layout)
     tma.async_load(lse2, [0, 0, at], full.index(slot), lse_line)

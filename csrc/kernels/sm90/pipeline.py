@@ -6,9 +6,9 @@ from sm90.block_lists import bits_of_keys
 from sm90.common import (
     element_bits,
     named_barrier,
+    opaque,
     range_bits_asm,
     select_bits,
-    stay,
     warp_arrive,
 )
 from triton.experimental import gluon
@@ -57,23 +57,23 @@ def before(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pairs(rows, start, mask, checked, segment_check, q_len, kv_len, N: gl.constexpr):
+def pairs(rows, start, mask, checked, mask_mode, q_len, kv_len, N: gl.constexpr):
     """Bits of common.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
-    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+    kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos = mask
     there = rows < q_len
-    lo = gl.load(q_lo + rows, mask=there, other=0)
-    hi = gl.load(q_hi + rows, mask=there, other=0)
+    lo = gl.load(kv_start + rows, mask=there, other=0)
+    hi = gl.load(kv_end + rows, mask=there, other=0)
     bits = gl.inline_asm(
         range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
     )
     if checked != 0:
         q_id = gl.load(q_ids + rows, mask=there, other=-1)
         bits = bits & element_bits(q_id, kv_ids, start, kv_len, N, "eq")
-        if segment_check > 1:
+        if mask_mode > 1:
             q_at = gl.load(q_pos + rows, mask=there, other=0)
             bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
-            if segment_check > 2:
-                q_from = gl.load(q_pos + (stay(q_len) + rows), mask=there, other=0)
+            if mask_mode > 2:
+                q_from = gl.load(q_pos + (opaque(q_len) + rows), mask=there, other=0)
                 bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
     return bits
 
@@ -85,15 +85,15 @@ def masked(
     start,
     mask,
     checked,
-    segment_check,
+    mask_mode,
     q_len,
     kv_len,
     head_mask,
     N: gl.constexpr,
-    MAPPED: gl.constexpr,
+    BLOCK_SPARSE: gl.constexpr,
 ):
-    bits = pairs(rows, start, mask, checked, segment_check, q_len, kv_len, N)
-    if MAPPED:
+    bits = pairs(rows, start, mask, checked, mask_mode, q_len, kv_len, N)
+    if BLOCK_SPARSE:
         bits = bits & bits_of_keys(head_mask, rows, start, q_len)
     return select_bits(s, bits, float("-inf"))
 
@@ -116,12 +116,12 @@ def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
     if V_STAGES == STAGES:
         place = stage, phase
     else:  # one place, whose parity changes with every tile
-        place = stay(stage * 0), stage
+        place = opaque(stage * 0), stage
     return place
 
 
 @gluon.jit
-def pass_by(
+def skip_blocks(
     count,
     W: gl.constexpr,
     full,

@@ -108,10 +108,10 @@ def flash_attention(
 
     The logits are `scale * query @ key^T`, optionally with a soft cap, a bias and a sink.
 
-    The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no
-    row of a tile attends are never visited, forward or backward. The function is differentiable in
-    query, key, value, sinks, the slopes or array of the bias, and a scale that is an array. Softmax
-    and all sums are float32 (float64 for float64 operands).
+    The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no row
+    of a tile attends to are never visited, in either pass. The function is differentiable in query,
+    key, value, sinks, the slopes or array of the bias, and a scale that is an array. Softmax and
+    all sums are float32 (float64 for float64 operands).
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled).
@@ -129,10 +129,10 @@ def flash_attention(
             without a value (gpt-oss). Differentiable.
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
             times the distance between row and key; no array of Sq x Skv is created. Or an array,
-            (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. It is read block
-            by block where the mask attends, and never expanded. It is differentiable; its gradient
-            is 0 where nothing attends. Where a plan permutes the sequence, the rows of the array
-            are permuted as query is, and its columns stay in order.
+            (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. Only the blocks
+            that the mask needs are read, and it is never expanded. It is differentiable; its
+            gradient is 0 for pairs that are not attended. Where a plan permutes the sequence, the
+            rows of the array are permuted as query is, and its columns stay in order.
         dropout_rate: a Python or numpy number of at least 0 and less than 1: the fraction of the
             softmax's probabilities that become 0; the others are divided by 1 - dropout_rate.
             The log-sum-exp and the largest logits are computed before dropout. 0 or None: no
@@ -146,10 +146,10 @@ def flash_attention(
         return_max_logits: also return the largest logit of each head, as it enters the softmax,
             over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as if by
             `jax.lax.stop_gradient`.
-        deterministic: True: gradients are bit-identical from run to run; on Hopper the backward
-            then uses other, slower kernels. False: on Hopper, parts of the gradient of query are
-            summed in any order, so it may differ by rounding. The results, the gradients of key and
-            value, and everything on other GPUs or in XLA are bit-identical either way.
+        deterministic: True: gradients are bit-identical from run to run, computed by slower kernels
+            where needed. False: on most GPUs, for common head dims, the gradient of query is summed
+            in an order that varies, so it may differ by rounding (docs/guide/numerics.md). The
+            results and the gradients of key and value are bit-identical either way.
         precision: of products of float32 operands, as in jax.numpy.matmul: a `jax.lax.Precision`,
             the name of one, or anything else that `jax.lax.dot` takes for float32. On GPUs
             "highest" means float32 and anything less means TF32 (11 bits of each operand), in the
@@ -162,23 +162,22 @@ def flash_attention(
             context axes. Results and gradients are sharded as query, key and value are. Needed
             only with an expression: a mask stores the sharding that it was built with.
             See docs/guide/context_parallelism.md.
-        gather_head_groups: with context parallelism, keys and values are gathered in this many
-            groups of key/value heads, or in groups of these sizes: one group while attention runs
-            on the previous one. The first gather and the last reduce-scatter are not overlapped.
-            None: 1 group on two ranks, where more gain nothing, and where by a plan of kind
-            "local" a rank has at least as many private rows as it gathers shared ones; otherwise
-            the setting measured best for each pass. It has no effect where nothing or only halos
-            are fetched, and never changes results.
-        checkpoint_name: an additional name for out and lse, for `jax.checkpoint` policies of a
-            program that uses names of its choice.
+        gather_head_groups: with context parallelism, the number of groups of key/value heads in
+            which keys and values are gathered, or the sizes of the groups. Each group is gathered
+            while attention runs on the previous one; the first gather and the last reduce-scatter
+            are not overlapped. None: one group on two ranks, and with a plan of kind "local" in
+            which a rank has at least as many private rows as it gathers shared ones; otherwise the
+            setting that was fastest for each pass. It has no effect if no keys or only halos are
+            fetched, and never changes results.
+        checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype; with return_lse or return_max_logits a tuple: out,
         then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
         (float64 for float64). Inside a `shard_map` of the caller, max_logits over all rows needs
-        `sharding`. A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
-        0, and its incoming cotangents are ignored. An empty batch or no query rows give empty
-        results; with no keys every row attends nothing.
+        `sharding`. A row that attends to nothing has out 0, lse -inf (also with a sink) and
+        gradients 0, and its incoming cotangents are ignored. An empty batch or no query rows give
+        empty results; with no keys every row attends to nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,
@@ -285,7 +284,7 @@ def flash_attention(
 def _empty_result(
     query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """The results for an empty batch, no query rows, or no keys: no row attends anything."""
+    """The results for an empty batch, no query rows, or no keys: no row attends to anything."""
     batch, rows, heads, _ = query.shape
     real = accumulator(query.dtype)
     results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]

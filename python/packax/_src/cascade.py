@@ -116,7 +116,7 @@ def decode_shared_prefix(
     )  # fmt: skip
     lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
     merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
-    # If the prefix ended after the first new row, rows would attend keys after themselves.
+    # If the prefix ended after the first new row, rows would attend to keys after themselves.
     there = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
     there = (there | (prefixes == 0)).reshape(batch, 1, 1)
     out = jnp.where(there[..., None], merged[0], jnp.nan)

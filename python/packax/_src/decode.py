@@ -77,7 +77,7 @@ def decode_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of the last 1 to 16 tokens of every sequence over its key/value cache.
 
-    Row i of sequence b is the token at position p = kv_lengths[b] - Sq + i, and attends the keys
+    Row i of sequence b is the token at position p = kv_lengths[b] - Sq + i, and attends to the keys
     j <= p of its sequence. The keys of a sequence are split over the GPU and the parts are merged
     (Flash-Decoding, pytorch.org/blog/flash-decoding), so a single sequence fills the GPU. Keys
     beyond a length are not read, and no cache is copied or padded. Softmax and all sums are float32
@@ -88,11 +88,11 @@ def decode_attention(
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
         key: the cache, (B, S, Hkv, Dqk), dtype of query or float8_e4m3fn; with block_table (pages,
             page_size, Hkv, Dqk). H must be a multiple of Hkv: query head h reads key/value head
-            h // (H / Hkv). Where a mesh shards S, each device attends its slice, and the parts are
-            merged.
+            h // (H / Hkv). Where a mesh shards S, each device attends to its slice, and the parts
+            are merged.
         value: like key, with head dim Dv.
         kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
-            it is below Sq, the first rows are not tokens and attend nothing.
+            it is below Sq, the first rows are not tokens and attend to nothing.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
             sequences may share pages, and pages may be in any order.
@@ -102,10 +102,10 @@ def decode_attention(
         value_scale: the same for the values.
         kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
             (padding on the left; chunked attention: kv_starts = p // size * size).
-        window: (left, right), Python integers from 0 or None for no limit: a row attends the keys
-            from p - left to p + right, as in `sliding_window(left, right)`. A right above 0 needs
-            causal=False.
-        causal: False: all rows of a sequence attend all its keys, also those of later rows.
+        window: (left, right), Python integers from 0 or None for no limit: a row attends to the
+            keys from p - left to p + right, as in `sliding_window(left, right)`. A right above 0
+            needs causal=False.
+        causal: False: all rows of a sequence attend to all its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
         sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
@@ -122,7 +122,7 @@ def decode_attention(
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
-        float64). A row that attends nothing has out 0 and lse -inf, also with a sink. Values are
+        float64). A row that attends to nothing has out 0 and lse -inf, also with a sink. Values are
         unknown when tracing, so an invalid value gives NaN, in that row alone: a range that ends
         beyond the cache (a length over S, or over max_blocks * page_size), or a key whose
         block_table entry is not a page (below 0, or at least `pages`).
@@ -166,7 +166,7 @@ def decode_attention(
     left, right = _window(window)
     if causal and right:
         raise ValueError(
-            f"window={window} lets a row attend {right} keys after itself, which causal=True "
+            f"window={window} lets a row attend to {right} keys after itself, which causal=True "
             f"forbids: pass ({left}, 0), or causal=False"
         )
     rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from packax._src.core.arguments import as_int32, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
-from packax._src.core.spec import accumulator, is_symbolic
+from packax._src.core.spec import MaskMode, accumulator, is_symbolic
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
@@ -117,7 +117,7 @@ def check_axes(
                 raise ValueError(f"{error}{_axes(query, key)}") from None
         known = own[0] is not None
     elif isinstance(mask, AttentionMask):
-        known = mask.segment_check > 0
+        known = mask.mask_mode >= MaskMode.IDS
     sizes = (*query[1:3], *key[1:3])
     if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
         warnings.warn(
@@ -172,7 +172,7 @@ def check_mask(
             f"mask was built for query rows in {mask.shards} pieces, but the context axes of its "
             f"sharding now have size {shards}: build it on the mesh that it is used on"
         )
-    shape = jnp.shape(mask.q_lo)
+    shape = jnp.shape(mask.kv_start)
     if shape == (rows,) and batch > 1:
         raise ValueError(
             f"mask has row ranges of shape {shape}, without a batch axis, as inside a vmap over "
@@ -208,7 +208,7 @@ def check_bias_with(mask: AttentionMask) -> None:
     """Raises if the mask cannot be used with a bias array."""
     if mask.private_part is not None:
         raise NotImplementedError(
-            "a bias array with a plan of kind 'local', which gives ranks private keys: make a plan "
+            "a bias array cannot be used with a plan of kind 'local': make a plan "
             "of another kind, such as context_plan(..., kind='balanced')"
         )
 

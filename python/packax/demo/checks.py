@@ -41,7 +41,7 @@ def row_with_most_documents(rows: Rows) -> int:
 
 
 def longest_document(segment_ids: jax.Array) -> int:
-    """The longest document after the first: a causal mask alone would let it attend others."""
+    """The longest document after the first: a causal mask alone would let it attend to others."""
     ids = np.asarray(segment_ids).ravel()
     return int(np.argmax(np.bincount(ids[ids > 0], minlength=1)))
 

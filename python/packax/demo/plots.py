@@ -15,7 +15,7 @@ LINE = "#1f6feb"
 
 
 def document_mask(segment_ids: np.ndarray, path: Path) -> None:
-    """Which tokens attend which, of every n-th token of a long row."""
+    """Which tokens attend to which, of every n-th token of a long row."""
     length = len(segment_ids)
     documents = int(segment_ids.max()) + 1
     step = -(-length // PIXELS)

@@ -42,8 +42,8 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
             batch dimensions may be 1 or absent. None: all keys.
 
     Returns:
-        (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row attends no key. It is a single
-        array: `out, _ = flash_attention(...)` would unpack its batch.
+        (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row attends to no key. It is one
+        array, so do not unpack it as `out, _ = ...`.
 
     Raises:
         ValueError: shapes or dtypes that are not as above.
@@ -57,7 +57,7 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
 def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     """Causal attention; if q_len != k_len, the last row is aligned with the last key.
 
-    Row i attends the keys j <= i + k_len - q_len; if there are none, its output is 0.
+    Row i attends to the keys j <= i + k_len - q_len; if there are none, its output is 0.
 
     Args:
         q, k, v: as for `flash_attention`, with any leading dimensions.

@@ -129,11 +129,11 @@ def dot_product_attention(
         force_fp32_for_softmax: packax always does; True and False differ only on Flax's path.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: as in
             Flax, on its path.
-        is_causal: row i attends the keys j <= i; allowed with any mask except a built one.
+        is_causal: row i attends to the keys j <= i; allowed with any mask except a built one.
 
     Returns:
-        (*batch, q_len, heads, v_dim). A row that attends no key gives 0; in Flax, and here with a
-        dense mask, it gives the mean of all values.
+        (*batch, q_len, heads, v_dim). A row that attends to no key gives 0; in Flax, and here with
+        a dense mask, it gives the mean of all values.
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.

@@ -68,10 +68,10 @@ def dot_product_attention(
             expression such as `packax.documents(segment_ids)`, joined with the other arguments;
             a mask from `packax.create_attention_mask`, instead of all other masking arguments.
         scale: None: 1 / sqrt(H).
-        is_causal: row i attends the keys j <= i, counted from the first row and the first key.
+        is_causal: row i attends to the keys j <= i, counted from the first row and the first key.
         query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys are not
             attended.
-        local_window_size: (left, right), or one number for both: row i attends the keys
+        local_window_size: (left, right), or one number for both: row i attends to the keys
             i - left <= j <= i + right. Each may be traced, as in a `scan` over layers.
         implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) if possible;
             "cuda": packax's kernels or an error; "xla", "cudnn": jax.nn's implementation of that
@@ -83,9 +83,9 @@ def dot_product_attention(
         (B, T, N) or (T, N), has the dtype of key and no gradient (for a differentiable one in
         float32 use `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's: a row that attends no key gives 0 and residual -inf, while
-        jax.nn gives the mean of all values and about -2.4e38, or NaN if a bias is -inf. With a
-        boolean mask of another shape than (B or 1, 1, 1, S) it gives the mean, as jax.nn does.
+        One result differs from jax.nn's: a row that attends to no key gives 0 and residual -inf,
+        while jax.nn gives the mean of all values and about -2.4e38, or NaN if a bias is -inf. With
+        a boolean mask of another shape than (B or 1, 1, 1, S) it gives the mean, as jax.nn does.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
@@ -199,7 +199,7 @@ def _by_jax_nn(
 
 
 def key_mask(keys: Any, rows: int) -> MaskExpression:
-    """Every row attends the keys that are True; keys: (B, S) or (S,)."""
+    """Every row attends to the keys that are True; keys: (B, S) or (S,)."""
     # one document of all attended keys
     ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
@@ -234,7 +234,7 @@ def dense_mask(expression: MaskExpression, rows: Any, keys: Any) -> jax.Array:
 
 
 def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
-    """out, with the mean of all values in rows that attend no key, as if all logits were equal.
+    """out, with the mean of all values in rows that attend to no key, as if all logits were equal.
 
     out: (B, T, N, H); lse: (B, N, T); value: (B, S, K, H).
     """

@@ -32,11 +32,11 @@ class Call:
         return {name: a.address for name, a in {**self.operands, **self.results}.items()}
 
 
-_BOTH = "query key value q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
+_BOTH = "query key value kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
 _BOTH += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_streams dropout_rows "
 _OWN = {
-    "packax_forward_v1": "q_order_192 out_before",
-    "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_before",
+    "packax_forward_v1": "q_order_192 out_init",
+    "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_init",
 }
 ORDER = {target: (_BOTH + own).split() for target, own in _OWN.items()}
 """The operands of a call, as docs/internals/ffi.md has them."""
@@ -65,14 +65,14 @@ class Sizes:
         """q_pos: an upper limit of each row, or both."""
         return Array("int32", (self.mask_batch, *[2] * two, self.q_len))
 
-    def mask(self, segment_check):
+    def mask(self, mask_mode):
         rows, keys = (self.mask_batch, self.q_len), (self.mask_batch, self.kv_len)
         return {
-            "q_lo": Array("int32", rows),
-            "q_hi": Array("int32", rows),
+            "kv_start": Array("int32", rows),
+            "kv_end": Array("int32", rows),
             "q_ids": Array("int32", rows),
             "kv_ids": Array("int32", keys),
-            "q_pos": self.limits(segment_check == 3),
+            "q_pos": self.limits(mask_mode == 3),
             "kv_pos": Array("int32", keys),
             "q_blocks": Array("int32", (self.mask_batch, 5, ceil(self.q_len / 64))),
             "q_order": Array("int32", (self.mask_batch, ceil(self.q_len / 128))),
@@ -91,13 +91,13 @@ def options(direction, **given):
     made = {**OPTIONS, **given}
     if direction == "forward":
         del made["kv_block_lists"]
-    return {**made, "out_before" if direction == "forward" else "dq_before": ABSENT}
+    return {**made, "out_init" if direction == "forward" else "dq_init": ABSENT}
 
 
-def attributes(scale, segment_check, soft_cap=0.0, **more):
+def attributes(scale, mask_mode, soft_cap=0.0, **more):
     """Those of both passes; with no option, and for all heads."""
     numbers = {
-        "segment_check": segment_check,
+        "mask_mode": mask_mode,
         **dict.fromkeys(("q_block", "kv_block", "bias_of_indices", "float32_products"), 0),
         "first_head": 0,
         "heads": 0,
@@ -108,7 +108,7 @@ def attributes(scale, segment_check, soft_cap=0.0, **more):
     return made | {name: ("int32", value) for name, value in numbers.items()}
 
 
-def forward(m, s=Sizes(), scale=0.125, segment_check=2):
+def forward(m, s=Sizes(), scale=0.125, mask_mode=2):
     dtype, qk_dim, v_dim = m.variant["dtype"], m.variant["qk_dim"], m.variant["v_dim"]
     dtype = {"bf16": "bfloat16", "f16": "float16"}[dtype]
     return make_call(
@@ -117,7 +117,7 @@ def forward(m, s=Sizes(), scale=0.125, segment_check=2):
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
             "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
             "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
-            **s.mask(segment_check),
+            **s.mask(mask_mode),
             "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
             **options("forward"),
         },
@@ -127,7 +127,7 @@ def forward(m, s=Sizes(), scale=0.125, segment_check=2):
             "row_max": ABSENT,
             "counter": Array("int32", (1,)),
         },
-        attributes(scale, segment_check),
+        attributes(scale, mask_mode),
     )
 
 
@@ -142,10 +142,10 @@ def workspace(s, algorithm, qk_dim):
 
 
 def backward(
-    m, s=Sizes(), scale=0.125, segment_check=2, has_dlse=1, algorithm="sm90_fused", needs_grad=3
+    m, s=Sizes(), scale=0.125, mask_mode=2, has_dlse=1, algorithm="sm90_fused", needs_grad=3
 ):  # fmt: skip
     """needs_grad: bit 0 dq, bit 1 dk and dv; what no kernel writes is absent."""
-    f = forward(m, s, scale, segment_check)
+    f = forward(m, s, scale, mask_mode)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     operands = {
@@ -156,7 +156,7 @@ def backward(
         "lse": lse,
         "dout": out,
         "dlse": lse if has_dlse else ABSENT,
-        **s.mask(segment_check),
+        **s.mask(mask_mode),
         "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
         "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
         **options("backward"),
@@ -190,7 +190,7 @@ def of_head_group(plain, first, row_heads, begins=0):
     operands, results = widened(plain.operands), widened(plain.results)
     result = "out" if "out" in results else "dq"
     if not begins:
-        operands[f"{result}_before"] = results[result]
+        operands[f"{result}_init"] = results[result]
     own = {"first_head": ("int32", first), "heads": ("int32", heads)}
     return Call(plain.target, operands, results, {**plain.attributes, **own})
 
@@ -228,7 +228,7 @@ def forward_fallback(
 ):  # fmt: skip
     """`dims`: those asked for, by default those of a plain kernel; `batches`, `has`: as
     score_params has them; `float32`: products; `blocks`: of a block mask, None without one."""
-    f = forward(m, s)  # segment_check 2
+    f = forward(m, s)  # mask_mode 2
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
     dtype = dtype or query.dtype
@@ -347,7 +347,7 @@ def blocks(m, s=Sizes()):
     rows = Array("int32", (s.mask_batch, s.q_len))
     return make_call(
         "packax_blocks_v1",
-        {"q_lo": rows, "q_hi": rows, "segment_checked": rows},
+        {"kv_start": rows, "kv_end": rows, "segment_checked": rows},
         {
             "q_blocks": Array("int32", (s.mask_batch, 5, ceil(s.q_len / 64))),
             "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
@@ -378,8 +378,8 @@ def decode(
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
             "key": Array(kept, (*cache, s.kv_heads, qk_dim)),
             "value": Array(kept, (*cache, s.kv_heads, v_dim)),
-            "q_lo": rows,
-            "q_hi": rows,
+            "kv_start": rows,
+            "kv_end": rows,
             "block_table": table,
             "key_scale": scales,
             "value_scale": scales,

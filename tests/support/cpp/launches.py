@@ -47,10 +47,10 @@ def kernels_of(machine, call):
     return [launch["kernel"] for launch in machine.launches()]
 
 
-def attention(s, scale, segment_check, has_dlse=0):
+def attention(s, scale, mask_mode, has_dlse=0):
     return {
         "scale": struct.unpack("f", struct.pack("f", scale))[0],
-        "segment_check": segment_check,
+        "mask_mode": mask_mode,
         "has_dlse": has_dlse,
         "batch": s.batch,
         "mask_batch": s.mask_batch,

@@ -24,29 +24,29 @@ COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 needs_extension = pytest.mark.skipif(SPEC is None, reason="packax._ext is not built")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake libcuda")
 
-ROWS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order"
-KEYS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
+ROWS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order"
+KEYS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
 # docs/internals/kernels.md: arguments in order; a colon gives the type where it is neither a
 # pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
-    "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
-    "forward_sm90": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "forward": "query key value out lse kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order",
+    "forward_sm90": "query:t key:t value:t out:t lse kv_start kv_end q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order counter",
-    "backward_prepare": "out dout lse dlse q_lo q_hi delta lse2 lo hi dq_sum",
+    "backward_preprocess": "out dout lse dlse kv_start kv_end delta lse2 lo hi dq_sum",
     "backward_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
-    "backward_finish": "dq_sum dq",
+    "backward_postprocess": "dq_sum dq",
     "backward_sm80": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
-    "backward_finish_sm80": "dq_sum dq",
+    "backward_postprocess_sm80": "dq_sum dq",
     "backward_dkdv_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
-    "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta q_lo q_hi q_ids kv_ids "
+    "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta kv_start kv_end q_ids kv_ids "
     "q_pos kv_pos q_blocks q_order counter",
-    "backward_delta": "out dout dlse delta q_lo q_hi",
-    "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
-    "q_blocks kv_blocks kv_order",
-    "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "backward_delta": "out dout dlse delta kv_start kv_end",
+    "backward_dkdv": "query key value dout lse delta dk dv kv_start kv_end q_ids kv_ids q_pos "
+    "kv_pos q_blocks kv_blocks kv_order",
+    "backward_dq": "query key value dout lse delta dq kv_start kv_end q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
     **{
         f"{kernel}_fallback": f"{pointers}_block_lists scales slopes q_bias_pos kv_bias_pos"
@@ -56,21 +56,21 @@ POINTERS = {
             ("backward_dq", f"query key value dout lse delta dq score_grads {ROWS} block_mask q"),
         )
     },
-    "backward_delta_fallback": "out dout dlse delta q_lo q_hi",
+    "backward_delta_fallback": "out dout dlse delta kv_start kv_end",
     "documents_init": "kv_ids workspace",
     "documents_runs": "kv_ids kv_pos workspace",
     "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi segment_checked",
-    "blocks_rows": "q_lo q_hi segment_checked q_blocks",
+    "blocks_rows": "kv_start kv_end segment_checked q_blocks",
     "blocks_keys": "q_blocks kv_blocks",
     "blocks_order": "q_blocks kv_blocks q_order q_order_192 kv_order",
     **dict.fromkeys(
-        ("decode", "decode_tall"), "query key value q_lo q_hi block_table partial sums"
+        ("decode", "decode_tall"), "query key value kv_start kv_end block_table partial sums"
     ),
     **dict.fromkeys(
         ("decode_fp8", "decode_tall_fp8"),
-        "query key value q_lo q_hi block_table key_scale value_scale partial sums",
+        "query key value kv_start kv_end block_table key_scale value_scale partial sums",
     ),
-    "decode_combine": "partial sums sinks q_lo q_hi out lse",
+    "decode_combine": "partial sums sinks kv_start kv_end out lse",
 }
 ADDED = "bias dropout_streams dropout_rows"
 for _name in ("forward", "backward_dkdv", "backward_dq"):
@@ -107,7 +107,7 @@ POINTERS |= {
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 BIASED = ("forward_sm90", "backward_sm90")
 POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
-ATTENTION = "scale:f segment_check batch mask_batch q_len kv_len heads kv_heads"
+ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
 OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
@@ -118,20 +118,20 @@ GENERAL = (
     "q_len kv_len heads kv_heads qk_dim v_dim"
 )
 SCALARS = {
-    "forward_fallback": f"scale:f soft_cap:f segment_check {GENERAL}",
-    "backward_dkdv_fallback": f"scale:f soft_cap:f segment_check {GENERAL}",
-    "backward_dq_fallback": f"scale:f soft_cap:f segment_check has_score_grads {GENERAL}",
+    "forward_fallback": f"scale:f soft_cap:f mask_mode {GENERAL}",
+    "backward_dkdv_fallback": f"scale:f soft_cap:f mask_mode {GENERAL}",
+    "backward_dq_fallback": f"scale:f soft_cap:f mask_mode has_score_grads {GENERAL}",
     "backward_delta_fallback": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": OF_ROWS,
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
-    "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
+    "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
     "backward_dq_sm90": ATTENTION,
-    "backward_finish": "scale:f q_len heads row_heads",
+    "backward_postprocess": "scale:f q_len heads row_heads",
     "backward_sm80": OF_ROWS,
-    "backward_finish_sm80": "scale:f q_len heads row_heads",
+    "backward_postprocess_sm80": "scale:f q_len heads row_heads",
     "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
     "backward_dkdv": OF_ROWS,
     "backward_dq": OF_ROWS,
@@ -148,7 +148,7 @@ SCALARS = {
 }
 OF_BIAS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
 SCALARS |= {
-    kernel: f"scale:f soft_cap:f inverse_keep:f segment_check {flag}{OF_BIAS} {GENERAL}"
+    kernel: f"scale:f soft_cap:f inverse_keep:f mask_mode {flag}{OF_BIAS} {GENERAL}"
     for kernel, flag in (
         ("forward_bias", ""),
         ("backward_dkdv_bias", ""),
@@ -157,7 +157,7 @@ SCALARS |= {
     )
 }
 SCALARS |= {
-    f"{kernel}_alone": "scale:f segment_check bias_axes batch mask_batch q_len kv_len heads "
+    f"{kernel}_alone": "scale:f mask_mode bias_axes batch mask_batch q_len kv_len heads "
     "kv_heads qk_dim v_dim"
     for kernel in ALONE
 }
@@ -182,24 +182,24 @@ def arguments(kernel):
 SM90 = {
     "forward": ["forward_sm90"],
     "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
-    "backward": ["backward_prepare", "backward_sm90", "backward_finish"],
+    "backward": ["backward_preprocess", "backward_sm90", "backward_postprocess"],
     # deterministic, or of some gradients; up to head dim 192
-    "backward_apart": ["backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"],
+    "backward_apart": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
     # with a soft cap and nothing else that needs the fallback kernels
     "forward_soft_cap": ["forward_sm90_soft_cap"],
-    "backward_soft_cap": ["backward_prepare", "backward_sm90_soft_cap", "backward_finish"],
+    "backward_soft_cap": ["backward_preprocess", "backward_sm90_soft_cap", "backward_postprocess"],
     "backward_apart_soft_cap": [
-        "backward_prepare",
+        "backward_preprocess",
         "backward_dkdv_sm90_soft_cap",
         "backward_dq_sm90_soft_cap",
     ],
     # with slopes of indices and nothing else that does
     "forward_alibi": ["forward_sm90_alibi"],
-    "backward_alibi": ["backward_prepare", "backward_sm90_alibi", "backward_finish"],
+    "backward_alibi": ["backward_preprocess", "backward_sm90_alibi", "backward_postprocess"],
     # with a block mask and nothing else that does
     "forward_block_lists": ["forward_sm90_block_lists"],
     "backward_block_lists": [
-        "backward_prepare",
+        "backward_preprocess",
         "backward_dkdv_sm90_block_lists",
         "backward_dq_sm90_block_lists",
     ],
@@ -232,7 +232,7 @@ KERNELS = {
     "decode": ["decode", "decode_combine"],
 }
 
-SM80_BACKWARD = ["backward_prepare", "backward_sm80", "backward_finish_sm80"]
+SM80_BACKWARD = ["backward_preprocess", "backward_sm80", "backward_postprocess_sm80"]
 
 MULTIPROCESSORS = 10  # of the fake's devices
 DRIVER = 12040  # the CUDA version of the fake's driver

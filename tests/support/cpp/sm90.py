@@ -64,9 +64,9 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
     assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
     rows = prod(sections["delta"].shape)
     grids = {
-        "backward_prepare": lambda r: [rows // r],
+        "backward_preprocess": lambda r: [rows // r],
         kernel: lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
-        "backward_finish": lambda r: [rows // r],
+        "backward_postprocess": lambda r: [rows // r],
     }
     pointers = {name: array.address for name, array in sections.items()}
     scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1, **more}

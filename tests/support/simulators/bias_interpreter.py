@@ -39,18 +39,18 @@ class Added(NamedTuple):
 
 def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tuple[Any, ...]:
     """From the score parameters on."""
-    segment_check, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
+    mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
     return (
         *extras.operands, *added.pointers(mask.lo), extras.scale, extras.soft_cap,
-        added.inverse_keep, segment_check, *flags, *added.numbers(), *rest,
+        added.inverse_keep, mask_mode, *flags, *added.numbers(), *rest,
     )  # fmt: skip
 
 
 def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...]:
     """The same for the kernels with a bias alone."""
-    segment_check, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
+    mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
     axes = added.numbers()[1]
-    return added.bias, extras.scale, segment_check, axes, *rest[:2], *rest[-6:]
+    return added.bias, extras.scale, mask_mode, axes, *rest[:2], *rest[-6:]
 
 
 def alone(

@@ -19,7 +19,7 @@ WRITES = {  # kernel -> results that it fills with ones
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     "backward_sm90": ("dk", "dv"),
-    "backward_finish": ("dq",),
+    "backward_postprocess": ("dq",),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
 }

@@ -63,7 +63,7 @@ class Problem:
             )
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
         self.mask = kernel_operands(mask)
-        self.segment_check = mask.segment_check
+        self.mask_mode = mask.mask_mode
         attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
         self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])
         self.batch = len(self.attends)
@@ -136,8 +136,8 @@ class Problem:
 
     def sizes(self) -> dict[str, Any]:
         return {
-            "segment_check": self.segment_check, "batch": self.batch,
-            "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
+            "mask_mode": self.mask_mode, "batch": self.batch,
+            "mask_batch": len(self.mask["kv_start"]), "q_len": self.q_len,
             "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
         }  # fmt: skip
 
@@ -159,7 +159,7 @@ def poisoned(x: np.ndarray) -> np.ndarray:
 
 
 class Statistics:
-    """What backward_prepare makes."""
+    """What backward_preprocess makes."""
 
     def __init__(self, p: Problem):
         padded = -(-p.q_len // 64) * 64
@@ -171,7 +171,7 @@ class Statistics:
         lse2 = np.where(np.isneginf(p.want["lse"]), np.inf, p.want["lse"]) / np.log(2)
         self.lse2 = whole(lse2.astype(np.float32), np.inf)
         self.delta = whole(p.want["delta"].astype(np.float32), 0)
-        self.lo, self.hi = whole(p.mask["q_lo"], 0), whole(p.mask["q_hi"], 0)
+        self.lo, self.hi = whole(p.mask["kv_start"], 0), whole(p.mask["kv_end"], 0)
         self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, p.qk_dim // 32, 64, 32), np.float32)
 
     def dq(self, p: Problem) -> np.ndarray:

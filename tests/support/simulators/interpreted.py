@@ -31,14 +31,14 @@ def bytes_to_float16(x, IS_NATIVE: tl.constexpr, IS_PURE: tl.constexpr):
 
 
 @triton.jit
-def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
+def dealt_share(kv_start, kv_end, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
     """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as
     `decode` works them out."""
     place = tl.program_id(0)
-    b, split, parts = deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP)
+    b, split, parts = deal(kv_start, kv_end, place, batch, q_len, kv_len, shares, splits, STEP)
     tokens = tl.arange(0, ROWS)
     lo, hi = attended(
-        q_lo, q_hi, b * q_len + tokens, tokens < tl.where(b < batch, q_len, 0), kv_len
+        kv_start, kv_end, b * q_len + tokens, tokens < tl.where(b < batch, q_len, 0), kv_len
     )
     start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 0)
     end = tl.max(tl.where(lo < hi, hi, 0), 0)

@@ -75,11 +75,11 @@ class Operands:
         hi: np.ndarray,
         segment_checked: np.ndarray,
         kv_len: int,
-        segment_check: int = 0,
+        mask_mode: int = 0,
         ids: tuple[np.ndarray, np.ndarray] | None = None,
         pos: tuple[np.ndarray, np.ndarray] | None = None,
     ):
-        self.lo, self.hi, self.kv_len, self.segment_check = lo, hi, kv_len, segment_check
+        self.lo, self.hi, self.kv_len, self.mask_mode = lo, hi, kv_len, mask_mode
         self.q_blocks, self.kv_blocks, self.q_order, _, self.kv_order = blocks(
             lo, hi, segment_checked, kv_len
         )
@@ -92,21 +92,21 @@ class Operands:
     def of(mask: Any) -> Operands:
         """From an AttentionMask."""
         made = Operands.__new__(Operands)
-        names = ("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos")
+        names = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos")
         made.rows = tuple(kernel_operands(mask)[name] for name in names)
         made.lo, made.hi = made.rows[:2]
         names = ("q_blocks", "kv_blocks", "q_order", "kv_order")
         made.q_blocks, made.kv_blocks, made.q_order, made.kv_order = (
             np.asarray(getattr(mask, name)) for name in names
         )
-        made.kv_len, made.segment_check = mask.kv_len, mask.segment_check
+        made.kv_len, made.mask_mode = mask.kv_len, mask.mask_mode
         made.batch, made.q_len = made.lo.shape
         return made
 
 
 def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]:
     batch, q_len, heads, _ = query.shape
-    return (mask.segment_check, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
+    return (mask.mask_mode, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
 
 
 def sizes_of_rows(
@@ -193,7 +193,7 @@ def backward(
 
 
 def decode(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
     shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
@@ -206,8 +206,8 @@ def decode(
         score_mods = sys.modules["portable.score_mods"]
         with unittest.mock.patch.object(score_mods, "to_tf32", KERNELS["unrounded"]):
             return decode(
-                query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel,
-                room=room,
+                query, key, value, kv_start, kv_end, table, sinks, scale, soft_cap, splits,
+                kernel=kernel, room=room,
                 tile=tile, exact=0, shares=shares, scales=scales,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
@@ -227,16 +227,16 @@ def decode(
     programs = shares + batch if shares else batch * splits
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
-        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, *more,
-        partial, sums, scale, soft_cap,
+        kernel, grid, query, key, value, kv_start, kv_end, kv_start if table is None else table,
+        *more, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
         splits,
         shares, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
         FLOAT32_PRODUCTS=exact, **constants,
     )  # fmt: skip
     launch(
-        "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks,
-        q_lo, q_hi, out,
+        "decode_combine", (batch * q_len * heads,), partial, sums,
+        kv_start if sinks is None else sinks, kv_start, kv_end, out,
         lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len,
         heads, v_dim // 8, splits,
         V_DIM=room[1], SPLITS=128, STEP=16,
@@ -245,14 +245,14 @@ def decode(
 
 
 def dealt_shares(
-    q_lo: np.ndarray, q_hi: np.ndarray, kv_len: int, shares: int, splits: int, step: int
+    kv_start: np.ndarray, kv_end: np.ndarray, kv_len: int, shares: int, splits: int, step: int
 ) -> np.ndarray:
     """(places, 5): sequence, share, how many it has, first key and behind the last one; what a
     program of `decode` works out."""
-    batch, q_len = q_lo.shape
+    batch, q_len = kv_start.shape
     found = guarded((shares + batch, 5), np.int32)
     sizes = (batch, q_len, kv_len, shares, splits)
-    launch("dealt_share", (len(found),), q_lo, q_hi, found, *sizes, STEP=step)
+    launch("dealt_share", (len(found),), kv_start, kv_end, found, *sizes, STEP=step)
     return found
 
 
@@ -286,10 +286,10 @@ class Extras:
 
 
 def fallback_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):
-    """From segment_check on; `flags` come behind it."""
-    segment_check, batch, mask_batch, *lengths = sizes(mask, query, key)
+    """From mask_mode on; `flags` come behind it."""
+    mask_mode, batch, mask_batch, *lengths = sizes(mask, query, key)
     dims = (query.shape[3], value.shape[3])
-    return (segment_check, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
+    return (mask_mode, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
 
 
 def forward_fallback(

@@ -45,7 +45,7 @@ class KVGatherPipeline:
         fetch: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     ) -> None:
         """starts: at which context axes gathers begin, (): keys that only this rank reads;
-        private_rows: how many rows attend such keys; halves: whether half of their heads are
+        private_rows: how many rows attend to such keys; halves: whether half of their heads are
         attended before the shared keys and half after them; fetch: fetches halos instead."""
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
@@ -68,8 +68,8 @@ class KVGatherPipeline:
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
         groups = iter(range(self.number))
         self.gathers = [list(itertools.islice(groups, len(gather))) for gather in gathers]
-        # 0 once: the previous group is attended; the next one's keys are ready to be sent, and so
-        # are the gradients of the previous group; those gradients are summed.
+        # 0 once: the previous group is attended; the next one's keys and the gradients of the
+        # previous group are ready to be sent; those gradients are summed.
         self.attended: jax.Array | None = None
         self.sent: jax.Array | None = None
         self.sent_back: jax.Array | None = None

@@ -1,9 +1,9 @@
 """Halos: the keys next to a rank's chunks, where a mask's reach is known when tracing.
 
-A row under a window reads few keys that are not of its own chunk. So a rank does not gather all
+A row under a window reads few keys outside its chunk. So a rank does not gather all
 keys: it fetches the end of the chunk before each of its chunks, and the start of the one behind.
 Keys are then `[halo of chunk 0 | chunk 0 | halo of chunk 1 | chunk 1 ...]`, in which the keys of a
-row still are one range. Rows too far from an edge to need a halo attend the rank's keys as they
+row still are one range. Rows too far from an edge to need a halo attend to the rank's keys as they
 are, while halos travel. Here is what is known when tracing; fetch_halos.py moves the keys.
 """
 
@@ -75,7 +75,7 @@ class Halo(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of each chunk those that attend keys with halos: the first."""
+        """Of each chunk those that attend to keys with halos: the first."""
         edge = self.before if self.after == 0 else self.chunk
         return min(edge, self.chunk)
 

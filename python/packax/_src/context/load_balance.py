@@ -56,11 +56,12 @@ class ContextPlan:
             other rank reads. With levels a tuple, a number for each: the first shared[0] rows are
             gathered by all ranks, the first shared[1] by the ranks of a host, and so on.
             None: there are no parts, and all keys are gathered.
-        split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank are of
-            documents that are split over hosts or within: they come first, at most `shared`. The
-            rows behind them are of documents that lie whole there, in the order of the sequence.
-        checksum: where there is `split`: (B or 1,) int32, of the segment ids that it was made of.
-            None: attention gathers all keys.
+        split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank belong to
+            documents that are split over hosts, or inside a host. These rows come first, at most
+            `shared` of them. The rows behind them belong to documents that are not split, in the
+            order of the sequence.
+        checksum: where there is `split`: (B or 1,) int32, of the segment ids from which the plan
+            was made. None: attention gathers all keys.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """
@@ -97,18 +98,20 @@ class ContextPlan:
     ) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
 
-        Gradients send as many back. Ranks of a host are neighbours: the host is the first of
-        the context axes. With levels what all ranks gather crosses hosts once: each rank fetches
-        what its like hold on other hosts, and then, in its own host, what the others fetched.
+        Gradients take as many bytes back. The ranks of a host are neighbours: the host is the first
+        of the context axes. With levels, the keys that all ranks gather are sent to each host once:
+        each rank fetches those of the ranks at its position on other hosts, and then, inside its
+        host, those that the others fetched.
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
             row_bytes: of a row's keys and values, such as 2 * kv_heads * head_dim * 2 in bfloat16.
-            expression: of the mask of a layer, whose window may need fewer keys than the plan says.
-                A rank then fetches at most so many: those at the ends of hosts fetch more between.
+            expression: of the mask of a layer, whose window may need fewer keys than the plan. The
+                result is then an upper bound for each rank: ranks at the ends of a host fetch more
+                from other hosts than the others do.
 
         Returns:
-            {"inside": from ranks of its own host, "between": from those of others}.
+            {"inside": from ranks of the same host, "between": from those of others}.
 
         Raises:
             ValueError: ranks_per_host that does not divide the ranks.

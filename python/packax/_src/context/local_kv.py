@@ -122,7 +122,7 @@ class First(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Keys by groups of heads, and the rows that attend them."""
+    """Keys by groups of heads, and the rows that attend to them."""
 
     groups: KVGatherPipeline
     rows: Rows
@@ -158,7 +158,7 @@ def _parts(
     halo = None if mask.halo is None else Halo(*mask.halo)
     of_halo: list[Any] = [(None, None)] * len(masks) if halo is None else halo.parts
     places = [
-        First(1, of.q_lo.shape[1]) if halo is None else First(halo.chunks, stretch.rows)
+        First(1, of.kv_start.shape[1]) if halo is None else First(halo.chunks, stretch.rows)
         for of, (_, stretch) in zip(masks, of_halo, strict=True)
     ]
     private = own - max((place.rows for place in places[1:]), default=0)

@@ -104,7 +104,7 @@ def check_plan(
         raise ValueError(f"plan was made for {plan.length} rows, but the mask has {mask.q_len}")
     if mask.permuted and mask.kv_plan is None and plan is None:
         raise ValueError("pass plan=: a mask built with permuted_keys=False does not store it")
-    rows = mask.q_lo.shape[1]
+    rows = mask.kv_start.shape[1]
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is not None and (np.ndim(x) != 2 or np.shape(x)[1] != rows):
             raise ValueError(

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from packax._src.core.sharding import AttentionSharding, layout_of, spec
 
 
-def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
-    """The rows of a global batch that this process must feed: those its devices hold a part of.
+def process_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
+    """The rows of a global batch that this process must feed: those that its devices need.
 
     Processes along the context and tensor axes get the same rows. With one process: all rows.
 
@@ -35,7 +35,7 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
         ValueError: no mesh of devices, or a batch that its axes do not divide.
 
     Examples:
-        >>> rows = packax.context.local_rows(sharding, 256)
+        >>> rows = packax.context.process_rows(sharding, 256)
 
         `jax.make_array_from_process_local_data(sharding_of_batch, tokens[rows])` makes the array.
     """
@@ -43,7 +43,7 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
     mesh = layout.mesh or sharding.mesh or jax.sharding.get_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty:
         raise ValueError(
-            "local_rows needs a mesh of devices, outside of jit: jax.set_mesh(mesh), or "
+            "process_rows needs a mesh of devices, outside of jit: jax.set_mesh(mesh), or "
             "AttentionSharding(..., mesh=mesh)"
         )
     pieces = layout.size(layout.batch)
@@ -90,7 +90,7 @@ def check_same_rows(batch: Any) -> None:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(leaves[number][0])}: processes {other} and {process} "
                 f"hold the same part of it ({rows}) and fed different data: give them the same "
-                "rows, as packax.context.local_rows says"
+                "rows, as packax.context.process_rows says"
             )
 
 

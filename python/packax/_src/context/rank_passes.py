@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """out, lse and the largest logits, if requested, of rows that attend keys of all ranks."""
+    """out, lse and the largest logits, if requested, of rows that attend to keys of all ranks."""
     groups = KVGatherPipeline(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
     return forward_groups(spec, groups, Rows(query, scores, mask, fixed))
 
@@ -60,7 +60,7 @@ def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) ->
     for group in range(groups.number):
         keys, values = groups.next()
         own = groups.heads_of(query.shape[2], group)
-        operands = Operands(query, keys, values, before=out)._replace(
+        operands = Operands(query, keys, values, init=out)._replace(
             **groups.mask(mask, group).operands("forward"),
             **_extras(spec, scores, fixed, groups, group),
         )
@@ -115,7 +115,7 @@ def backward_group(
     query, scores, mask, fixed, out, lse, dout, dlse = rows
     keys, values = groups.next()
     lse, dlse = (None if x is None else groups.rows(x, group, 1) for x in (lse, dlse))
-    operands = Operands(query, keys, values, out, lse, dout, dlse, before=dq)._replace(
+    operands = Operands(query, keys, values, out, lse, dout, dlse, init=dq)._replace(
         **groups.mask(mask, group).operands("backward"),
         **_extras(spec, scores, fixed, groups, group),
     )

@@ -25,7 +25,7 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
     """The results of a jitted function that implements a primitive outside of jit.
 
     It stays jitted under disable_jit, where it would call itself. jax.debug_nans and jax.debug_infs
-    check its results, except for -inf, the log-sum-exp of a row that attends nothing.
+    check its results, except for -inf, the log-sum-exp of a row that attends to nothing.
     """
     if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
         with jax.disable_jit(False):

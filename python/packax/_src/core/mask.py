@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from packax._src.core.arguments import NotAnArray
 from packax._src.core.sharding import AttentionSharding
-from packax._src.core.spec import ONE_BLOCK
+from packax._src.core.spec import ONE_BLOCK, MaskMode
 
 _MOST_PAIRS = 1 << 24
-_BUILT_FROM = (  # by segment_check
+_BUILT_FROM = (  # by mask_mode
     "ranges of keys, without documents",
     "documents",
     "documents with positions that have an upper limit, as of causal",
@@ -47,16 +47,16 @@ class Field(NamedTuple):
         """Whether only masks with a block_sparse(...) have it."""
         return HEADS in self.axes
 
-    def axes_at(self, segment_check: int) -> tuple[str, ...]:
+    def axes_at(self, mask_mode: MaskMode) -> tuple[str, ...]:
         """The axes, with one for the two limits of positions where q_pos has both."""
-        two_limits = self.name == "q_pos" and segment_check == 3
+        two_limits = self.name == "q_pos" and mask_mode == MaskMode.BOTH_LIMITS
         return (BATCH, WHOLE, RANK) if two_limits else self.axes
 
     def dims(
-        self, segment_check: int, batch: Axes, context: Axes, heads: Axes = ()
+        self, mask_mode: MaskMode, batch: Axes, context: Axes, heads: Axes = ()
     ) -> tuple[Axes, ...]:
         """The mesh axes of each array axis, up to the last array axis that may be sharded."""
-        axes = self.axes_at(segment_check)
+        axes = self.axes_at(mask_mode)
         over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
         last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
         return tuple(over[axis] for axis in axes[: last + 1])
@@ -75,15 +75,15 @@ class AttentionMask(NotAnArray):
 
     It can be passed through jit, scan, remat and shard_map, and is used by every layer, forward and
     backward. The first axis of every leaf is the batch, or 1 (one mask for all batch rows, one
-    block map, one plan). For `vmap` over the batch of a model pass `in_axes=mask.vmap_axes()`, or 0
-    where all leaves have the batch. Under shard_map the spec of a mask with a batch is that of the
-    batch, and of a mask for a context-parallel sharding `mask.sharding.mask_specs(mask)`. The
-    leaves are described in docs/internals/mask_format.md; do not write them yourself.
+    block map, one plan). For `vmap` over the batch of a model, pass `in_axes=mask.vmap_axes()`, or
+    0 if all leaves have the batch. For shard_map, pass the spec of the batch if the mask has a
+    batch, or `mask.sharding.mask_specs(mask)` if the mask was built with a sharding. The leaves are
+    described in docs/internals/mask_format.md; do not write them yourself.
     """
 
     # In the order of `Operands`.
-    q_lo: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
-    q_hi: jax.Array = field(metadata=_array(BATCH, RANK))
+    kv_start: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
+    kv_end: jax.Array = field(metadata=_array(BATCH, RANK))
     q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK))
     kv_ids: jax.Array | None = field(metadata=_array(BATCH, WHOLE))
     q_pos: jax.Array | None = field(metadata=_array(BATCH, RANK))
@@ -106,7 +106,7 @@ class AttentionMask(NotAnArray):
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
     # For a plan that keeps documents local: the mask in parts. Each shared part is of shared rows
-    # and the shared keys of all ranks, or of a host's; the private part is of all rows and the
+    # and the shared keys of all ranks, or of a host's; the private part has all rows and the
     # rank's private keys.
     shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
@@ -115,7 +115,7 @@ class AttentionMask(NotAnArray):
 
     q_len: int
     kv_len: int
-    segment_check: int  # 0: none, 1: ids, 2: ids and upper limits of positions, 3: both limits
+    mask_mode: MaskMode
     sharding: AttentionSharding | None = None
     shards: int = 1  # into how many pieces the context axes of `sharding` cut its rows
     permuted: bool = False  # whether a plan permuted its rows
@@ -128,15 +128,15 @@ class AttentionMask(NotAnArray):
 
     def __repr__(self) -> str:
         """Two lines: its sizes, and what it was built from as far as its arrays show."""
-        if not all(hasattr(x, "shape") for x in (self.q_lo, *jax.tree.leaves(self))):
+        if not all(hasattr(x, "shape") for x in (self.kv_start, *jax.tree.leaves(self))):
             fields = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self))
             return f"AttentionMask({', '.join(f'{name}={x!r}' for name, x in fields)})"
         leaves = jax.tree.leaves(self)
-        shape = self.q_lo.shape
+        shape = self.kv_start.shape
         batch = "no batch axis" if len(shape) < 2 else f"batch {shape[0]}"
         size = 4 * sum(math.prod(x.shape) for x in leaves)
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
-        parts = [_BUILT_FROM[self.segment_check]]
+        parts = [_BUILT_FROM[self.mask_mode]]
         if self.block_size == ONE_BLOCK:
             parts = ["a tree"]
         elif self.block_mask is not None:
@@ -163,7 +163,7 @@ class AttentionMask(NotAnArray):
         )
 
     def as_array(self) -> jax.Array:
-        """Whether query row i attends key j according to this mask's arrays: for small lengths.
+        """Whether query row i attends to key j according to this mask's arrays: for small lengths.
 
         Returns:
             bool, (B, Sq, Skv), with a block mask per head (B, H, Sq, Skv). Rows are in the order
@@ -173,24 +173,24 @@ class AttentionMask(NotAnArray):
             ValueError: more than 2**24 pairs of a row and a key (4096 x 4096): it is quadratic.
         """
         mask = self.with_batch()
-        rows, keys = mask.q_lo.shape[-1], self.kv_len
+        rows, keys = mask.kv_start.shape[-1], self.kv_len
         if rows * keys > _MOST_PAIRS:
             raise ValueError(
                 f"as_array would make {rows} x {keys} booleans, but makes at most {_MOST_PAIRS}, "
                 "which is 4096 x 4096: use a mask of smaller lengths"
             )
         index = jnp.arange(keys, dtype=jnp.int32)[None, None]
-        allowed = (mask.q_lo[..., None] <= index) & (index < mask.q_hi[..., None])
-        if mask.segment_check >= 1:
+        allowed = (mask.kv_start[..., None] <= index) & (index < mask.kv_end[..., None])
+        if mask.mask_mode >= MaskMode.IDS:
             assert mask.q_ids is not None
             ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
             allowed &= mask.q_ids[..., None] == ids[:, None]
-        if mask.segment_check >= 2:
+        if mask.mask_mode >= MaskMode.UPPER_LIMIT:
             assert mask.q_pos is not None
             positions = mask.q_pos if mask.kv_pos is None else mask.kv_pos
-            highest = mask.q_pos if mask.segment_check == 2 else mask.q_pos[:, 0]
+            highest = mask.q_pos if mask.mask_mode == MaskMode.UPPER_LIMIT else mask.q_pos[:, 0]
             allowed &= positions[:, None] <= highest[..., None]
-            if mask.segment_check == 3:
+            if mask.mask_mode == MaskMode.BOTH_LIMITS:
                 allowed &= mask.q_pos[:, 1, :, None] <= positions[:, None]
         if mask.block_mask is None:
             return allowed
@@ -212,7 +212,7 @@ class AttentionMask(NotAnArray):
         Examples:
             >>> out = jax.vmap(attend, in_axes=(0, 0, 0, mask.vmap_axes()))(query, key, value, mask)
         """
-        batch = self.q_lo.shape[0]
+        batch = self.kv_start.shape[0]
         return jax.tree.map(lambda x: 0 if x.shape[0] == batch > 1 else None, self)
 
     def with_batch(self) -> AttentionMask:
@@ -220,7 +220,7 @@ class AttentionMask(NotAnArray):
         lost: dict[str, Any] = {
             name: array[None]
             for name, array in self._arrays()
-            if array.ndim == len(FIELDS[name].axes_at(self.segment_check)) - 1
+            if array.ndim == len(FIELDS[name].axes_at(self.mask_mode)) - 1
         }
         lost |= self._of_parts(AttentionMask.with_batch)
         return dataclasses.replace(self, **lost) if lost else self
@@ -259,8 +259,8 @@ class AttentionMask(NotAnArray):
             own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
             own_batch = batch if x.shape[0] != 1 else ()
             if self.gathers is not None:
-                return spec(*dims_of(name, self.gathers, self.segment_check, own_batch, context))
-            return spec(*FIELDS[name].dims(self.segment_check, own_batch, context, own_heads))
+                return spec(*dims_of(name, self.gathers, self.mask_mode, own_batch, context))
+            return spec(*FIELDS[name].dims(self.mask_mode, own_batch, context, own_heads))
 
         made = {name: of(name, x) for name, x in self._arrays()}
         made |= self._of_parts(lambda part: part.specs(spec, batch, context, heads))
@@ -286,13 +286,13 @@ jax.tree_util.register_dataclass(
 
 
 def dims_of(
-    name: str, gathers: tuple[int, ...], segment_check: int, batch: Axes, context: Axes
+    name: str, gathers: tuple[int, ...], mask_mode: MaskMode, batch: Axes, context: Axes
 ) -> tuple[Axes, ...]:
     """The mesh axes of each axis of an array of a part, for arrays of keys those of its gathers."""
-    like = {"kv_ids": "q_lo", "kv_pos": "q_lo", "kv_plan": "q_blocks"}.get(name)
+    like = {"kv_ids": "kv_start", "kv_pos": "kv_start", "kv_plan": "q_blocks"}.get(name)
     if like is None:
-        return FIELDS[name].dims(segment_check, batch, context)
-    return FIELDS[like].dims(segment_check, batch, context[: gathers[0]] if gathers else context)
+        return FIELDS[name].dims(mask_mode, batch, context)
+    return FIELDS[like].dims(mask_mode, batch, context[: gathers[0]] if gathers else context)
 
 
 def _serialized(static: Any) -> bytes:

@@ -36,7 +36,7 @@ class AttentionSharding:
     `PartitionSpec("data", "context", "tensor", None)` for (batch, sequence, heads, head dim).
 
     Attributes:
-        query: spec of query and of the output; the log-sum-exp has its (batch, heads, sequence).
+        query: spec of query and of the output; the log-sum-exp is sharded in the same way.
         key_value: spec of key and value. Batch: as in query. Sequence: as in query (every rank
             gathers the keys and values, and their gradients are reduce-scattered), or None (every
             rank has all keys). Heads: as in query, or None (every rank has all key/value heads and
@@ -47,7 +47,7 @@ class AttentionSharding:
     must agree with the spec where both shard a dimension, and is used where only the type does.
 
     Inside your own `shard_map` over some of these axes, arrays are this rank's pieces along them,
-    and only the other axes (if any) are mapped here.
+    and packax maps only over the other axes (if any).
 
     Examples:
         >>> sharding = packax.AttentionSharding(

@@ -5,6 +5,7 @@ jax.export."""
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ FP8 = "float8_e4m3fn"
 """The dtype of 8 bits that a cache of keys and values may have."""
 
 PADDING_SEGMENT_ID = -1
-"""The segment id of padding: its rows attend nothing and no row attends its keys."""
+"""The segment id of padding: its rows attend to nothing and no row attends to its keys."""
 
 
 def ceil_div(size: Any, by: int) -> Any:
@@ -82,9 +83,18 @@ OF_HEADS = (
 """The operands whose axis 1 is the query's heads, or 1."""
 LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
 ARRAYS = ("bias", "dropout_streams", "dropout_rows")
-EXTRAS = (*LINEAR_BIAS, *ARRAYS)
+OPTIONAL_OPERANDS = (*LINEAR_BIAS, *ARRAYS)
 """Operands that change scores and probabilities. Slopes come with scales, and without positions
 where positions are indices; the two of dropout come together."""
+
+
+class MaskMode(enum.IntEnum):
+    """What segment-checked rows compare with keys. Each mode compares what those before it do."""
+
+    NO_CHECK = 0
+    IDS = 1
+    UPPER_LIMIT = 2  # of positions
+    BOTH_LIMITS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,7 @@ class AttentionSpec:
     scale: float = 1.0  # used without `scales`
     soft_cap: float = 0.0  # 0: none
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
-    segment_check: int = 0  # of the mask
+    mask_mode: MaskMode = MaskMode.NO_CHECK
     block_size: tuple[int, int] | None = None  # of the mask's block map
     dropout_threshold: int = 0  # out of 2^32: probabilities whose random word is below are dropped
     max_logits: bool = False  # whether the forward also returns them
@@ -120,7 +130,7 @@ class AttentionSpec:
         """The fields that primitives read, with the mask's: equal for calls that run the same."""
         return dataclasses.replace(
             self,
-            segment_check=mask.segment_check,
+            mask_mode=mask.mask_mode,
             block_size=mask.block_size,
             needs_grad=tuple(x for x in self.needs_grad if x != "sinks"),
             layout=None,
@@ -144,8 +154,8 @@ class Operands(NamedTuple):
     dout: Any = None
     dlse: Any = None  # (B, H, Sq)
     # The mask's, as in core/mask.py.
-    q_lo: Any = None
-    q_hi: Any = None
+    kv_start: Any = None
+    kv_end: Any = None
     q_ids: Any = None
     kv_ids: Any = None
     q_pos: Any = None
@@ -158,7 +168,7 @@ class Operands(NamedTuple):
     block_mask: Any = None
     q_block_lists: Any = None
     kv_block_lists: Any = None
-    # EXTRAS; Bp is 1 or B.
+    # OPTIONAL_OPERANDS; Bp is 1 or B.
     scales: Any = None  # (1 or B,): replaces AttentionSpec.scale
     slopes: Any = None  # (Bp, H)
     q_bias_pos: Any = None  # (Bp, Sq)
@@ -167,7 +177,7 @@ class Operands(NamedTuple):
     dropout_streams: Any = None  # (B, H, 4) uint32, and
     dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of dropout.py
     # For some of the query heads (head_groups.py): out or dq, which holds those of the others.
-    before: Any = None
+    init: Any = None
 
     @staticmethod
     def of(names: Iterable[str], values: Iterable[Any]) -> Operands:
@@ -182,8 +192,8 @@ class Operands(NamedTuple):
         return [x for x in self if x is not None]
 
     @property
-    def extras(self) -> tuple[str, ...]:
-        return tuple(x for x in EXTRAS if getattr(self, x) is not None)
+    def optional_operands(self) -> tuple[str, ...]:
+        return tuple(x for x in OPTIONAL_OPERANDS if getattr(self, x) is not None)
 
     @property
     def lse_in_two(self) -> bool:

@@ -64,12 +64,12 @@ class BlockSparse(MaskExpression):
 
 
 def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
-    """Row i attends key j if the block mask is True for their block:
+    """Row i attends to key j if the block mask is True for their block:
     block_mask[b, h, i // m, j // n].
 
     For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), an
     indexer's choice of keys, any boolean map. The attention is exact, and visits only blocks of 64
-    keys in which a tile of 128 rows attends something, in both passes. Blocks are of row and key
+    keys in which a tile of 128 rows attends to something, in both passes. Blocks are of row and key
     indices, whatever the positions of documents(...).
 
     Args:
@@ -77,7 +77,7 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
             of query heads, NQ = ceil(Sq / m) and NK = ceil(Skv / n). Traced or not; it has no
             gradient.
         block_size: (m, n), rows and keys of a block, or one number for both; any positive integers.
-            Only tiles in which nothing is attended save work: neighbouring rows should attend
+            Only tiles without an attended pair are skipped, so neighbouring rows should attend to
             similar blocks.
 
     Raises:

@@ -24,7 +24,7 @@ from packax._src.core.sharding import (
     typed_mesh,
     vary_together,
 )
-from packax._src.core.spec import ONE_BLOCK
+from packax._src.core.spec import ONE_BLOCK, MaskMode
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (
@@ -40,7 +40,7 @@ from packax._src.masks.halo_mask import halo_of, halo_parts, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
 from packax._src.masks.rank_rows import RankRows
-from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
+from packax._src.masks.row_ranges import Document, Rows, mask_mode_of, row_ranges_and_bounds
 from packax._src.masks.tree import tree_of
 from packax._src.ops.primitives import BLOCK_ARRAYS, Implementation, check_implementation
 
@@ -70,8 +70,9 @@ def create_attention_mask(
             are in the order of the sequence: this function permutes the rows. With a plan of kind
             "local" only shared keys are gathered. All keys are gathered for a block_sparse(...),
             without documents(...), with separate ids of keys, and with permuted_keys=False. If such
-            a plan was made from other segment ids, all keys are gathered if ids and plan are numpy
-            arrays; otherwise the program compares a checksum, and outputs and gradients are NaN.
+            a plan was made from other segment ids, and ids and plan are numpy arrays, all keys are
+            gathered. If either is a jax array, the program compares a checksum, and outputs and
+            gradients are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
 
@@ -234,9 +235,9 @@ def _build(
     `made_of`.
 
     A tree narrows the row ranges; the remaining check uses that of documents with positions. Its
-    ids are those of documents, or all equal, and a row attends a key if the index after the row is
-    at most the end of the key's subtree. Both are stored negated, so that the check is "key at most
-    row". Rows may be permuted: their values still refer to the sequence in order.
+    ids are those of documents, or all equal, and a row attends to a key if the index after the row
+    is at most the end of the key's subtree. Both are stored negated, so that the check is "key at
+    most row". Rows may be permuted: their values still refer to the sequence in order.
     """
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.is_unsharded:
@@ -247,19 +248,19 @@ def _build(
     with_documents = None if tree is None else document.q_ids is not None
     if tree is None:
         low, high = ranks.limits(document, interval)
-        level = segment_check_of(document, low, high)
+        mode = mask_mode_of(document, low, high)
     else:
         lo, hi, end = (ranks.keys(x) for x in ranks.tree_rows(tree, document.q_ids, interval))
         ranges = (*ranges, (lo, hi))
         after = -1 - jax.lax.broadcasted_iota(jnp.int32, end.shape, 1)
         ids = jnp.zeros_like(end) if document.q_ids is None else document.q_ids
         document = Document(ids, document.kv_ids, after, -end)
-        low, high, level = None, after, 2
+        low, high, mode = None, after, MaskMode.UPPER_LIMIT
     kv_ids, kv_pos = document.keys()
     # In self-attention with rows in order, ids and positions of keys are those of rows, and are not
     # stored twice. The limits of causal() are the positions themselves.
     shared_ids = ranks.is_unsharded and document.kv_ids is None
-    causal = level == 2 and high is document.q_pos
+    causal = mode == MaskMode.UPPER_LIMIT and high is document.q_pos
     shared_pos = ranks.is_unsharded and document.kv_pos is None and causal
     held = Rows(
         ids=None if document.q_ids is None else ranks.rows(document.q_ids),
@@ -281,7 +282,7 @@ def _build(
 
     whole: Any = functools.partial(
         row_ranges_and_bounds,
-        level=level,
+        mode=mode,
         batch=own_batch,
         q_len=own_rows,
         kv_len=kv_len,
@@ -289,27 +290,34 @@ def _build(
         block_size=block_size,
         tree=with_documents,
     )
-    made = ("q_lo", "q_hi", *BLOCK_ARRAYS, *(("q_pos",) if level >= 2 else ()))
+    made = (
+        "kv_start",
+        "kv_end",
+        *BLOCK_ARRAYS,
+        *(("q_pos",) if mode >= MaskMode.UPPER_LIMIT else ()),
+    )
 
     def specs() -> Any:
-        rows, keys = (ranks.spec(name, 0, ranks.mask_batch) for name in ("q_lo", "kv_ids"))
-        bits = ranks.spec("block_mask", level, *axes)
-        out = {x: ranks.spec(x, level, ranks.mask_batch) for x in made}
+        rows, keys = (
+            ranks.spec(name, MaskMode.NO_CHECK, ranks.mask_batch) for name in ("kv_start", "kv_ids")
+        )
+        bits = ranks.spec("block_mask", mode, *axes)
+        out = {x: ranks.spec(x, mode, ranks.mask_batch) for x in made}
         if block_size is not None:
             out |= {
-                name: ranks.spec(name, level, ranks.mask_batch, axes[1])
+                name: ranks.spec(name, mode, ranks.mask_batch, axes[1])
                 for name in ("q_block_lists", "kv_block_lists")
             }
             out["block_mask"] = bits
         if halo is not None:
-            out["parts"] = specs_of(halo, ranks, level)
+            out["parts"] = specs_of(halo, ranks, mode)
         return (ranks.chunks_spec, rows, keys, keys, bits), out
 
     computed: dict[str, Any] = {"q_pos": None}
     numbers = None if halo is None else ranks.chunks()
     computed |= ranks.shard_mapped(arrays, specs)(numbers, held, kv_ids, kv_pos, block_mask)
     if halo is not None:
-        computed |= masks_of(halo, computed.pop("parts"), level, q_len, sharding, ranks)
+        computed |= masks_of(halo, computed.pop("parts"), mode, q_len, sharding, ranks)
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
@@ -317,7 +325,7 @@ def _build(
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
                 computed |= local_parts(
                     *(ranks, document, low, high, ranges),
-                    level=level,
+                    mode=mode,
                     implementation=implementation,
                     sharding=sharding,
                     checked=bool(of_plan),
@@ -330,7 +338,7 @@ def _build(
         elif ranks.plan is not None and "private_part" in computed:
             fetched = ranks.plan.fetched
     without_ids = kv_ids is None or shared_ids
-    without_pos = kv_pos is None or level < 2 or shared_pos
+    without_pos = kv_pos is None or mode < MaskMode.UPPER_LIMIT or shared_pos
     return AttentionMask(
         **computed,
         q_ids=held.ids,
@@ -338,7 +346,7 @@ def _build(
         kv_pos=None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
         q_len=q_len,
         kv_len=kv_len,
-        segment_check=level,
+        mask_mode=mode,
         sharding=sharding,
         shards=ranks.pieces,
         permuted=plan is not None,

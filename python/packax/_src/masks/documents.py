@@ -43,7 +43,7 @@ def documents(
     positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
 ) -> MaskExpression:
-    """Query row i attends the keys with its own segment id; -1 is padding and attends nothing.
+    """Query row i attends to the keys with its segment id; -1 is padding and attends to nothing.
 
     Ids and positions may hold any values: ids in any order, negative, hashed, an id that reappears
     later in the row (it is the same document), positions that restart or decrease. All of these
@@ -116,7 +116,7 @@ def _warn_of_padding(name: str, ids: Array | None) -> None:
 
 
 def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
-    """Query row i attends the keys lo[i] <= j < hi[i]: an empty range attends nothing.
+    """Query row i attends to the keys lo[i] <= j < hi[i]: an empty range attends to nothing.
 
     Args:
         lo, hi: (B, Sq) or (Sq,), any integer dtype: key indices. Values are clipped to [0, Skv].

@@ -99,8 +99,8 @@ class MaskExpression(NotAnArray):
         return f"{self.name}({', '.join(self.arguments())})"
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
-        """Whether query row i attends key j: boolean, (q_len, kv_len), preceded by the batch if any
-        and the heads if a block_sparse(...) has them.
+        """Whether query row i attends to key j: boolean, (q_len, kv_len), preceded by the batch if
+        any and the heads if a block_sparse(...) has them.
 
         It defines the meaning of the expression. It is quadratic: for tests, plots, small inputs.
 
@@ -148,7 +148,7 @@ class MaskExpression(NotAnArray):
     def reach(self, chunk: int) -> Reach:
         """How many keys before a chunk of rows its rows attend at most, and behind it, in
         self-attention; None: not known. Chunks have so many rows, the first begins with row 0. No
-        more rows than that attend a key before their chunk: its first ones."""
+        more rows than that attend to a key before their chunk: its first ones."""
         return None, None
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
@@ -201,7 +201,7 @@ class MaskExpression(NotAnArray):
 
 
 class Interval(MaskExpression):
-    """Row i attends an interval of positions that depends only on i, not on the keys.
+    """Row i attends to an interval of positions that depends only on i, not on the keys.
 
     It is a pytree and may be an argument of jit. The first axis of its arrays is the batch, or 1.
     """
@@ -272,7 +272,7 @@ class Documents(MaskExpression):
 
 @pytree("members")
 class And(Interval):
-    """A pair is attended if every member attends it. An interval if all members are."""
+    """A pair is attended if every member allows it. An interval if all members are."""
 
     members: tuple[Any, ...]
 
@@ -325,7 +325,7 @@ class Shared:
 
 @pytree("sides", "offsets")
 class Or(Interval):
-    """A pair is attended if any member attends it; all are intervals, and so is their union.
+    """A pair is attended if any member allows it; all are intervals, their union too.
 
     The union may be an interval only because offsets are equal. So each offset is stored once and
     shared by the members: they stay equal when a transformation replaces it.
@@ -418,7 +418,7 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
     if not same_side and (True, True) not in sides and _common(both.members) == frozenset():
         raise NotImplementedError(
             "`|` needs a union that is certainly one range for every row, and this one may be two. "
-            "It is one range if all members attend the row's own position, as causal, "
+            "It is one range if all members attend to the row's own position, as causal, "
             "sliding_window, chunked, prefix and spans with equal offsets do (for offsets that are "
             "jax arrays: the same int32 array, not just equal ones), or if all are unbounded on "
             "the same side, as causal, prefix and sliding_window(None) are below. Otherwise use "

@@ -1,4 +1,4 @@
-"""The masks of a rank that fetches halos: of rows that attend its own keys, and of the others.
+"""The masks of a rank that fetches halos: of rows that attend to its own keys, and of the others.
 
 Row ranges are those of whole sequences, moved: a row's keys are all of one stretch of the rank's.
 """
@@ -16,6 +16,7 @@ from packax._src.context.halo import Halo, Stretch
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.mask import AttentionMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
+from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import bounds_of
@@ -55,7 +56,7 @@ def halo_parts(
         there = (lo < hi) & (jnp.arange(stretch.rows)[None, None] >= stretch.first)
         moved = (jnp.where(there, x, 0) for x in (lo + slot, hi + slot, rows(checked)))
         lo, hi, checked = (x.reshape(len(x), -1) for x in moved)
-        made = {"q_lo": lo, "q_hi": hi}
+        made = {"kv_start": lo, "kv_end": hi}
         if ids is not None:
             made["q_ids"] = rows(ids).reshape(len(ids), -1)
             made["kv_ids"] = take_each(kv_ids, index(halo, stretch, numbers))
@@ -68,17 +69,27 @@ def halo_parts(
     return parts
 
 
-def specs_of(halo: Halo, ranks: RankRows, level: int) -> list[dict[str, Any]]:
+def specs_of(halo: Halo, ranks: RankRows, mode: MaskMode) -> list[dict[str, Any]]:
     """Of those arrays."""
     assert ranks.layout is not None
-    names = ["q_lo", "q_hi", *BLOCK_ARRAYS, *(["q_ids", "kv_ids"] if level > 0 else [])]
+    names = [
+        "kv_start",
+        "kv_end",
+        *BLOCK_ARRAYS,
+        *(["q_ids", "kv_ids"] if mode >= MaskMode.IDS else []),
+    ]
     axes, layout = ranks.mask_batch, ranks.layout
-    of = {x: layout.spec(*dims_of(x, (), level, axes, layout.context)) for x in names}
+    of = {x: layout.spec(*dims_of(x, (), mode, axes, layout.context)) for x in names}
     return [of for _ in halo.parts]
 
 
 def masks_of(
-    halo: Halo, made: list[dict[str, Any]], level: int, q_len: int, sharding: Any, ranks: RankRows
+    halo: Halo,
+    made: list[dict[str, Any]],
+    mode: MaskMode,
+    q_len: int,
+    sharding: Any,
+    ranks: RankRows,
 ) -> dict[str, Any]:
     """`private_part`, `shared_parts` and `halo` of a mask."""
     private, *shared = (
@@ -88,7 +99,7 @@ def masks_of(
             kv_pos=None,
             q_len=q_len // halo.chunk * stretch.rows,
             kv_len=halo.chunks * stretch.keys,
-            segment_check=level,
+            mask_mode=mode,
             sharding=sharding,
             shards=ranks.pieces,
             permuted=ranks.plan is not None,

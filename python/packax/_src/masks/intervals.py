@@ -39,8 +39,8 @@ class _Offset(Interval):
     def check_with(self, document: Documents | None) -> None:
         if self.offset is not None and document is not None and document.q_pos is not None:
             raise ValueError(
-                f"{self.name} has an offset, joined with documents(..., positions=...): "
-                "leave the offset out, the positions include it"
+                f"{self.name} has an offset and is joined with documents(..., positions=...): "
+                "leave the offset out, because the positions include it"
             )
 
     def anchors(self) -> frozenset[Any] | None:
@@ -89,7 +89,7 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
     if causal and not placed and "kv" not in sides and all(x.offset is None for x in members):
         warnings.warn(
             "causal() aligns row 0 with key 0, and there are fewer rows than keys: row 0 attends "
-            "only key 0. If the rows are new tokens after a cache, use "
+            "only to key 0. If the rows are new tokens after a cache, use "
             "causal(offset=kv_len - q_len), or decode_attention",
             stacklevel=3,
         )
@@ -279,7 +279,7 @@ class Prefix(Interval):
 
 
 def full() -> MaskExpression:
-    """Every query row attends every key.
+    """Every query row attends to every key.
 
     Examples:
         >>> packax.full().as_array(2, 3)
@@ -290,10 +290,10 @@ def full() -> MaskExpression:
 
 
 def causal(offset: ArrayLike = 0) -> MaskExpression:
-    """Query row i attends the keys j <= i + offset, counted from the first row and the first key.
+    """Query row i attends to the keys j <= i + offset, counted from the first row and first key.
 
     With `documents(..., positions=...)` positions are compared instead of indices: row i attends
-    key j if the row's position is at least the key's.
+    to key j if the row's position is at least the key's.
 
     Args:
         offset: an integer, or (B,) integers, int32: how many keys come before the first row, as
@@ -313,7 +313,7 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
 def sliding_window(
     left: int | None, right: int | None = 0, *, offset: ArrayLike = 0
 ) -> MaskExpression:
-    """Query row i attends the keys from i - left to i + right, both included.
+    """Query row i attends to the keys from i - left to i + right, both included.
 
     A window of w keys that ends with the row's own, as in Mistral and Gemma, is
     `sliding_window(w - 1)`. With `documents(..., positions=...)` it compares positions.
@@ -337,7 +337,7 @@ def sliding_window(
 
 
 def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
-    """Query row i attends the keys j of its own chunk: floor(j / size) == floor(i / size).
+    """Query row i attends to the keys j of its chunk: floor(j / size) == floor(i / size).
 
     Llama 4's local layers are `causal() & chunked(8192)`. With `documents(..., positions=...)` it
     compares positions, so that a document's first chunk begins at its position 0.
@@ -359,7 +359,7 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
 
 
 def prefix(lengths: ArrayLike) -> MaskExpression:
-    """Query row i attends the keys j <= i, and all keys j < length: a prefix-LM.
+    """Query row i attends to the keys j <= i, and all keys j < length: a prefix-LM.
 
     With `documents(..., positions=...)` it compares positions. Every document may then have its
     own prefix, given by one length per row.

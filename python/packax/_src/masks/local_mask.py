@@ -23,7 +23,7 @@ from packax._src.context.load_balance import ContextPlan, checksum
 from packax._src.core.arguments import plus
 from packax._src.core.mask import AttentionMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
-from packax._src.core.spec import PADDING_SEGMENT_ID, TILE
+from packax._src.core.spec import PADDING_SEGMENT_ID, TILE, MaskMode
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds
 from packax._src.ops.primitives import BLOCK_ARRAYS
@@ -50,7 +50,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
 
 def local_parts(
     ranks: RankRows, document: Document, low: Any, high: Any, ranges: Any, *,
-    level: int, implementation: Any, sharding: Any, checked: bool,
+    mode: MaskMode, implementation: Any, sharding: Any, checked: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`, which says
     that the plan is known to match these documents. Arguments are of whole sequences."""
@@ -72,7 +72,7 @@ def local_parts(
         ids = document.q_ids
         assert ids is not None
         limits = (document, low, high, ranges)
-        of_part = functools.partial(_of_part, limits, level, implementation)
+        of_part = functools.partial(_of_part, limits, mode, implementation)
         batch = order.shape[0]
         order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
         begin = jnp.concatenate([jnp.zeros_like(split[..., :1]), split], axis=2)
@@ -102,13 +102,12 @@ def local_parts(
         axes = ranks.mask_batch
 
         def of(starts: tuple[int, ...], permuted: bool) -> dict[str, Any]:
-            names = ["q_lo", "q_hi", *BLOCK_ARRAYS, "q_ids", "kv_ids"]
-            names += ["q_pos", "kv_pos"] if level > 1 else []
+            names = ["kv_start", "kv_end", *BLOCK_ARRAYS, "q_ids", "kv_ids"]
+            names += ["q_pos", "kv_pos"] if mode >= MaskMode.UPPER_LIMIT else []
             names += ["kv_plan"] if permuted else []
             over = {"kv_plan": ranks.plan_batch if len(plan.order) > 1 else ()}
             return {
-                x: layout.spec(*dims_of(x, starts, level, over.get(x, axes), context))
-                for x in names
+                x: layout.spec(*dims_of(x, starts, mode, over.get(x, axes), context)) for x in names
             }
 
         whole, orders = layout.spec(axes), layout.spec(ranks.plan_batch)
@@ -119,7 +118,7 @@ def local_parts(
     operands = document, low, high, ranges, plan.order, plan.split
     *made, private = ranks.shard_mapped(of_rank, specs)(*operands)
     build: Any = functools.partial(
-        AttentionMask, segment_check=level, sharding=sharding, shards=pieces, permuted=True
+        AttentionMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
     )
     unset = dict.fromkeys(("q_pos", "kv_pos"))
     found: dict[str, Any] = {
@@ -163,14 +162,14 @@ def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
 
 
 def _of_part(
-    limits: tuple[Document, Any, Any, Any], level: int, implementation: Any,
+    limits: tuple[Document, Any, Any, Any], mode: MaskMode, implementation: Any,
     ids: jax.Array, rows: jax.Array, keys: _Keys,
 ) -> dict[str, Any]:  # fmt: skip
     """The mask of the rows with these ids at the indices `rows`; limits: document, low, high,
     ranges."""
     document, low, high, ranges = limits
     low, high = (None if x is None else _take(x, rows) for x in (low, high))
-    if level < 2:  # positions are indices
+    if mode < MaskMode.UPPER_LIMIT:  # positions are indices
         low = None if low is None else keys.number(low)
         high = None if high is None else keys.number(plus(high, 1)) - 1
     held = Rows(
@@ -182,14 +181,14 @@ def _of_part(
     made: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
     if keys.orders is not None:
         made["kv_plan"] = keys.orders
-    if level > 1:
+    if mode >= MaskMode.UPPER_LIMIT:
         assert document.q_pos is not None
         made["kv_pos"] = _take(document.q_pos, keys.index)
     return made | row_ranges_and_bounds(
         held,
         made["kv_ids"],
         made.get("kv_pos"),
-        level=level,
+        mode=mode,
         batch=ids.shape[0],
         q_len=ids.shape[1],
         kv_len=keys.index.shape[1],

@@ -1,4 +1,4 @@
-"""`context_plan`, `context_parallel_inputs`: from a mask expression to a balanced order of rows."""
+"""`context_plan`, `shard_batch`: from a mask expression to a balanced order of rows."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ def context_plan(
     shared: float | int | tuple[float | int, ...] | None = None,
     length: int | None = None,
 ) -> ContextPlan:
-    """Which chunks of query rows each rank gets: equally many, with work as equal as possible.
+    """Assigns chunks of query rows to ranks: equal numbers, with work as equal as possible.
 
-    "balanced": chunks are dealt by the number of pairs that their rows attend, longest processing
+    "balanced": chunks are dealt by the number of attended pairs in their rows, longest processing
     time first (Graham 1969), in rounds: chunks are sorted by that number, and in each round the
     largest of the next `ranks` chunks goes to the rank with the least work so far. Deterministic,
-    with the same result on the host and on the device.
-    "zigzag": rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv
-    2407.21783, section 3.3.2): equal work for one causal document, independent of the expression.
-    "local": documents stay whole on a rank, which then needs no keys from other ranks for them;
-    only documents that would unbalance the ranks are split. A rank's rows are a shared part, whose
-    keys all ranks gather, and a private part. Several context axes, such as (host, GPU), are
-    levels: documents are split inside a host first, and there is a shared part of all ranks and
-    one of the ranks of a host. Without `documents(...)`, or with separate ids of keys, all rows are
+    with the same result on the host and on the device. "zigzag": rank r gets the chunks r and 2 *
+    ranks - 1 - r of 2 * ranks (Llama 3, arXiv 2407.21783, section 3.3.2): equal work for one causal
+    document, independent of the expression. "local": documents stay whole on a rank, which then
+    needs no keys from other ranks for them; only documents that would unbalance the ranks are
+    split. A rank's rows are a shared part, whose keys all ranks gather, and a private part. Several
+    context axes, such as (host, GPU), are
+    levels: documents are split inside a host first, one shared part spans all ranks, and another
+    spans the ranks of a host. Without `documents(...)`, or with separate ids of keys, all rows are
     shared, as in "balanced". Such a plan is made on the host, from values: not inside jit.
 
     Args:
         expression: the expression of the mask, in the order of the sequence. If all its arrays are
             numpy arrays, the plan is made on the host in numpy, as in a data loader; otherwise on
-            the device, inside or outside jit ("local": always on the host). Here an id that
-            reappears counts as another document, and positions as increasing by one inside a
-            document: this only affects the balance.
+            the device, inside or outside jit ("local": always on the host). The plan counts an id
+            that reappears as another document, and assumes that positions increase by one inside a
+            document. This affects only the balance.
         sharding: the `AttentionSharding` of the attention: its context axes determine the number of
             ranks.
         ranks: the number of ranks if there is no mesh, as in a data loader; for levels their sizes,
@@ -128,7 +128,7 @@ def context_plan(
     if shared is not None and kind != "local":
         raise ValueError(f'shared is only for kind="local", but kind is {kind!r}')
     if chunk is not None and kind == "local":
-        raise ValueError(f'chunk is of other kinds than "local", but {chunk} was given')
+        raise ValueError(f'chunk is not for kind="local", but is {chunk}')
     levels = _levels(sharding, ranks)
     ranks = math.prod(levels)
     q_len, kv_len = check_lengths(expression)
@@ -163,15 +163,15 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-class ContextParallelInputs(NamedTuple, Generic[Tree]):
-    """What `context_parallel_inputs` returns."""
+class ShardedBatch(NamedTuple, Generic[Tree]):
+    """What `shard_batch` returns."""
 
     batch: Tree
     mask: AttentionMask
     plan: ContextPlan
 
 
-def context_parallel_inputs(
+def shard_batch(
     batch: Tree,
     expression: MaskExpression,
     *,
@@ -181,7 +181,7 @@ def context_parallel_inputs(
     shared: float | int | tuple[float | int, ...] | None = None,
     plan: ContextPlan | None = None,
     implementation: Implementation | None = None,
-) -> ContextParallelInputs[Tree]:
+) -> ShardedBatch[Tree]:
     """A batch and its mask for context-parallel self-attention, both in the order of one plan.
 
     It combines `context_plan`, `plan.permute(batch)` and `create_attention_mask(..., plan=plan)`,
@@ -209,7 +209,7 @@ def context_parallel_inputs(
             `create_attention_mask` raise.
 
     Examples:
-        >>> batch, mask, plan = packax.context.context_parallel_inputs(
+        >>> batch, mask, plan = packax.context.shard_batch(
         ...     batch, expression, sharding=sharding
         ... )
     """
@@ -239,7 +239,7 @@ def context_parallel_inputs(
     for x in leaves:
         check_divides(layout, "batch", "batch size", np.shape(x)[0], layout.batch)
     moved = jax.tree.map(functools.partial(_own_rows, layout), plan.permute(batch))
-    return ContextParallelInputs(moved, mask, plan)
+    return ShardedBatch(moved, mask, plan)
 
 
 def _own_rows(layout: Layout, x: Any) -> jax.Array:
@@ -359,7 +359,7 @@ _keys_on_device = jax.jit(
 def _keys_of_mask(mask: AttentionMask) -> jax.Array:
     """The keys in each row's range, or in the blocks visited, averaged over heads."""
     if mask.q_block_lists is None:
-        lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
+        lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.kv_start, mask.kv_end))
         return hi - lo
     counts = whole_rows(mask.q_block_lists[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
     blocks, heads = counts.sum(axis=2, dtype=jnp.int32), counts.shape[2]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from packax._src.context.load_balance import ContextPlan, take_sharded
 from packax._src.core.mask import FIELDS
 from packax._src.core.sharding import Axes, Layout, vary_together
+from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import And, Limits
 from packax._src.masks.row_ranges import Document, limits_of
 from packax._src.masks.tree import Tree, tree_rows
@@ -61,10 +62,10 @@ class RankRows:
             batch //= self.layout.inside(self.mask_batch)
         return batch, self.q_len // self.pieces if self.pieces > 1 else self.q_len
 
-    def spec(self, name: str, segment_check: int, batch: Axes, heads: Axes = ()) -> Any:
+    def spec(self, name: str, mask_mode: MaskMode, batch: Axes, heads: Axes = ()) -> Any:
         """The PartitionSpec of an array of the mask; requires a layout."""
         assert self.layout is not None
-        return self.layout.spec(*FIELDS[name].dims(segment_check, batch, self.context, heads))
+        return self.layout.spec(*FIELDS[name].dims(mask_mode, batch, self.context, heads))
 
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.sharding import vary_together
-from packax._src.core.spec import BLOCK, INT_MAX, ceil_div, fill_up
+from packax._src.core.spec import BLOCK, INT_MAX, MaskMode, ceil_div, fill_up
 from packax._src.masks.expressions import And, Limits, Positions
 from packax._src.ops.block_lists import Subtrees, entries, packed
 from packax._src.ops.partitioning import require_device_info
@@ -63,18 +63,17 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
     return interval.limits(Positions(positions, positions, of_rows, by_position))
 
 
-def segment_check_of(document: Document, low: Any, high: Any) -> int:
-    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits."""
+def mask_mode_of(document: Document, low: Any, high: Any) -> MaskMode:
     if document.q_ids is None:
-        return 0
+        return MaskMode.NO_CHECK
     if document.q_pos is None or (low is None and high is None):
-        return 1
-    return 2 if low is None else 3
+        return MaskMode.IDS
+    return MaskMode.UPPER_LIMIT if low is None else MaskMode.BOTH_LIMITS
 
 
 def row_ranges_and_bounds(
     held: Rows, kv_ids, kv_pos, block_mask=None, *,
-    level, batch, q_len, kv_len, implementation, block_size=None, tree=None, parts=None,
+    mode, batch, q_len, kv_len, implementation, block_size=None, tree=None, parts=None,
 ) -> dict[str, Any]:  # fmt: skip
     """The computed arrays of a mask, for these rows and all keys in order.
 
@@ -87,19 +86,19 @@ def row_ranges_and_bounds(
     leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
     held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
     q_pos = held.ids
-    if level == 2:
+    if mode == MaskMode.UPPER_LIMIT:
         q_pos = held.high
-    elif level == 3:
+    elif mode == MaskMode.BOTH_LIMITS:
         assert held.low is not None
         high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
         q_pos = jnp.stack([high, held.low], axis=1)
-    if level > 0 and tree is not False:
+    if mode >= MaskMode.IDS and tree is not False:
         lo, hi, segment_checked = documents_p.bind(
             require_device_info(held.ids),
             kv_ids,
             q_pos if tree is None else held.ids,
-            kv_pos if level > 1 and tree is None else kv_ids,
-            compare_positions=max(level - 1, 0) if tree is None else 0,
+            kv_pos if mode >= MaskMode.UPPER_LIMIT and tree is None else kv_ids,
+            compare_positions=max(mode - 1, 0) if tree is None else 0,
             implementation=implementation,
         )
     else:
@@ -107,7 +106,7 @@ def row_ranges_and_bounds(
         hi = jnp.full((batch, q_len), kv_len, jnp.int32)
         segment_checked = lo
 
-    if level < 2:  # positions are indices
+    if mode < MaskMode.UPPER_LIMIT:  # positions are indices
         if held.high is not None:
             hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
         if held.low is not None:
@@ -118,8 +117,8 @@ def row_ranges_and_bounds(
     empty = lo >= hi
     lo, hi, segment_checked = (jnp.where(empty, 0, x) for x in (lo, hi, segment_checked))
 
-    computed: dict[str, Any] = {"q_lo": lo, "q_hi": hi}
-    if level >= 2:
+    computed: dict[str, Any] = {"kv_start": lo, "kv_end": hi}
+    if mode >= MaskMode.UPPER_LIMIT:
         computed["q_pos"] = q_pos
     if parts is not None:
         computed |= parts(lo, hi, segment_checked)

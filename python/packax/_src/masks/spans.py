@@ -1,4 +1,4 @@
-"""spans(...): rows that attend their whole span, as the tokens of an image do."""
+"""spans(...): rows that attend to their whole span, as the tokens of an image do."""
 
 from __future__ import annotations
 
@@ -132,18 +132,18 @@ def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
 
 
 def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
-    """Rows of a span attend the whole span and what `text` attends; other rows follow `text`.
+    """Rows of a span attend to the whole span and what `text` allows; other rows follow `text`.
 
     A span is a maximal run of equal ids other than -1, such as the tokens of an image within text
     (Gemma 3). With documents(...) or a tree it also ends where the segment id changes. If positions
-    are compared, a row of a span attends everything from the smallest to the largest position of
+    are compared, a row of a span attends to everything from the smallest to the largest position of
     its span, in addition to `text`.
 
     Args:
         span_ids: (B, S) or (S,), any integer dtype that fits int32. For self-attention only: a row
             and a key of the same index are the same token. -1 is text.
-        text: what rows attend without spans: `causal()` if None, or any expression in which every
-            row attends itself, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
+        text: what rows attend to without spans: `causal()` if None, or any expression in which
+            every row attends to itself, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset;

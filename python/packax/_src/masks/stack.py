@@ -14,6 +14,7 @@ import numpy as np
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import vary_together
+from packax._src.core.spec import MaskMode
 
 _INT32 = np.iinfo(np.int32)
 _ALIKE = (
@@ -78,7 +79,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             raise ValueError(
                 f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
             )
-    if len({(mask.halo, mask.segment_check) for mask in masks}) > 1:
+    if len({(mask.halo, mask.mask_mode) for mask in masks}) > 1:
         masks = [mask.without_halos() for mask in masks]
     alike = _with_same_arrays(masks)
     structures: list[Any] = [jax.tree.structure(mask) for mask in alike]
@@ -104,10 +105,10 @@ def _difference(one: AttentionMask, other: AttentionMask) -> str:
 def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
     """The masks, all with ids and positions of rows and keys if one of them has them. A mask
     without ids gets one document; one without positions gets limits that allow every position."""
-    level = max(mask.segment_check for mask in masks)
-    if any(mask.segment_check != level for mask in masks):
-        level = max(level, 1)
-        masks = [_at_level(mask, level) for mask in masks]
+    mode = max(mask.mask_mode for mask in masks)
+    if any(mask.mask_mode != mode for mask in masks):
+        mode = max(mode, MaskMode.IDS)
+        masks = [_with_mode(mask, mode) for mask in masks]
     own_ids = any(mask.kv_ids is not None for mask in masks)
     own_positions = any(mask.kv_pos is not None for mask in masks)
     made = []
@@ -135,23 +136,23 @@ def _part(mask: AttentionMask) -> AttentionMask:
     return mask.private_part
 
 
-def _at_level(mask: AttentionMask, level: int) -> AttentionMask:
-    """The same mask with a segment check of this level, which is at least its own."""
-    own = mask.segment_check
-    if own == level:
+def _with_mode(mask: AttentionMask, mode: MaskMode) -> AttentionMask:
+    """The same mask in this mode, which compares no less than its own."""
+    own = mask.mask_mode
+    if own == mode:
         return mask
     q_ids, kv_ids, q_pos, kv_pos = mask.q_ids, mask.kv_ids, mask.q_pos, mask.kv_pos
-    if own == 0:
-        q_ids = jnp.zeros_like(mask.q_lo)
-        kv_ids = jnp.zeros((*mask.q_lo.shape[:-1], mask.kv_len), jnp.int32)
-    if level >= 2 and own < 2:
+    if own == MaskMode.NO_CHECK:
+        q_ids = jnp.zeros_like(mask.kv_start)
+        kv_ids = jnp.zeros((*mask.kv_start.shape[:-1], mask.kv_len), jnp.int32)
+    if mode >= MaskMode.UPPER_LIMIT > own:
         assert q_ids is not None
         q_pos = jnp.full_like(q_ids, _INT32.max)
         kv_pos = jnp.zeros_like(q_ids if kv_ids is None else kv_ids)
-    if level == 3:
+    if mode == MaskMode.BOTH_LIMITS:
         assert q_pos is not None
         kv_pos = q_pos if kv_pos is None else kv_pos  # before q_pos becomes two limits
         q_pos = jnp.stack([q_pos, jnp.full_like(q_pos, _INT32.min)], axis=1)
     return dataclasses.replace(
-        mask, segment_check=level, q_ids=q_ids, kv_ids=kv_ids, q_pos=q_pos, kv_pos=kv_pos
+        mask, mask_mode=mode, q_ids=q_ids, kv_ids=kv_ids, q_pos=q_pos, kv_pos=kv_pos
     )

@@ -1,5 +1,5 @@
-"""tree(...) and shared_prefix(...): tokens that attend their ancestors in a packed tree; the depth
-of each token, and the token before it on its path."""
+"""tree(...) and shared_prefix(...): tokens that attend to their ancestors in a packed tree; the
+depth of each token, and the token before it on its path."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Tree(MaskExpression):
         if document is not None and document.q_pos is not None:
             raise ValueError(
                 f"documents(..., positions=...) joined with {self.name}(...): leave positions out, "
-                "they are the depths of tokens in the tree (depth_positions)"
+                "they are the depths of tokens in the tree (tree_positions)"
             )
         for part in both.walk():
             if getattr(part, "offset", None) is not None:
@@ -128,7 +128,7 @@ class Tree(MaskExpression):
 
 
 def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
-    """Row i attends the keys of its own segment and of the segments above it in a tree.
+    """Row i attends to the keys of its segment and of the segments above it in a tree.
 
     For rows that hold a prompt and many answers, a conversation with branches, or a search tree:
     tokens shared by branches are stored once. Segments are the pieces between branches, numbered in
@@ -137,8 +137,8 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 
     Expressions joined with a tree compare depths instead of indices, except documents(...),
     ranges(...) and block_sparse(...). A token's depth is the number of tokens before it on its
-    path, as RoPE needs (`depth_positions`). Language models train on `tree(...) & causal()`;
-    `sliding_window` and `chunked` follow the path; with `prefix(lengths)` every row also attends
+    path, as RoPE needs (`tree_positions`). Language models train on `tree(...) & causal()`;
+    `sliding_window` and `chunked` follow the path; with `prefix(lengths)` every row also attends to
     the first tokens of its path.
 
     Args:
@@ -151,7 +151,7 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
         ValueError: a rank, dtype, value or length that is not as above; numpy arrays that are not
             trees in depth-first order; documents(...) with positions, or an offset, joined with it.
 
-    If jax arrays are not trees in depth-first order, that batch row attends nothing.
+    If jax arrays are not trees in depth-first order, that batch row attends to nothing.
 
     Examples:
         >>> # a prompt and two answers
@@ -170,10 +170,10 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 
 
 def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression:
-    """Row i attends its group's prompt and its own answer: a `tree` of one prompt and its answers.
+    """Row i attends to its group's prompt and to its answer: a `tree` with one prompt per group.
 
     For packed reinforcement learning (GRPO): each group is a prompt, then its answers one after
-    another. The prompt is stored once. Everything said about `tree` holds.
+    another. The prompt is stored once. The rules of `tree` apply.
 
     Args:
         group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may be
@@ -188,7 +188,7 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
         ValueError: a rank, dtype or length that is not as above; numpy arrays in which a prompt
             comes after an answer of its group.
 
-    If jax arrays have a prompt after an answer, that batch row attends nothing.
+    If jax arrays have a prompt after an answer, that batch row attends to nothing.
 
     Examples:
         >>> expression = packax.masks.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1])
@@ -203,7 +203,7 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
     return _checked(Tree(ids, answers, _SHARED_PREFIX))
 
 
-def depth_positions(expression: MaskExpression) -> Array:
+def tree_positions(expression: MaskExpression) -> Array:
     """How many tokens come before each one on its path: the positions of a tree, as RoPE needs.
 
     Args:
@@ -216,7 +216,7 @@ def depth_positions(expression: MaskExpression) -> Array:
         ValueError: an expression without a tree.
 
     Examples:
-        >>> packax.masks.depth_positions(packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
+        >>> packax.masks.tree_positions(packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
         array([0, 1, 2, 2, 3], dtype=int32)
     """
     nodes, flat = _of_expression(expression)
@@ -225,7 +225,7 @@ def depth_positions(expression: MaskExpression) -> Array:
 
 
 def path_predecessors(expression: MaskExpression) -> Array:
-    """The index of the token before each one on its path: which row predicts it.
+    """For each token, the index of the token before it on its path: the row that predicts it.
 
     In a packed tree the first token of every branch follows the last token of the segment above,
     wherever that is in the row. Take the logits, or log-probabilities, of a token from that index.
@@ -281,7 +281,7 @@ def tree_rows(
     """(lo, hi, end) of the tokens of whole sequences, (B, S) each. held: the tree, and the ids of
     documents(...) or None.
 
-    Row i attends key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
+    Row i attends to key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
     subtree of the key's segment. In depth-first order a subtree's tokens are contiguous, so
     i < end[j] says that row i is below the key or in its segment. Keys of one path are in the order
     of their depths, so limits of depths are limits of indices.

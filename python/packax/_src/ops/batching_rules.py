@@ -88,7 +88,7 @@ _TOGETHER = {
     **dict.fromkeys(FIELDS, "mask"),
     **dict.fromkeys(("slopes", "q_bias_pos", "kv_bias_pos"), "slopes"),
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
-    **dict.fromkeys((*TENSORS, "before"), "tensors"),
+    **dict.fromkeys((*TENSORS, "init"), "tensors"),
 }
 """Groups of operands that either all have the batch or all have 1. Tensors and dropout_streams
 always have the batch."""

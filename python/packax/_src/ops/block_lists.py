@@ -18,7 +18,7 @@ _WORD = 32
 
 
 class Subtrees(NamedTuple):
-    """Bounds of blocks of 64, of a mask in which row i attends key j only if own[i] <= end[j].
+    """Bounds of blocks of 64, of a mask in which row i attends to key j only if own[i] <= end[j].
 
     Of the rows that are not empty: own_min and own_max (Bm, ceil(Sq / 64)). Of the keys: end_min
     and end_max (Bm, ceil(Skv / 64)).
@@ -60,9 +60,9 @@ def entries(
     """The lists of the tiles of 128 rows, and of the tiles of 128 keys.
 
     block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. No block mask stands
-    for one head that attends all blocks. Returns int32 (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)),
-    whose entries are blocks of 64 keys, and (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), whose
-    entries are blocks of 64 rows. Also (Bm, ceil(Sq / 64)) bool: whether a visited tile of
+    for one head that attends to all blocks. Returns int32 (Bm, H, ceil(Sq / 128), 2 + ceil(Skv /
+    64)), whose entries are blocks of 64 keys, and (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)),
+    whose entries are blocks of 64 rows. Also (Bm, ceil(Sq / 64)) bool: whether a visited tile of
     128 x 128 needs the check of `subtrees`.
     """
     lo_min, lo_max, hi_min, hi_max, flags = (
@@ -91,13 +91,13 @@ def entries(
         )
         meets, full = some & meets, every & full
     of_rows = _list(_pairs(meets, 2, jnp.any), _pairs(full | (hi_max == 0), 2, jnp.all))
-    # Rows that attend nothing must not add to a key's sums.
+    # Rows that attend to nothing must not add to a key's sums.
     full &= flags == 0
     of_keys = (_pairs(meets, 3, jnp.any), _pairs(full, 3, jnp.all))
     return of_rows, _list(*(x.swapaxes(2, 3) for x in of_keys)), tested
 
 
-def met(lists: jax.Array) -> jax.Array:
+def visited_blocks(lists: jax.Array) -> jax.Array:
     """For a tile's lists (H, 2 + N): which blocks of 128 any head visits, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
     listed = jnp.arange(number, dtype=jnp.int32)[None] < lists[:, :2].sum(

@@ -90,16 +90,16 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     """(1 or B, Sq) int32: the index of every query row in the sequence."""
     if mask.private_part is not None:
         raise NotImplementedError(
-            "dropout with a plan of kind 'local': make a plan of another kind, such as "
-            "context_plan(..., kind='balanced')"
+            "dropout cannot be used with a plan of kind 'local': make a plan of another kind, such "
+            "as context_plan(..., kind='balanced')"
         )
     context: Axes = () if layout is None else layout.context
     numbers = _indices(rows, layout, context)[None]
     if mask.permuted:
         if mask.kv_plan is None:
             raise NotImplementedError(
-                "dropout with a plan that permutes only the query rows, as permuted_keys=False "
-                "does: the mask does not store its order"
+                "dropout cannot be used with a plan that permutes only the query rows "
+                "(permuted_keys=False): the mask does not store its order"
             )
         chunk = mask.q_len // mask.kv_plan.shape[2]
         order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)

@@ -283,12 +283,12 @@ def zeros(ctx, aval):
 
 def call_names(direction: Pass) -> tuple[str, ...]:
     """The names of all operands of a call: first those of both passes, then those of this one.
-    `before` is out or dq."""
+    `init` is out or dq."""
     mask = {name: field.passes for name, field in FIELDS.items() if direction in field.passes}
     common = (name for name, passes in mask.items() if len(passes) > 1)
     own = (name for name, passes in mask.items() if len(passes) == 1)
     both, of_backward = tuple(TENSORS)[:3], tuple(TENSORS)[3:] if direction == "backward" else ()
-    return (*both, *common, *LINEAR_BIAS, *ARRAYS, *of_backward, *own, "before")
+    return (*both, *common, *LINEAR_BIAS, *ARRAYS, *of_backward, *own, "init")
 
 
 class HeadGroup(NamedTuple):
@@ -315,7 +315,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     if group.heads:
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
     algorithm = choose_algorithm(avals._replace(query=query), spec, for_export(ctx))
-    elements = workspace_size(algorithm, query, avals.q_lo.shape[0])
+    elements = workspace_size(algorithm, query, avals.kv_start.shape[0])
 
     # The kernel of dq computes score_grads, and the fused one writes dk and dv with dq's sum.
     nothing = array(0, dtype=query.dtype)
@@ -356,7 +356,7 @@ def _call(
             values = values._replace(**{name: made_constant(ctx, _indices, of_name)})
     # For ids and positions that the mask's check does not read, any int32 array will do.
     unread = {
-        x: "q_lo" for x in ("q_ids", "kv_ids", "q_pos", "kv_pos") if getattr(avals, x) is None
+        x: "kv_start" for x in ("q_ids", "kv_ids", "q_pos", "kv_pos") if getattr(avals, x) is None
     }
     avals, values = (
         x._replace(**{name: getattr(x, other) for name, other in unread.items()})
@@ -373,12 +373,12 @@ def _call(
         f"packax_{direction}_v1",
         [getattr(values, x) if x in there else absent for x in names],
         workspace,
-        # The first result reuses the memory of `before`, so the other heads are not copied.
-        {names.index("before"): 0} if "before" in there else None,
+        # The first result reuses the memory of `init`, so the other heads are not copied.
+        {names.index("init"): 0} if "init" in there else None,
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
         dropout_threshold=np.int64(spec.dropout_threshold),
-        segment_check=np.int32(spec.segment_check),
+        mask_mode=np.int32(spec.mask_mode),
         q_block=np.int32(q_block),
         kv_block=np.int32(kv_block),
         bias_of_indices=np.int32(bias_of_indices),
@@ -434,12 +434,12 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
         (False, True, ()): "_block_lists",
         (False, False, ("scales", "slopes")): "_alibi",
     }
-    return suffixes.get((bool(spec.soft_cap), bool(spec.block_size), of.extras))
+    return suffixes.get((bool(spec.soft_cap), bool(spec.block_size), of.optional_operands))
 
 
 def takes_fallback(direction: Pass, of: Operands, spec: AttentionSpec) -> bool:
     """Whether the fallback kernels are used: for other scores, or other head dims."""
-    if of.extras or spec.soft_cap or spec.max_logits or spec.block_size:
+    if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
     return ext is not None and not found(direction, of.query, of.value, fallback=False)
 

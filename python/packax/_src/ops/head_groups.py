@@ -3,7 +3,7 @@ query and output, and no concatenation of the groups' outputs.
 
 forward_heads_p, backward_heads_p: operands and results of forward_p and backward_p.
 query, out, dout and dq have all query heads; everything else has only those in `heads`. In out and
-dq, the other heads keep their values from the operand `before`, whose memory the kernels write;
+dq, the other heads keep their values from the operand `init`, whose memory the kernels write;
 without that operand they may hold anything.
 """
 
@@ -59,26 +59,26 @@ def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 
 def _forward_apart(*operands, spec, names, heads):
     x = Operands.of(names, operands)
-    part = x._replace(query=_slice(x.query, heads), before=None)
+    part = x._replace(query=_slice(x.query, heads), init=None)
     out, *rows = primitives.forward(spec, part)
-    return [_placed(out, x.before, heads, x.query.shape[2]), *rows]
+    return [_placed(out, x.init, heads, x.query.shape[2]), *rows]
 
 
 def _backward_apart(*operands, spec, names, heads):
     x = Operands.of(names, operands)
     query, out, dout = (_slice(y, heads) for y in (x.query, x.out, x.dout))
-    part = x._replace(query=query, out=out, dout=dout, before=None)
+    part = x._replace(query=query, out=out, dout=dout, init=None)
     dq, *others = primitives.backward(spec, part)
-    return [_placed(dq, x.before, heads, x.query.shape[2]), *others]
+    return [_placed(dq, x.init, heads, x.query.shape[2]), *others]
 
 
 def _slice(x: jax.Array, own: ffi.HeadGroup) -> jax.Array:
     return jax.lax.slice_in_dim(x, own.first, own.first + own.heads, axis=2)
 
 
-def _placed(part: jax.Array, before: jax.Array | None, own: ffi.HeadGroup, heads: int) -> jax.Array:
-    if before is not None:
-        return jax.lax.dynamic_update_slice_in_dim(before, part, own.first, 2)
+def _placed(part: jax.Array, init: jax.Array | None, own: ffi.HeadGroup, heads: int) -> jax.Array:
+    if init is not None:
+        return jax.lax.dynamic_update_slice_in_dim(init, part, own.first, 2)
     behind = heads - own.first - own.heads
     return jnp.pad(part, ((0, 0), (0, 0), (own.first, behind), (0, 0)))
 

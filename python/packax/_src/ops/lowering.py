@@ -24,6 +24,7 @@ from packax._src.core.spec import (
     MAX_LENGTH,
     TILE,
     AttentionSpec,
+    MaskMode,
     Operands,
     ceil_div,
     is_exact,
@@ -233,11 +234,11 @@ _MOST_SHARES = 128  # the limit of csrc/launch/decode.cc
 
 
 def _xla_decode(*operands, paged, has_sinks, **static):
-    query, key, value, q_lo, q_hi, *others = operands
+    query, key, value, kv_start, kv_end, *others = operands
     table = others.pop(0) if paged else None
     scales = (others.pop(0), others.pop(0)) if is_fp8(key) else None
     sinks = others.pop() if has_sinks else None
-    return xla_decode.decode(query, key, value, q_lo, q_hi, table, scales, sinks, **static)
+    return xla_decode.decode(query, key, value, kv_start, kv_end, table, scales, sinks, **static)
 
 
 _DECODE = ("scale", "soft_cap", "precision", "paged", "has_sinks")
@@ -322,7 +323,7 @@ def rewritten(
     """A function of (direction, spec, operands, the second result) for these avals; None: no
     rewrite."""
     # Positions and block masks refer to a single row.
-    if not of.extras and not spec.block_size and worth_packing(of.query, of.key):
+    if not of.optional_operands and not spec.block_size and worth_packing(of.query, of.key):
         return packed, None
     if direction == "backward" and ("key" in spec.needs_grad or "value" in spec.needs_grad):
         parts = parts_of_group(of.query, of.key)
@@ -390,15 +391,18 @@ def _flat(x: jax.Array, batch: int) -> jax.Array:
 def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
     """The mask's arrays for one row: row ranges shifted, and bounds of blocks computed again."""
     batch, kv_len = x.query.shape[0], x.key.shape[1]
-    before, q_lo, q_hi = vary_together(jnp.arange(batch, dtype=jnp.int32)[:, None], x.q_lo, x.q_hi)
-    lo, hi = (_flat(y + before * kv_len, batch) for y in (q_lo, q_hi))
+    before, kv_start, kv_end = vary_together(
+        jnp.arange(batch, dtype=jnp.int32)[:, None], x.kv_start, x.kv_end
+    )
+    lo, hi = (_flat(y + before * kv_len, batch) for y in (kv_start, kv_end))
     # A block of the mask is a whole batch row here.
-    segment_checked = _flat(jnp.broadcast_to(x.q_blocks[:, 4] & 1, q_lo.shape), batch)
-    made = {"q_lo": lo, "q_hi": hi}
-    for level, names in ((1, ("q_ids", "kv_ids")), (2, ("q_pos", "kv_pos"))):
+    segment_checked = _flat(jnp.broadcast_to(x.q_blocks[:, 4] & 1, kv_start.shape), batch)
+    made = {"kv_start": lo, "kv_end": hi}
+    of_modes = {MaskMode.IDS: ("q_ids", "kv_ids"), MaskMode.UPPER_LIMIT: ("q_pos", "kv_pos")}
+    for mode, names in of_modes.items():
         for name in names:
             y = getattr(x, name)
-            if spec.segment_check >= level:
+            if spec.mask_mode >= mode:
                 made[name] = _flat(y, batch)
             elif y is not None:  # and not read
                 made[name] = lo

@@ -17,10 +17,10 @@ _EXAMPLE = "packax.flash_attention(..., return_lse=True)"
 
 
 def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.Array, jax.Array]:
-    """Attention over the keys of all parts, from the attention over the keys of each.
+    """Merges attention over several parts of the keys into attention over all of these keys.
 
     For rows whose keys are several ranges, such as the first tokens and a window
-    (docs/guide/masks.md), and for keys in several caches. Exact if no row attends a key in two
+    (docs/guide/masks.md), and for keys in several caches. Exact if no row attends to a key in two
     parts. Differentiable in every out and lse, to any order.
 
     Args:
@@ -29,9 +29,9 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
 
     Returns:
         (out, lse), as from one call; out in the dtype of the parts' outs, summed in that of lse. A
-        row that attends nothing in a part (lse is -inf) takes nothing from that part, whatever its
-        out holds, and gives it no gradient. A row that attends nothing in any part has out 0 and
-        lse -inf. An lse of +inf, from an infinite sink, takes all of the softmax.
+        row that attends to nothing in a part (lse is -inf) takes nothing from that part, whatever
+        its out holds, and gives it no gradient. A row that attends to nothing in any part has out 0
+        and lse -inf. An lse of +inf, from an infinite sink, takes all of the softmax.
 
     Raises:
         ValueError: no parts, a part that is not (out, lse), or shapes and dtypes that differ or are

@@ -40,7 +40,7 @@ def backward(*avals, spec, names) -> Dims:
     return Dims(tuple(letters.values()), tuple(gradients), _of_kernels(names), summed)
 
 
-def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
+def decode(query, key, value, kv_start, kv_end, *operands, paged, **_) -> Dims:
     batch, _, heads, _ = query.shape
     cache = "ppg." if paged else "bkg."  # pages belong to no row of the batch
     number = int(paged), 2 * is_fp8(key)
@@ -57,7 +57,8 @@ def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
 
 
 def _decode_by_keys(bind, axes, query, key, value, lo, hi, *others, has_sinks, **params):
-    """Each device attends its slice of the caches; their parts are merged by their log-sum-exps."""
+    """Each device attends to its slice of the caches; their parts are merged by their
+    log-sum-exps."""
     scales, sinks = others[: 2 * is_fp8(key)], others[2 * is_fp8(key) :]
     size = key.shape[1]
     first = jax.lax.axis_index(axes) * size
@@ -81,7 +82,7 @@ _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 
 
 def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
-    """Letters by name; dimensions of size 1 of the mask and of extras are not divided."""
+    """Letters by name; axes of size 1 of the mask and of optional operands are not divided."""
     batch, _, heads, _ = avals[0].shape
     letters = {}
     for name, x in zip(names, avals, strict=True):

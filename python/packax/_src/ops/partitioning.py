@@ -161,8 +161,8 @@ def _warn_of_axes_left(sizes: dict[str, int]) -> None:
     left = [name for name, size in sizes.items() if size > 1]
     if left:
         warnings.warn(
-            f"attention in a shard_map over some of the mesh's axes: what is sharded over "
-            f"{', '.join(map(repr, left))} is gathered on every device. Pass "
+            "attention in a shard_map over some of the mesh's axes: arrays that are sharded over "
+            f"{', '.join(map(repr, left))} are gathered on every device. Pass "
             f"sharding=packax.AttentionSharding(...), or map over all axes ({_DOCS})",
             stacklevel=2,
         )
@@ -171,7 +171,7 @@ def _warn_of_axes_left(sizes: dict[str, int]) -> None:
 def _warn_of_export(devices: int) -> None:
     if devices > 1:
         warnings.warn(
-            f"attention in an exported program for {devices} devices: what is sharded is gathered "
+            f"attention in an exported program for {devices} devices: sharded arrays are gathered "
             "on every device. Pass sharding=packax.AttentionSharding(...), or call it in a "
             f"shard_map over all axes ({_MESHES})",
             stacklevel=2,
@@ -323,7 +323,7 @@ def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
         if not sequence:
             continue
         if name == "query":
-            why = "a device attends all new rows of a sequence"
+            why = "a device attends to all new rows of a sequence"
         elif not {*batch, *heads}.isdisjoint(sequence):
             why = f"query is {jax.typeof(query)}, whose batch or heads have that axis"
         elif several["key"][1] not in ((), sequence):
@@ -409,7 +409,7 @@ class Cut(NamedTuple):
 def cuts(mesh: Any, x: Any) -> tuple[Cut, ...]:
     """The cut of every dimension of an array that XLA asks about."""
     if x.sharding is None or isinstance(x.sharding, NamedSharding):
-        # GSPMD asks before it knows, and jax then answers with the mesh of its own context.
+        # GSPMD asks before it knows, and jax then answers with the mesh of jax's context.
         return (Cut((), 1, True),) * x.ndim
     # Every number of pieces divides the number of devices. With that many elements in every
     # dimension, the first index on a device tells which piece it has.

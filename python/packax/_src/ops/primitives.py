@@ -1,14 +1,14 @@
 """The five primitives, the shapes of their results, and the passes of one device.
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
-blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
+blocks_p: kv_start, kv_end, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_logits the largest
     logit of every row
 backward_p: the same -> dq, dk, dv (those not in spec.needs_grad may hold anything), with
     spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
     spec.bias_grad the gradient of bias, shaped like it
-decode_p: query, key, value, q_lo, q_hi, block_table if paged, key_scale and value_scale if key and
-    value are in FP8, sinks if has_sinks -> out, lse
+decode_p: query, key, value, kv_start, kv_end, block_table if paged, key_scale and value_scale if
+    key and value are in FP8, sinks if has_sinks -> out, lse
 docs/internals/ffi.md lists every shape; lowering.py implements them per platform.
 """
 
@@ -113,11 +113,11 @@ def _documents_shapes(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions, implem
 
 
 @blocks_p.def_abstract_eval
-def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
-    batch, q_len = q_lo.shape
+def _blocks_shapes(kv_start, kv_end, segment_checked, *, kv_len, implementation):
+    batch, q_len = kv_start.shape
 
     def array(*shape):
-        return _like(q_lo, (batch, *shape), jnp.int32, (0, *[None] * len(shape)))
+        return _like(kv_start, (batch, *shape), jnp.int32, (0, *[None] * len(shape)))
 
     return [
         array(5, ceil_div(q_len, BLOCK)),
@@ -288,7 +288,7 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
     """Caches that are not mapped are not copied: the folded batch reads its rows by a table."""
     folding = batching_rule(operands, dims)
     size = folding.size
-    query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
+    query, key, value, kv_start, kv_end, *rest = zip(operands, dims, strict=True)
     table = rest.pop(0) if paged else None
     scales = [rest.pop(0) for _ in range(2)] if is_fp8(key[0]) else []
     shared = all(dim is None for _, dim in (key, value, *scales))
@@ -308,7 +308,7 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
             folded_table = jnp.where(there, page + first[:, None], -1)
     folded = [folding.fold(*query)]
     folded += [key[0], value[0]] if shared else [folding.fold(*key), folding.fold(*value)]
-    folded += [folding.fold(*q_lo), folding.fold(*q_hi)]
+    folded += [folding.fold(*kv_start), folding.fold(*kv_end)]
     if table is not None:
         folded.append(folded_table)
     if shared:

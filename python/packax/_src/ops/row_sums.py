@@ -5,7 +5,7 @@ logit, then the logarithm of the sum of exp(logit - largest). With logits of -1e
 round the logarithm away, and with it every probability that the backward computes from it. The
 largest logit is a shift on which results do not depend, so it has no tangent.
 
-For a row that attends nothing the one number is -inf, or the two are -inf and the largest finite
+For a row that attends to nothing the one number is -inf, or the two are -inf and the largest finite
 number: all probabilities computed from them are 0.
 """
 
@@ -22,7 +22,7 @@ def of_log(x: jax.Array) -> jax.Array:
 
 def apart(lse: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """The largest logit, or None if it is not stored separately, and the logarithm; each (B, H,
-    Sq), both -inf in a row that attends nothing."""
+    Sq), both -inf in a row that attends to nothing."""
     if lse.ndim == 3:
         return None, lse
     top, log = lse[..., 0], lse[..., 1]
@@ -45,7 +45,7 @@ def log_sum_exp(lse: jax.Array) -> jax.Array:
 def of_attended(
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangents, with 0 in rows that attend nothing."""
+    """The cotangents, with 0 in rows that attend to nothing."""
     some = apart(lse)[1] != -jnp.inf
     dout = jnp.where(some.swapaxes(1, 2)[..., None], dout, 0)
     return dout, None if dlse is None else jnp.where(some, dlse, 0)

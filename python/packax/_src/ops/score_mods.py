@@ -147,7 +147,7 @@ def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H). Rows
-    that attend nothing do not change.
+    that attend to nothing do not change.
 
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
@@ -180,7 +180,7 @@ def sinks_gradient(
 def _sink_terms(
     top: jax.Array | None, log: jax.Array, sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where rows attend something, where sinks are less than infinity, and the sinks relative to
+    """Where rows attend to something, where sinks are less than infinity, and the sinks relative to
     the row's largest logit if that is stored separately, as `log` is."""
     attended, sink = log != -jnp.inf, jnp.atleast_2d(sinks).astype(log.dtype)[..., None]
     finite = sink != jnp.inf

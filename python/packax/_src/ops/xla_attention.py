@@ -19,6 +19,7 @@ from packax._src.core.spec import (
     INT_MAX,
     ONE_BLOCK,
     AttentionSpec,
+    MaskMode,
     Operands,
     accumulator,
     ceil_div,
@@ -156,7 +157,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     real = accumulator(query.dtype)
     dot = _dots(spec.precision)
 
-    # Rows that attend nothing, and their cotangents, are ignored, whatever they hold.
+    # Rows that attend to nothing, and their cotangents, are ignored, whatever they hold.
     numbers = [y for y in reversed(row_sums.apart(x.lse)) if y is not None]
     log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
     some = lax.ne(log, real.type(-np.inf))
@@ -178,7 +179,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             select(lax.broadcast_in_dim(some, y.shape, (0, 1)), y, 0)
             for y in (row_tile(y, step).astype(real) for y in (queries, douts))
         )
-        if top:  # a row may attend only biases of -inf
+        if top:  # a row may attend to only biases of -inf
             shift, top = select(some, shift, jnp.inf), [select(some, top[0], 0)]
         first, last_of, block_of = visits_of(step)
 
@@ -277,9 +278,9 @@ def _visits(spec, mask, tiles):
     visits to blocks; and a function from step and block to the attended pairs, (rows, keys) or per
     head.
     """
-    segment_check, block_size = spec.segment_check, spec.block_size
-    all_rows = row_integers(mask, tiles, segment_check)
-    all_keys = key_integers(mask, tiles, segment_check)
+    mask_mode, block_size = spec.mask_mode, spec.block_size
+    all_rows = row_integers(mask, tiles, mask_mode)
+    all_keys = key_integers(mask, tiles, mask_mode)
 
     def allowed_of(step, block):
         own = at(all_rows, step, 1)
@@ -289,11 +290,11 @@ def _visits(spec, mask, tiles):
         index = lax.add(first_key(block, tiles), iota)
         allowed = lax.bitwise_and(lax.le(lax.bitwise_not(index), not_lo), lax.lt(index, hi))
         # The check is true by construction in rows without segment check, so it needs no flag.
-        if segment_check >= 1:
+        if mask_mode >= MaskMode.IDS:
             allowed = lax.bitwise_and(allowed, lax.eq(of_row[0], of_key[0]))
-        if segment_check >= 2:
+        if mask_mode >= MaskMode.UPPER_LIMIT:
             allowed = lax.bitwise_and(allowed, lax.le(of_key[1], of_row[1]))
-        if segment_check >= 3:
+        if mask_mode >= MaskMode.BOTH_LIMITS:
             allowed = lax.bitwise_and(allowed, lax.le(of_row[2], of_key[1]))
         if block_size not in (None, ONE_BLOCK):
             allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
@@ -330,11 +331,11 @@ def _loop(first, last_of, one, state):
 def _listed(mask, tiles, step):
     """_visits for the blocks in a step's list of a block mask."""
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
-    met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
-    number = jnp.arange(met.shape[0], dtype=jnp.int32)
-    blocks = jnp.sort(jnp.where(met, number, INT_MAX))
+    visited = block_lists.visited_blocks(lists[:, rem(step, tiles.row_tiles)])
+    number = jnp.arange(visited.shape[0], dtype=jnp.int32)
+    blocks = jnp.sort(jnp.where(visited, number, INT_MAX))
     base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
-    number = met.sum(dtype=jnp.int32)
+    number = visited.sum(dtype=jnp.int32)
     return np.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
 
 
@@ -365,11 +366,11 @@ class Logits(NamedTuple):
     far: jax.Array | None  # (heads, group * rows, keys)
 
 
-def logits_of_blocks(spec, extras, tiles):
+def logits_of_blocks(spec, options, tiles):
     """A function from scores, step and block to Logits."""
     soft_cap = spec.soft_cap
-    biased = extras.slopes is not None
-    bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
+    biased = options.slopes is not None
+    bias = None if options.bias is None else BiasTiles(options.bias, tiles)
     if biased:
         q_bias_pos, kv_bias_pos = (
             lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
@@ -377,15 +378,15 @@ def logits_of_blocks(spec, extras, tiles):
             if x is None
             else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
             for x, count, size in (
-                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
-                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
+                (options.q_bias_pos, tiles.row_tiles, tiles.rows),
+                (options.kv_bias_pos, tiles.key_blocks, tiles.keys),
             )
         )
 
     def of_block(s, step, block):
         factor = spec.scale
-        if extras.scales is not None:
-            factor = batch_row(extras.scales, step, tiles.row_tiles)
+        if options.scales is not None:
+            factor = batch_row(options.scales, step, tiles.row_tiles)
         factor = lax.convert_element_type(factor, s.dtype)
         logit, cap_slope, far = lax.mul(s, factor), None, None
         if soft_cap:
@@ -397,7 +398,7 @@ def logits_of_blocks(spec, extras, tiles):
             column = at(column, rem(block, tiles.key_blocks))
             far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
             far = jnp.tile(far, (tiles.group, 1))[None]
-            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
+            slopes = batch_row(options.slopes, step, tiles.row_tiles)
             slopes = slopes.reshape(tiles.kv_heads, tiles.group)
             logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
         if bias is not None:

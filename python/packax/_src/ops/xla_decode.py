@@ -22,8 +22,8 @@ def decode(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    q_lo: jax.Array,
-    q_hi: jax.Array,
+    kv_start: jax.Array,
+    kv_end: jax.Array,
     block_table: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
     sinks: jax.Array | None,
@@ -42,11 +42,11 @@ def decode(
     einsum = functools.partial(jnp.einsum, precision=precision)
     real = accumulator(query.dtype)
 
-    lo, hi = jnp.maximum(q_lo, 0), q_hi
+    lo, hi = jnp.maximum(kv_start, 0), kv_end
     beyond = (lo < hi) & (hi > room)
     some = (lo < hi) & ~beyond
     lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
-    # The content of a row that attends nothing must not matter, or cause an overflow warning.
+    # The content of a row that attends to nothing must not matter, or cause an overflow warning.
     rows = jnp.where(some[..., None, None], query, 0).astype(real)
     rows = rows.reshape(batch, q_len, kv_heads, group, -1)
 
@@ -59,7 +59,8 @@ def decode(
         there = None if page is None else (page >= 0) & (page < key.shape[0])
         place = index[None, None]
         attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
-        # A key that no row attends may hold anything, and so may the page read for a missing page.
+        # A key that no row attends to may hold anything, and so may the page read for a missing
+        # page.
         used = attends.any(1) if there is None else attends.any(1) & there
         keys, values = keys.astype(real), values.astype(real)
         if scales is not None:

@@ -173,10 +173,10 @@ def _first(compare, kv_pos, limit, lo, hi):
 
 
 def block_bounds(
-    q_lo: jax.Array, q_hi: jax.Array, segment_checked: jax.Array, *, kv_len: int
+    kv_start: jax.Array, kv_end: jax.Array, segment_checked: jax.Array, *, kv_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK); q_order, q_order_192, kv_order (Bm, tiles)."""
-    q_len = q_lo.shape[1]
+    q_len = kv_start.shape[1]
 
     def one_row(lo, hi, segment_checked):
         q_blocks = query_blocks(lo, hi, segment_checked)
@@ -186,7 +186,7 @@ def block_bounds(
         kv_order = _key_order(q_blocks, kv_blocks)
         return q_blocks, kv_blocks, q_order, q_order_192, kv_order
 
-    return jax.vmap(one_row)(q_lo, q_hi, segment_checked)
+    return jax.vmap(one_row)(kv_start, kv_end, segment_checked)
 
 
 def query_blocks(lo, hi, segment_checked):

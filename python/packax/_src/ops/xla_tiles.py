@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.spec import INT_MAX, Operands, ceil_div, fill_up, is_symbolic
+from packax._src.core.spec import INT_MAX, MaskMode, Operands, ceil_div, fill_up, is_symbolic
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are equally fast, and 512 is half as fast; with 160 documents in 16k
@@ -60,16 +60,18 @@ def tiles_of(query, key) -> Tiles:
     )
 
 
-def row_integers(mask: Operands, tiles: Tiles, segment_check: int) -> jax.Array:
-    """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
+def row_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> jax.Array:
+    """(2 + mask_mode, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
 
     For empty rows and rows beyond Sq, ~lo is the minimum and hi is 0, so that the maximum over a
     tile is its range.
     """
-    some = lax.lt(mask.q_lo, mask.q_hi)
-    not_lo = select(some, lax.bitwise_not(mask.q_lo), ~INT_MAX)
-    hi = select(some, mask.q_hi, 0)
-    limits = [mask.q_pos] if segment_check < 3 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
+    some = lax.lt(mask.kv_start, mask.kv_end)
+    not_lo = select(some, lax.bitwise_not(mask.kv_start), ~INT_MAX)
+    hi = select(some, mask.kv_end, 0)
+    limits = (
+        [mask.q_pos] if mask_mode < MaskMode.BOTH_LIMITS else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
+    )
     whole = tiles.row_tiles * tiles.rows
     shape = (tiles.batch * tiles.row_tiles, tiles.rows, 1)
 
@@ -78,14 +80,14 @@ def row_integers(mask: Operands, tiles: Tiles, segment_check: int) -> jax.Array:
         return lax.reshape(lax.broadcast_in_dim(x, (tiles.batch, whole), (0, 1)), shape)
 
     # Reshaped before they are joined: XLA copies an array that is reshaped before a loop.
-    others = [cut(x, 0) for x in [mask.q_ids, *limits][:segment_check]]
+    others = [cut(x, 0) for x in [mask.q_ids, *limits][:mask_mode]]
     return stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others], 0)
 
 
-def key_integers(mask: Operands, tiles: Tiles, segment_check: int) -> list[jax.Array]:
+def key_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> list[jax.Array]:
     """(1 or B, blocks * keys) each: the ids and positions that the segment check reads, or none."""
     whole = tiles.key_blocks * tiles.keys
-    return [fill_up(x, 1, whole) for x in [mask.kv_ids, mask.kv_pos][: min(segment_check, 2)]]
+    return [fill_up(x, 1, whole) for x in [mask.kv_ids, mask.kv_pos][: min(mask_mode, 2)]]
 
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:

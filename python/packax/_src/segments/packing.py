@@ -55,7 +55,8 @@ def pack(
 
     Use it if your pipeline has no packer: grain's `FirstFitPackIterDataset` packs a stream, and
     `from_one_based` converts its ids. Documents of equal length keep their order. A document that
-    is longer than a row is cut into pieces, each its own document; empty documents are left out.
+    is longer than a row is cut into pieces, and each piece becomes a document; empty documents are
+    left out.
 
     Args:
         documents: arrays of tokens, (tokens,) each.
@@ -126,7 +127,7 @@ def check_packing(
     tokens: ArrayLike | None = None,
     weights: ArrayLike | None = None,
 ) -> PackingReport:
-    """Check a packed batch, and describe what it holds and what looks wrong.
+    """Checks a packed batch: describes what it contains and what looks wrong.
 
     Args:
         segment_ids: (B, S) or (S,), as for `documents`.
@@ -209,7 +210,7 @@ def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
         row, which = back[0]
         found.append(
             f"ids that reappear after others in {_count(len(back), 'row')}: first row {row}, id "
-            f"{which[0]}. Its pieces are one document and attend each other"
+            f"{which[0]}. Its pieces are one document and attend to each other"
         )
     return found
 

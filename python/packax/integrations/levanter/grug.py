@@ -31,13 +31,13 @@ def attention(
         mask: Grug's AttentionMask, None, or a dense array (Q, K) or (1 or B, Q, K), boolean (True:
             attended) or of floats (added to the logits). Also a packax mask or expression, as
             `build_mask` makes for a scan over layers. Negative segment ids are padding: such rows
-            give 0, as in Levanter's FA4 kernels (its reference lets them attend each other).
+            give 0, as in Levanter's FA4 kernels (its reference lets them attend to each other).
         implementation: None or "packax": packax, as kernels on CUDA and as XLA elsewhere; "cuda",
             "xla": one of these; any other name: Levanter's own.
 
     Raises:
         ValueError: shapes, windows or ids that do not go together.
-        NotImplementedError: implementation="cuda" where no kernel is.
+        NotImplementedError: implementation="cuda", and there is no kernel.
     """
     if implementation not in OURS:
         return _theirs().attention(q, k, v, mask, implementation=implementation)
@@ -54,13 +54,13 @@ def build_mask(
 ) -> AttentionMask:
     """A packax mask of Grug's, to build once a step and pass to every layer's `attention`.
 
-    For layers that alternate windows in a scan build one of each, and choose between them by layer:
+    If layers in a scan alternate between windows, build one mask of each kind and choose by layer:
     `jax.tree.map(lambda x, y: jnp.where(is_global, x, y), whole, window)`.
 
     Args:
         mask: Grug's AttentionMask.
         q_len, kv_len: number of rows and keys; None: as many keys as rows.
-        sliding_window: one in place of the mask's.
+        sliding_window: replaces the window of the mask.
     """
     expression = expression_of(mask, q_len, sliding_window)
     return packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len or q_len)

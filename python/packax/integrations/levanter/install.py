@@ -1,4 +1,4 @@
-"""`install()`: packax under a name of its own in Levanter's two attentions, or as the default."""
+"""`install()`: packax as a backend of Levanter's two attentions, by name or by default."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
     """Makes packax an attention of Levanter, before or after its models are imported.
 
     Grug's `attention` takes implementation="packax", and the layers' `AttentionBackend` has a
-    member PACKAX, so that a configuration may say `attn_backend: packax`. Levanter 1.2 has layers
-    alone.
+    member PACKAX, so that a configuration may say `attn_backend: packax`. Levanter 1.2 has only the
+    layers.
 
     Args:
-        default: use packax on NVIDIA GPUs, too, where nothing is asked for (implementation=None,
-            AttentionBackend.DEFAULT or None); "everywhere": on other platforms, too. The last call
-            of `install` says it.
+        default: True: also use packax on NVIDIA GPUs for calls that name no backend
+            (implementation=None, AttentionBackend.DEFAULT or None); "everywhere": on other
+            platforms, too. The last call of `install` decides.
 
     Raises:
         ValueError: default is something else.

@@ -61,8 +61,8 @@ def dot_product_attention(
 
     Causal masks with or without offsets, windows of both kinds, segment ids, explicit masks, sinks,
     soft caps, biases, dropout and precision are as there; a negative segment id is padding, whose
-    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. What has
-    no kernel runs on Levanter's "vanilla" backend: a `FallbackWarning` says why, once.
+    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. Calls
+    without a kernel run on Levanter's "vanilla" backend, with one `FallbackWarning` that says why.
 
     Args:
         use_flash, attn_backend, flash_block_size: of no effect; packax needs no block size.

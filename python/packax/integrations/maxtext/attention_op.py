@@ -87,7 +87,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
         attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
-        sliding_window_size: the most keys that a row attends, its own included; 0: none.
+        sliding_window_size: the most keys that a row attends to, its own included; 0: none.
         chunk_attn_window_size: the length of a chunk.
         dropout_rate: must be 0.
         quant, kv_quant: must be None.
@@ -185,7 +185,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
 
         Args:
-            decoder_segment_ids: (B, Skv), integers or floats: rows attend keys with the same id;
+            decoder_segment_ids: (B, Skv), integers or floats: rows attend to keys with the same id;
                 negative: padding. When decoding, the keys with id 1 are attended.
             inputs_positions: (B, Sq); read only where MaxText reads them: for tokens reordered over
                 a context-parallel mesh.
@@ -194,8 +194,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 value, segment ids, lengths).
             previous_chunk: of shape (B, n, ...): the n keys before this chunk of a prompt, which
                 key, value and decoder_segment_ids also include.
-            bidirectional_mask: (B, S): within a document, tokens in a run of True attend each other
-                in both directions.
+            bidirectional_mask: (B, S): within a document, tokens in a run of True attend to each
+                other in both directions.
             sinks: (H,), one more logit per head in the softmax's denominator.
             indexer_mask: (B, Sq, Skv) additive, 0 or very negative; when decoding for the keys of
                 both caches.
@@ -205,7 +205,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             pad_kv_total, compress_ratio: for compressed_kv; no effect without it.
 
         Returns:
-            (B, Sq, H, Dv), dtype of query; 0 for rows that attend nothing.
+            (B, Sq, H, Dv), dtype of query; 0 for rows that attend to nothing.
 
         Raises:
             ValueError: shapes, dtypes or arguments that are not as above.
@@ -474,8 +474,8 @@ def _attend_dense(
     sinks: Any,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse (B, H, Sq), largest logits (B, H)), with scale 1; a row that attends nothing gives
-    0 and -inf. For `implementation="dense"`: plain XLA, quadratic in the lengths.
+    """(out, lse (B, H, Sq), largest logits (B, H)), with scale 1; a row that attends to nothing
+    gives 0 and -inf. For `implementation="dense"`: plain XLA, quadratic in the lengths.
 
     `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
     """

@@ -92,8 +92,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """out (B, 1, H, Dv) and lse (B, H, 1), scale 1.
 
-    `attended`: None: every key; (B, S) bool; or (B, H, S), where heads attend other keys. No row of
-    it has more than `most` keys.
+    `attended`: None: every key; (B, S) bool; or (B, H, S), where heads attend to other keys. No row
+    of it has more than `most` keys.
     """
     batch, _, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -111,7 +111,7 @@ def decode(
     if attended.ndim == 2:
         table = first[:, None] + table
         key, value = (x.reshape(-1, 1, *x.shape[2:]) for x in (key, value))
-    else:  # each head is a sequence of its own, over a cache of one head
+    else:  # each head is a separate sequence, over a cache of one head
         head = jnp.arange(heads, dtype=jnp.int32) // (heads // kv_heads)
         table = (first[:, None, None] + table) * kv_heads + head[:, None]
         table, counts = table.reshape(batch * heads, -1), counts.reshape(-1)

@@ -182,7 +182,7 @@ def sharding_of(
 ) -> AttentionSharding | None:
     """The sharding; None: nothing is divided.
 
-    Axes of size 1 are left out, and so are trailing axes that do not divide a size. Axes of an
+    Axes of size 1, and trailing axes that do not divide a size, are left out. Axes of an
     enclosing `shard_map` or `vmap` (pipeline stages) are not used. The sequence is gathered where
     no kernel divides it: for keys of another length, chunks of less than 128 rows, or tokens that
     were reordered for another number of ranks.

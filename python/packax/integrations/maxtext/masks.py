@@ -120,9 +120,9 @@ def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count:
     """The chunks of `size` keys that MoBA's gate selects for each row (arXiv 2502.13189): (B, H,
     Sq, chunks).
 
-    Each row of each head attends its chunk and, of the chunks before it, the `count` - 1 whose mean
-    key has the largest product with the query. `before`: the position of the first row. The mask
-    must exclude later keys of the row's own chunk.
+    Each row of each head attends to its chunk and, of the chunks before it, the `count` - 1 whose
+    mean key has the largest product with the query. `before`: the position of the first row. The
+    mask must exclude later keys of the row's own chunk.
     """
     batch, rows, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]

@@ -42,8 +42,8 @@ def flash_attention_triton(
     debug: bool = False,
     mesh: Any = None,
 ) -> DeviceArray:
-    """Causal attention inside each segment: row i attends key j if their segment ids are equal and
-    not -1, and the row's position is at least the key's.
+    """Causal attention inside each segment: row i attends to key j if their segment ids are equal
+    and not -1, and the row's position is at least the key's.
 
     Call it inside `attention_specs`. The mask decides what is attended. Of ids and positions only
     the shapes are checked; their values are used only if the mask has nothing but bounds
@@ -70,8 +70,8 @@ def flash_attention_triton(
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
 
     Returns:
-        (B, Sq, H, Dv) in query's dtype; 0 for a row that attends nothing. Under `jax.checkpoint` it
-        is named "attention_outputs", together with the log-sum-exp that the backward pass reads.
+        (B, Sq, H, Dv) in query's dtype; 0 for a row that attends to nothing. Under `jax.checkpoint`
+        it is named "attention_outputs", together with the log-sum-exp that the backward pass reads.
 
     Raises:
         ValueError: shapes, dtypes, mask, scale or block sizes that are not as above or do not

@@ -49,8 +49,8 @@ def create_attention_mask(
     mesh: Any = None,
     plan: ContextPlan | None = None,
 ) -> tuple[AttentionMask, ...]:
-    """The mask that all layers of a step share: row i attends key j if their segment ids are equal
-    and the row's position is at least the key's.
+    """The mask that all layers of a step share: row i attends to key j if their segment ids are
+    equal and the row's position is at least the key's.
 
     Call it inside `attention_specs`. Ids and positions may have any values; -1 is padding.
 
@@ -62,12 +62,13 @@ def create_attention_mask(
             defaults of `get_default_flash_attention_params`.
         calc_bwd_mask: also return the bounds of the dQ and of the dK/dV kernels. Gradients do not
             need them.
-        skip_pad_tokens: False: padding attends padding, by position. True: it attends nothing.
+        skip_pad_tokens: False: padding attends to padding, by position. True: it attends to
+            nothing.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
         plan: from `packax.context_plan`, by which the rows were permuted; kvax has no such
             argument. Queries and keys must then be of the same tokens; the ids and positions of the
             keys define the mask. With a plan of kind "local" a rank fetches only the keys of
-            documents that ranks share, or all keys if padding attends padding.
+            documents that ranks share, or all keys if padding attends to padding.
 
     Returns:
         (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
@@ -271,7 +272,7 @@ def calculate_mask_sparsity(
     query_seq_len: int,
     kv_seq_len: int,
 ) -> float:
-    """The fraction of blocks of the whole batch that the mask attends: 1 if it attends all."""
+    """The fraction of blocks of the whole batch that the mask allows: 1 if it allows all."""
     attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
     blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
     return float(attended.sum() / (blocks * attended.shape[0]))

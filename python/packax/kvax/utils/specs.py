@@ -97,7 +97,7 @@ def _check(query_specs: Specs, kv_specs: Specs) -> None:
     if kv_specs[Axes.kv_sequence] is not None:
         raise ValueError(
             f"kv_specs must have None for the sequence, but has {kv_specs[Axes.kv_sequence]!r}: "
-            "every rank attends all keys. packax.AttentionSharding takes sharded keys"
+            "every rank attends to all keys. packax.AttentionSharding takes sharded keys"
         )
     if kv_specs[Axes.head_dim] is not None:
         raise ValueError(
