@@ -248,8 +248,7 @@ ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o) {
                 {{"batch", o.batch}, {"heads", o.heads}, {"q_len", o.q_len}, {"numbers", 2}});
 }
 
-ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init,
-                       const ffi::AnyBuffer& result) {
+ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init, const ffi::AnyBuffer& result) {
   if (Absent(init)) return ffi::Error::Success();
   PACKAX_CHECK(init.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
       << name << "_init is at " << init.untyped_data() << " and " << name << " at "

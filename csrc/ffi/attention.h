@@ -85,7 +85,6 @@ ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o);
 
 // For a call that computes some of the heads: `init` already holds the others, and `result` uses
 // its memory. Absent if there are no others yet, or if nothing is written.
-ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init,
-                       const ffi::AnyBuffer& result);
+ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init, const ffi::AnyBuffer& result);
 
 }  // namespace packax
