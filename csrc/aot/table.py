@@ -39,7 +39,10 @@ from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
 from tiles_sm80 import BACKWARD as SM80_BACKWARD
+from tiles_sm80 import DIMS as SM80_DIMS
 from tiles_sm80 import FORWARD as SM80_FORWARD
+from tiles_sm80 import SOFT_CAP_BACKWARD as SM80_SOFT_CAP_BACKWARD
+from tiles_sm80 import absent_arguments as absent_from_sm80
 from tiles_sm90 import (
     LIKE_PLAIN,
     ONE_ASSEMBLER,
@@ -92,6 +95,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_sm90_block_lists": "sm90.bwd",
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
     "backward_sm80": "sm80.bwd",
+    "forward_sm80_soft_cap": "sm80.fwd",
+    "backward_sm80_soft_cap": "sm80.bwd",
     "backward_postprocess_sm80": "sm80.bwd",
     "backward_delta": "portable.bwd",
     "backward_dkdv": "portable.bwd",
@@ -128,12 +133,13 @@ FUNCTIONS = {
     "sm90.bwd_dq": "backward_dq_sm90",
     "sm90.bwd_dkdv_d192": "backward_dkdv_sm90",
     "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
+    "sm80.fwd": "forward",
 }
 
 
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
-    return FUNCTIONS.get(module, re.sub("(_fallback|_bias|_fp8)?(_alone)?$", "", kernel))
+    return FUNCTIONS.get(module, re.sub("(_fallback|_bias|_fp8|_soft_cap)?(_alone)?$", "", kernel))
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
@@ -142,6 +148,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         *absent_from_portable(kernel),
         *absent_from_decode(kernel),
         *absent_from_sm90(kernel),
+        *absent_from_sm80(kernel),
     )
 
 
@@ -184,7 +191,7 @@ class Variant:
     def source(self) -> str:
         """The module in csrc/kernels."""
         own = KERNELS[self.kernel]
-        if self.kernel == "forward" and (self.arch.tiles, self.dim) in SM80_FORWARD:
+        if (self.arch.tiles, self.qk_dim, self.v_dim) in SM80_FORWARD.get(self.kernel, ()):
             return "sm80.fwd"
         return SPLIT_HEAD_DIM.get((self.kernel, self.dim), (own, 0))[0]
 
@@ -255,10 +262,10 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
         rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
     else:
-        tile = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
-        if kernel == "forward":
-            tile = SM80_FORWARD.get((arch.tiles, dim), tile)
-        rows, keys, stages, warps = tile
+        tile = SM80_FORWARD.get(kernel, {}).get((arch.tiles, qk_dim, v_dim))
+        rows, keys, stages, warps = (
+            tile or (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+        )
     constants = {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
@@ -405,36 +412,45 @@ def sm90(
 
 # What the lowering and C++ look for where there are none of Hopper's.
 SM80_KERNELS = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
+SM80_SOFT_CAP = ("forward_sm80_soft_cap", "backward_sm80_soft_cap")
 
 
-def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
+def sm80_backward(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
     """The kernels of a backward that adds dQ up in memory, where there are others than Hopper's."""
-    rows, keys, stages, warps, dq_warps = SM80_BACKWARD[arch.tiles, dim]
+    row = (arch.tiles, qk_dim, v_dim)
+    rows, keys, stages, warps, dq_warps = SM80_BACKWARD[row]
+    dims = {"QK_DIM": qk_dim, "V_DIM": v_dim}
 
     def variant(kernel: str, block: int, warps: int, **constants: int) -> Variant:
-        return Variant(kernel, arch, dtype, dim, dim, tuple(constants.items()), block, warps)
+        return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
+    capped = ("backward_sm80_soft_cap",) if row in SM80_SOFT_CAP_BACKWARD else ()
+    for kernel in ("backward_sm80", *capped):
+        tile = {"BLOCK_M": rows, "BLOCK_N": keys, "STAGES": stages, "DQ_WARPS": dq_warps}
+        yield variant(kernel, keys, warps, **dims, **tile)
     yield variant(
-        *("backward_sm80", keys, warps),
-        QK_DIM=dim,
-        V_DIM=dim,
-        BLOCK_M=rows,
-        BLOCK_N=keys,
-        STAGES=stages,
-        DQ_WARPS=dq_warps,
+        "backward_postprocess_sm80", rows, warps, QK_DIM=qk_dim, ROWS=rows, DQ_WARPS=dq_warps
     )
     yield variant(
-        "backward_postprocess_sm80", rows, warps, QK_DIM=dim, ROWS=rows, DQ_WARPS=dq_warps
+        "backward_preprocess", PREPROCESS_ROWS, 4, V_DIM=v_dim, QK_DIM=qk_dim, ROWS=PREPROCESS_ROWS
     )
-    yield variant(
-        "backward_preprocess", PREPROCESS_ROWS, 4, V_DIM=dim, QK_DIM=dim, ROWS=PREPROCESS_ROWS
-    )
+
+
+def sm80(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
+    """What only GPUs with these tiles have."""
+    row = (arch.tiles, qk_dim, v_dim)
+    if row in SM80_BACKWARD:
+        yield from sm80_backward(arch, dtype, qk_dim, v_dim)
+    own = ("forward",) if (qk_dim, v_dim) in SM80_DIMS else ()
+    for kernel in (*own, "forward_sm80_soft_cap"):
+        if row in SM80_FORWARD[kernel]:
+            yield tiled(kernel, arch, dtype, qk_dim, v_dim)
 
 
 def variants(
     archs: tuple[str, ...] = tuple(ARCHS),
     dtypes: tuple[str, ...] = DTYPES + FLOAT32,
-    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
+    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS + SM80_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     yield from float32(archs, dtypes, head_dims)
@@ -443,7 +459,10 @@ def variants(
     yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)
     yield from fp8_decoding(archs, dtypes, head_dims)
-    head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))
+    for name, dtype, dims in itertools.product(archs, dtypes, head_dims):
+        yield from sm80(find_arch(name), dtype, *dims)
+    general = [dims for dims in HEAD_DIMS if not only_fallback(dims)]
+    head_dims = tuple(dims for dims in head_dims if dims in general)
     for arch in archs:
         if find_arch(arch).tiles != "hopper":
             continue
@@ -452,9 +471,6 @@ def variants(
             for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
                 if assembler == "12.9" or assembled_twice(kernel, max(dims)):
                     yield sm90(kernel, find_arch(arch), dtype, *dims, assembler)
-    for name, dtype, (qk_dim, v_dim) in itertools.product(archs, dtypes, head_dims):
-        if qk_dim == v_dim and (find_arch(name).tiles, qk_dim) in SM80_BACKWARD:
-            yield from sm80_backward(find_arch(name), dtype, qk_dim)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:

@@ -137,9 +137,10 @@ constexpr bool Always(const Operands&, const Device&) {
 constexpr float kLargestCap = 1024;     // up to which tanh to 4e-7 is enough (sm90/soft_cap.py)
 constexpr int64_t kElementsAtOnce = 8;  // 16 bytes
 
-// Whether the call has only this option, with values that Hopper's kernels for it support.
+// Whether the call has only this option, with values that the kernels for it alone support: those
+// for Hopper, and with a soft cap for sm80.
 template <uint32_t options>
-bool OnlyOnSm90(const AttentionOperands& o) {
+bool Only(const AttentionOperands& o) {
   if (o.options() != options) return false;
   if (options == kSoftCap) return o.soft_cap <= kLargestCap && std::isfinite(o.scale / o.soft_cap);
   // Blocks are found by shifts.
@@ -204,17 +205,18 @@ constexpr Steps<F> OneTile() {
 }
 
 template <uint32_t options>
-bool OnSm90(const F& o, const Device&) {
-  return OnlyOnSm90<options>(o);
+bool HasOnly(const F& o, const Device&) {
+  return Only<options>(o);
 }
 
 constexpr Row<F> kForward[] = {
-    {OnSm90<kBlockMask>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90BlockListsArgs>()},
-    {OnSm90<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
-    {OnSm90<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
+    {HasOnly<kBlockMask>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90BlockListsArgs>()},
+    {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
+    {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
-    {OnSm90<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
+    {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
+    {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, OneTile<ForwardSm80SoftCapArgs>()},
     {[](const F& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      OneTile<ForwardArgs>()},
     {[](const F& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,
@@ -274,24 +276,31 @@ constexpr Steps<B> WithDbias() {
 
 // Kernels that count rows in 32 bits, and elements of dq_sum in 64.
 template <uint32_t options, Algorithm algorithm>
-bool OnSm90(const B& o, const Device&) {
-  return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && OnlyOnSm90<options>(o);
+bool HasOnly(const B& o, const Device&) {
+  return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && Only<options>(o);
+}
+
+template <uint32_t options>
+bool OnSm80(const B& o, const Device& device) {
+  return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
 }
 
 constexpr auto kSeparate = Algorithm::kSm90Separate, kFused = Algorithm::kSm90Fused;
 
 constexpr Row<B> kBackward[] = {
-    {OnSm90<kBlockMask, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<kBlockMask, kSeparate>, Gpus::kSome, Dims::kExact,
      Separate<BackwardDkdvSm90BlockListsArgs, BackwardDqSm90BlockListsArgs>()},
-    {OnSm90<kAlibi, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90AlibiArgs>(), true},
-    {OnSm90<kSoftCap, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90SoftCapArgs>(), true},
-    {OnSm90<kSoftCap, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<kAlibi, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90AlibiArgs>(), true},
+    {HasOnly<kSoftCap, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90SoftCapArgs>(), true},
+    {HasOnly<kSoftCap, kSeparate>, Gpus::kSome, Dims::kExact,
      Separate<BackwardDkdvSm90SoftCapArgs, BackwardDqSm90SoftCapArgs>()},
-    {OnSm90<0, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90Args>(), true},
-    {OnSm90<0, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<0, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90Args>(), true},
+    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kExact,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
-    {[](const B& o, const Device& d) { return o.needs_dkv && OnSm90<0, kFused>(o, d); },
-     Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardPostprocessSm80Args>(), true},
+    {OnSm80<0>, Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardPostprocessSm80Args>(),
+     true},
+    {OnSm80<kSoftCap>, Gpus::kSome, Dims::kExact,
+     Fused<BackwardSm80SoftCapArgs, BackwardPostprocessSm80Args>(), true},
     {[](const B& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      Portable<BackwardDeltaArgs, BackwardDkdvArgs, BackwardDqArgs>()},
     {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,

@@ -20,6 +20,7 @@ CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
 FASTER_FORWARD = "forward_sm90"  # used instead of forward where available
+FUSED_BACKWARD = "backward_sm80"  # used instead of all of backward where available
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # each kernel serves smaller head dims too
 GENERAL_KERNELS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback")
@@ -92,10 +93,11 @@ def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tup
     """(the forward's variant, "") if the GPU has every kernel of a call, else (None, why not)."""
     names = {
         kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim, report.driver_version)
-        for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD)
+        for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD, FUSED_BACKWARD)
     }
-    faster = names.pop(FASTER_FORWARD)
-    missing = [kernel for kernel, name in names.items() if name is None]
+    faster, fused = names.pop(FASTER_FORWARD), names.pop(FUSED_BACKWARD)
+    needed = ATTENTION_KERNELS[:1] if fused else ATTENTION_KERNELS
+    missing = [kernel for kernel in needed if names[kernel] is None]
     if not missing:
         return faster or names["forward"], ""
     what = "" if len(missing) == len(names) else f"{' and '.join(missing)} "
@@ -222,9 +224,13 @@ def _runs_lines(report: Report) -> list[str]:
             lines.append('on it, implementation="xla" runs, and the default is an error')
             continue
         for (dtype, qk, v), (name, why) in rows.items():
-            lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or why}")
-        if any(name and name.startswith(FASTER_FORWARD) for name, _ in rows.values()):
-            lines.append(f"{gpu}: head dims between these are padded to the next larger one")
+            wider = (
+                dims for (d, *dims), (there, _) in rows.items()
+                if there and d == dtype and dims[0] >= qk and dims[1] >= v
+            )  # fmt: skip
+            padded = next((f"padded to {_dims(*dims)}" for dims in wider), None)
+            lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or padded or why}")
+        lines.append(f"{gpu}: other head dims are padded to the next larger one that has kernels")
         wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
         wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
         for name, short, pair in wide:

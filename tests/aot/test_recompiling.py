@@ -70,7 +70,10 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer
         ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256"]),
-        ("sm90.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256"]),
+        (
+            "sm90.soft_cap",
+            ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256", "sm80.fwd", "sm80.bwd"],
+        ),
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
         ("sm90.bwd_listed_producer", ["sm90.bwd"]),

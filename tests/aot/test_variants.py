@@ -20,8 +20,9 @@ def test_keys_and_names_are_unique() -> None:
 def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
         own = {*table.SM90_TILES, *table.BIAS_ALONE_TILES} if arch.tiles != "hopper" else set()
-        with_sm80 = {dim for kind, dim in table.SM80_BACKWARD if kind == arch.tiles}
-        own = (own - set(table.SM80_KERNELS)) if with_sm80 else own | set(table.SM80_KERNELS)
+        of_sm80 = {*table.SM80_KERNELS, *table.SM80_SOFT_CAP}
+        with_sm80 = arch.tiles in {kind for kind, *_ in table.SM80_BACKWARD}
+        own = own - of_sm80 if with_sm80 else own | of_sm80
         if arch.tiles == "hopper":
             own.remove("backward_preprocess")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
@@ -32,11 +33,15 @@ def test_every_architecture_has_every_kernel() -> None:
         for kernel in (
             *table.TILES,
             *decoding,
-            *set(table.SM90_TILES) - own - set(table.SM80_KERNELS),
+            *set(table.SM90_TILES) - own - of_sm80,
             "backward_delta",
         ):
             got = {
-                (v.dtype, v.qk_dim, v.v_dim) for v in ALL if v.arch is arch and v.kernel == kernel
+                (v.dtype, v.qk_dim, v.v_dim)
+                for v in ALL
+                if v.arch is arch
+                and v.kernel == kernel
+                and (v.qk_dim, v.v_dim) not in table.SM80_DIMS
             }
             # a Hopper kernel may leave a head dim to the portable ones
             rows = table.SM90_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
@@ -50,18 +55,24 @@ def test_every_architecture_has_every_kernel() -> None:
 
 
 def test_the_kernels_of_sm80_come_together() -> None:
-    """C++ takes all of them or none; the forward's rows replace the portable one's."""
+    """C++ takes all of them or none; the forward's rows replace the portable one's, and none of
+    its head dims lacks a backward."""
     for arch in table.ARCHS.values():
-        dims = {dim for kind, dim in table.SM80_BACKWARD if kind == arch.tiles}
+        mine = [v for v in ALL if v.arch is arch]
+        dims = {row[1:] for row in table.SM80_BACKWARD if row[0] == arch.tiles}
+        capped = {dims for dims in dims if (arch.tiles, *dims) in table.SM80_SOFT_CAP_BACKWARD}
         if arch.tiles != "hopper":
-            for kernel in table.SM80_KERNELS:
-                got = sorted((v.dtype, v.dim) for v in ALL if v.arch is arch and v.kernel == kernel)
-                assert got == sorted((d, dim) for d in table.DTYPES for dim in dims)
-        forwards = [v for v in ALL if v.arch is arch and v.kernel == "forward"]
-        for v in forwards:
-            gluon = (arch.tiles, v.dim) in table.SM80_FORWARD
-            assert v.source == ("sm80.fwd" if gluon else "portable.fwd")
-            assert not gluon or v.constants[2][1] == table.SM80_FORWARD[arch.tiles, v.dim][0]
+            own = dict.fromkeys(table.SM80_KERNELS, dims) | {"backward_sm80_soft_cap": capped}
+            for kernel, wanted in own.items():
+                got = sorted((v.dtype, (v.qk_dim, v.v_dim)) for v in mine if v.kernel == kernel)
+                assert got == sorted((d, dims) for d in table.DTYPES for dims in wanted)
+        for kernel in ("forward", "forward_sm80_soft_cap"):
+            for v in (v for v in mine if v.kernel == kernel):
+                tile = table.SM80_FORWARD[kernel].get((arch.tiles, v.qk_dim, v.v_dim))
+                assert v.source == ("sm80.fwd" if tile else "portable.fwd")
+                assert not tile or v.constants[2][1] == tile[0]
+        own = {(v.qk_dim, v.v_dim) for v in mine if v.kernel == "forward"} & set(table.SM80_DIMS)
+        assert own == dims & set(table.SM80_DIMS)
 
 
 def test_proxies_are_in_no_build_that_does_not_name_them() -> None:

@@ -1,8 +1,9 @@
-"""Head dims padded to those of Hopper's kernels: when, what the kernels get, and that results and
+"""Head dims padded to those of the kernels: when, what the kernels get, and that results and
 gradients stay what they are.
 
-Guards against padding where nothing is won (another GPU, an option without such kernels), a scale
-of the padded head dim, and results that keep the padding.
+Guards against padding where nothing is won (an option without such kernels), no padding where the
+fallback kernels are slower, head dims that only another GPU has, a scale of the padded head dim,
+and results that keep the padding.
 """
 
 import jax
@@ -11,10 +12,12 @@ import numpy as np
 import packax
 import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
+from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, lowering, primitives
-from tiers import once_each
+from tiers import once_each, some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 
 
 @pytest.fixture
@@ -23,6 +26,26 @@ def hopper(extension, monkeypatch):
     capped = tuple(f"{name}_soft_cap" for name in PASSES)
     rows = with_sm90(dims=DIMS, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+
+
+@pytest.fixture
+def every_gpu(hopper, monkeypatch):
+    """Also with the portable kernels for Hopper, and with kernels for 8.0 alone: of 96 and 192, and
+    with a soft cap of 64 and 128."""
+    made = [(k, dim) for k in ("forward", "backward_sm80") for dim in (96, 192)]
+    made += [(f"{k}_sm80_soft_cap", dim) for k in ("forward", "backward") for dim in (64, 128)]
+    made += [("backward_sm80", dim) for dim in (64, 128)]
+    rows = [{**AMPERE, "kernel": k, "qk_dim": dim, "v_dim": dim} for k, dim in made]
+    rows += ffi.ext.variants()
+    rows += [
+        {"kernel": k, "dtype": "bf16", "cc": 90, "arch_specific": True, "qk_dim": qk, "v_dim": v}
+        for k in ("forward", "backward_dkdv", "backward_dq")
+        for qk, v in DIMS
+    ]
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+
+
+every_gradient = jax.grad(loss, (0, 1, 2))
 
 
 def dims_of(function, dims, dtype=jnp.bfloat16, **options):
@@ -75,23 +98,84 @@ def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
     rows = with_sm90(dims=DIMS, kernels=PASSES[:2])
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
     assert dims_of(jax.grad(loss), (40, 40)) == (64, 64)
+    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (64, 64)  # the portable ones
+    monkeypatch.setattr(
+        ffi.ext, "variants", lambda: [x for x in rows if x["kernel"] != "backward_dq"]
+    )
     assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (40, 40)
     assert dims_of(step, (40, 40)) == (64, 64)
 
 
 @pytest.mark.parametrize(
-    "capabilities,expected", (({80}, 96), ({100}, 96), ({90}, 128), ({80, 90}, 128), (None, 128))
+    "capabilities,expected", (({80}, 128), ({100}, 96), ({90}, 128), ({80, 90}, 128), (None, 128))
 )
 def test_of_other_gpus(hopper, monkeypatch, capabilities, expected):
-    """None: without a GPU, for any."""
+    """None: without a GPU, for any. The build has no kernels for 10.0."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
     assert dims_of(step, (96, 96))[0] == expected
     assert dims_of(jax.grad(loss), (96, 96))[0] == expected
 
 
-def test_other_dtypes_have_no_such_kernels(hopper):
-    for dtype in (jnp.float32, jnp.float16):  # the rows are of bfloat16
-        assert dims_of(step, (96, 96), dtype) == (96, 96)
+@pytest.mark.parametrize("dim", some(range(8, 257, 8), 0, 11, 16, 23))
+def test_every_head_dim_on_a_gpu_without_kernels_of_hopper(extension, monkeypatch, dim):
+    """Forward and backward, with the kernels that every GPU has."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    expected = next(wide for wide in (64, 128, 256) if wide >= dim)
+    for function, options in ((step, {}), (jax.grad(loss), {"deterministic": dim % 16 == 0})):
+        assert dims_of(function, (dim, dim), **options) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    "capabilities,expected",
+    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (128, 128, 256))),
+)
+def test_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch, capabilities, expected):
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
+    for dim, wide in zip((72, 96, 192), expected, strict=True):
+        assert dims_of(step, (dim, dim)) == (wide, wide)
+        assert dims_of(every_gradient, (dim, dim)) == (wide, wide)
+
+
+@pytest.mark.parametrize("capabilities", ({80, 90}, None))
+def test_a_program_for_several_gpus_takes_what_all_of_them_have(
+    every_gpu, monkeypatch, capabilities
+):
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
+    assert dims_of(step, (96, 96)) == dims_of(every_gradient, (96, 96)) == (128, 128)
+    assert dims_of(step, (192, 192)) == (256, 256)
+
+
+def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):
+    """Deterministic, or of some gradients: 96 and 192 are of the kernel that sums dQ."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    assert dims_of(every_gradient, (96, 96), deterministic=True) == (128, 128)
+    assert dims_of(jax.grad(loss), (72, 72)) == (128, 128)
+
+
+def test_a_soft_cap_elsewhere(every_gpu, monkeypatch):
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    for function in (step, every_gradient):
+        assert dims_of(function, (40, 40), soft_cap=30.0) == (64, 64)
+        assert dims_of(function, (96, 96), soft_cap=30.0) == (128, 128)
+        assert dims_of(function, (192, 192), soft_cap=30.0) == (192, 192)
+    assert dims_of(every_gradient, (40, 40), soft_cap=30.0, deterministic=True) == (40, 40)
+
+
+def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
+    """Kernels that write into the heads of others' outputs take no other head dims."""
+    tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
+    of = Operands(**dict.fromkeys(Operands._fields) | tensors)
+    spec = AttentionSpec(scale=1.0)
+    for capabilities, fallback in (({80}, False), ({90}, True), (None, True)):
+        monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
+        assert ffi.takes_fallback("forward", of, spec) == fallback
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    assert ffi.takes_fallback("forward", of, spec, for_export=True)
+
+
+def test_of_other_dtypes(hopper):
+    assert dims_of(step, (96, 96), jnp.float32) == (96, 96)
+    assert dims_of(step, (96, 96), jnp.float16) == (128, 128)  # the portable kernels
 
 
 def test_the_scale_is_that_of_the_head_dim(hopper):

@@ -95,16 +95,25 @@ def test_float32():
     assert "float32" not in text()
 
 
-def test_head_dims_that_are_padded():
-    """Where a GPU has faster kernels of few head dims (packax/_src/ops/lowering.py)."""
+def test_faster_kernels():
     faster = VARIANTS[0] | {"kernel": "forward_sm90", "cc": 90, "name": "forward_sm90_bf16_64x64"}
     faster |= {"dtype": "bf16", "qk_dim": 64, "v_dim": 64, "arch": "sm_90a"}
     rows = (*VARIANTS, faster)
     shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
     assert "GPU 0, bfloat16, head dim 64: forward_sm90_bf16_64x64" in shown
-    assert "GPU 0: head dims between these are padded to the next" in shown
-    assert "GPU 1: head dims" not in shown
-    assert "padded" not in text()
+
+
+def test_head_dims_that_are_padded():
+    """Those that other GPUs have are named (packax/_src/ops/lowering.py)."""
+    of_96 = ("forward", "backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
+    own = {"dtype": "bf16", "qk_dim": 96, "v_dim": 96}
+    rows = (*VARIANTS, *(VARIANTS[0] | own | {"kernel": k, "name": f"{k}_96"} for k in of_96))
+    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    assert "GPU 0, bfloat16, head dim 96: padded to 128" in shown
+    assert "GPU 1, bfloat16, head dim 96: forward_96" in shown
+    assert "GPU 1, float16, head dim 96: padded to 128" in shown
+    for gpu in (0, 1):
+        assert f"GPU {gpu}: other head dims are padded to the next larger one" in shown
 
 
 @pytest.mark.parametrize("others", [VARIANTS, ()], ids=["all", "PACKAX_HEAD_DIMS=512"])

@@ -6,6 +6,7 @@ left out or visited twice, and masks; not against what the compiler makes of the
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 
@@ -22,11 +23,13 @@ import table  # noqa: E402
 
 SOME = ("two rows", "ids that come back", "longer queries")
 FORWARD = [((128, 128), case) for case in MASKS]
-FORWARD += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, "one row")]
+WIDE = ((192, 128), (256, 256), (96, 96), (192, 192))
+FORWARD += [(dims, case) for dims in WIDE for case in (*SOME, "one row")]
 ROWS = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
 
 
 def constants(kernel, kind, dims):
+    """Of the table's row, and its rows or keys."""
     arch = next(arch for arch in table.ARCHS.values() if arch.tiles == kind)
     rows = table.variants((arch.name.removeprefix("sm_"),), ("bf16",), (dims,))
     found = [v for v in rows if v.kernel == kernel]
@@ -38,12 +41,18 @@ def sizes(p):
     return {**p.sizes(), "row_heads": p.heads, "scale": p.scale}
 
 
-@pytest.mark.parametrize("dims,case", some(FORWARD, *range(0, len(MASKS), 2), 8, 13), ids=str)
+@pytest.mark.parametrize(
+    "dims,case", some(FORWARD, *range(0, len(MASKS), 2), 8, 13, 17, 22), ids=str
+)
 def test_forward(dims, case):
-    p = Problem(case, dims, heads=4, kv_heads=2)
+    check_forward(Problem(case, dims, heads=4, kv_heads=2), "forward")
+
+
+def check_forward(p, kernel):
+    dims = (p.qk_dim, p.v_dim)
     out = np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF)
     lse = np.full((p.batch, p.heads, p.q_len), np.nan, np.float32)
-    tile, block = constants("forward", "ampere", dims)
+    tile, block = constants(kernel, "ampere", dims)
     programs = -(-p.q_len // 128) * (128 // block) * p.batch * p.heads
     launch("sm80.fwd", "forward", programs, {
         "query": p.query, "key": p.key, "value": p.value, "out": out, "lse": lse,
@@ -56,14 +65,40 @@ def test_forward(dims, case):
 
 
 BACKWARD = [("ampere", dim, case) for dim in (64, 128) for case in MASKS]
-BACKWARD += [(kind, dim, case) for kind, dim in (("ampere", 256), ("small", 128)) for case in SOME]
+OTHERS = (("ampere", 256), ("small", 128), ("ampere", 96), ("ampere", 192), ("small", 192))
+BACKWARD += [(kind, dim, case) for kind, dim in OTHERS for case in SOME]
 
 
-@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, 2, 4, 9, 11, 14, 16, 19))
+@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, 2, 4, 9, 11, 14, 16, 19, 24, 26, 30))
 def test_backward(kind, dim, case):
-    p = Problem(case, (dim, dim), heads=4, kv_heads=2)
+    check_backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_sm80", kind)
+
+
+@pytest.mark.parametrize("case", some(SOME, 0))
+def test_values_of_another_head_dim(case):
+    p = Problem(case, (192, 128), heads=4, kv_heads=2)
+    check_backward(p, "backward_sm80", "ampere")
+
+
+@pytest.mark.parametrize("case", some(SOME, 1))
+def test_one_stage(case):
+    """A block is copied over the one before it, part by part."""
+    p = Problem(case, (128, 128), heads=4, kv_heads=2)
+    check_backward(p, "backward_sm80", "small", STAGES=1)
+
+
+@pytest.mark.parametrize("dim,case", some(list(itertools.product((64, 128), SOME)), 0, 4))
+def test_soft_cap(dim, case):
+    p = Problem(case, (dim, dim), "_soft_cap", heads=4, kv_heads=2)
+    check_forward(p, "forward_sm80_soft_cap")
+    check_backward(p, "backward_sm80_soft_cap", "ampere")
+
+
+def check_backward(p, kernel, kind, **changed):
     stats, dq, dk, dv = Statistics(p), *map(poisoned, (p.query, p.key, p.value))
-    tile, block = constants("backward_sm80", kind, (dim, dim))
+    dims = (p.qk_dim, p.v_dim)
+    tile, block = constants(kernel, kind, dims)
+    tile |= changed
     programs = -(-p.kv_len // 128) * (128 // block) * p.batch * p.kv_heads
     launch("sm80.bwd", "backward_sm80", programs, {
         "query": p.query, "key": p.key, "value": p.value, "dout": p.dout,
@@ -71,7 +106,7 @@ def test_backward(kind, dim, case):
         "dq_sum": stats.dq_sum, "dk": dk, "dv": dv,
         **p.masks(*ROWS[2:], "kv_blocks", "kv_order"), **sizes(p), **tile,
     }, p.seed)  # fmt: skip
-    tile, rows = constants("backward_postprocess_sm80", kind, (dim, dim))
+    tile, rows = constants("backward_postprocess_sm80", kind, dims)
     launch("sm80.bwd", "backward_postprocess_sm80", stats.lse2.size // rows, {
         "dq_sum": stats.dq_sum, "dq": dq, "scale": p.scale, "q_len": p.q_len, "heads": p.heads,
         "row_heads": p.heads, **tile,

@@ -8,16 +8,21 @@ A program has a tile of keys of one key/value head. p^T and ds^T (keys x rows) g
 memory: two warps share the rows of a tile, so that a warp has 32 keys and reads every query and
 cotangent half as often. dQ is added up in global memory in the order of the accumulator's registers
 (`backward_postprocess_sm80` undoes it). What runs before is sm90/bwd_prepost.py's
-`backward_preprocess`."""
+`backward_preprocess`. Head dims that are no powers of two are in chunks of columns, as in fwd.py.
+"""
 
 from sm80.common import (
     accumulator,
+    chunk_of,
+    chunks_of,
+    copy_chunks,
     copy_layout,
     plain,
     swizzled,
     tile_offsets,
     times_shared,
     times_transposed,
+    zeros,
 )
 from sm90.common import (
     BLOCK,
@@ -29,6 +34,7 @@ from sm90.common import (
     position_row,
     split,
 )
+from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -67,7 +73,7 @@ def row_range(kv_blocks, mask_b, key, kv_len, KEYS: gl.constexpr):
     end = 0
     full_lo = 0
     full_hi = EMPTY_MIN
-    for i in gl.static_range(KEYS // BLOCK):
+    for i in gl.static_range((KEYS + BLOCK - 1) // BLOCK):
         t = gl.minimum(key // BLOCK + i, blocks - 1)  # a block more than once changes no bound
         start = gl.minimum(start, gl.load(base + t))
         end = gl.maximum(end, gl.load(base + blocks + t))
@@ -102,6 +108,13 @@ def inside(key, keys, row, rows, lo, hi, segments, first_flag):
 
 
 @gluon.jit
+def copy_rows(shared, stage, base, at, offsets, rows, row, q_len, DIM: gl.constexpr):
+    """Start copying a block of rows, whose first is the row-th and begins `at` (in heads)."""
+    there = (rows < q_len - row)[:, None]
+    copy_chunks(shared, stage, base + at * DIM, offsets, there, DIM)
+
+
+@gluon.jit
 def copy_lines(lse_s, delta_s, lse2, delta, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Start copying a block's statistics: a float a thread."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -113,20 +126,26 @@ def copy_lines(lse_s, delta_s, lse2, delta, ROWS: gl.constexpr, WARPS: gl.conste
 @gluon.jit
 def backward_sm80(
     query, key, value, dout, lse2, delta, lo, hi, dq_sum, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, scale, mask_mode, batch, mask_batch, q_len, kv_len, heads,
-    kv_heads, row_heads,
+    q_blocks, kv_blocks, kv_order, scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len,
+    heads, kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip
+    """`soft_cap`: None, or as of the forward."""
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = accumulator(WARPS, 2)  # keys x rows, keys x columns
     dq_layout: gl.constexpr = accumulator(WARPS, DQ_WARPS)  # rows x columns
-    q_copies: gl.constexpr = copy_layout(QK_DIM, WARPS)
-    v_copies: gl.constexpr = copy_layout(V_DIM, WARPS)
+    CHUNK: gl.constexpr = chunk_of(QK_DIM)
+    V_CHUNK: gl.constexpr = chunk_of(V_DIM)
+    CHUNKS: gl.constexpr = chunks_of(QK_DIM)
+    V_CHUNKS: gl.constexpr = chunks_of(V_DIM)
+    q_copies: gl.constexpr = copy_layout(CHUNK, WARPS)
+    v_copies: gl.constexpr = copy_layout(V_CHUNK, WARPS)
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = query.dtype.element_ty
-    REGISTERS: gl.constexpr = BLOCK_M * QK_DIM // (WARPS * 32)
+    REGISTERS: gl.constexpr = BLOCK_M * CHUNK // (WARPS * 32)
+    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # a thread's
 
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = place_of_tile(
@@ -150,10 +169,12 @@ def backward_sm80(
         kv_pos + mask_key, mask_mode, q_len, kv_len,
     )  # fmt: skip
 
-    k_s = gl.allocate_shared_memory(dtype, [BLOCK_N, QK_DIM], swizzled(QK_DIM))
-    v_s = gl.allocate_shared_memory(dtype, [BLOCK_N, V_DIM], swizzled(V_DIM))
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, QK_DIM], swizzled(QK_DIM))
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, V_DIM], swizzled(V_DIM))
+    q_lines: gl.constexpr = swizzled(CHUNK)
+    v_lines: gl.constexpr = swizzled(V_CHUNK)
+    k_s = gl.allocate_shared_memory(dtype, [CHUNKS, BLOCK_N, CHUNK], q_lines)
+    v_s = gl.allocate_shared_memory(dtype, [V_CHUNKS, BLOCK_N, V_CHUNK], v_lines)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_M, CHUNK], q_lines)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, BLOCK_M, V_CHUNK], v_lines)
     ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -163,32 +184,34 @@ def backward_sm80(
     kv_first = (b.to(gl.int64) * kv_len + first_key) * kv_heads + kv_head
     k_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_copies)) < kv_len
     v_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies)) < kv_len
-    k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, QK_DIM, q_copies)
-    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_DIM, v_copies)
-    async_copy.async_load(k_s, key + kv_first * QK_DIM + k_offsets, k_there[:, None])
-    async_copy.async_load(v_s, value + kv_first * V_DIM + v_offsets, v_there[:, None])
+    k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, CHUNK, q_copies)
+    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_CHUNK, v_copies)
+    copy_chunks(k_s, 0, key + kv_first * QK_DIM, k_offsets, k_there[:, None], QK_DIM)
+    copy_chunks(v_s, 0, value + kv_first * V_DIM, v_offsets, v_there[:, None], V_DIM)
 
     bh = b.to(gl.int64) * heads + kv_head * group
-    q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, QK_DIM, q_copies)
-    do_offsets = tile_offsets(row_heads * V_DIM, BLOCK_M, V_DIM, v_copies)
+    q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, q_copies)
+    do_offsets = tile_offsets(row_heads * V_DIM, BLOCK_M, V_CHUNK, v_copies)
     q_rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, q_copies))
     do_rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, v_copies))
     rows_0 = gl.arange(0, BLOCK_M, by_row)
     keys = first_key + gl.arange(0, BLOCK_N, by_key)
 
-    scale2 = scale * LOG2E
-    dk_acc = gl.zeros([BLOCK_N, QK_DIM], gl.float32, layout)
-    dv_acc = gl.zeros([BLOCK_N, V_DIM], gl.float32, layout)
+    scale2 = (scale if soft_cap is None else soft_cap) * LOG2E
+    dk_acc = zeros(BLOCK_N, QK_DIM, layout)
+    dv_acc = zeros(BLOCK_N, V_DIM, layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
-    dq_zero = gl.zeros([BLOCK_M, QK_DIM], gl.float32, dq_layout)
+    dq_zero = zeros(BLOCK_M, QK_DIM, dq_layout)
     total = steps * group
 
-    # One step more than blocks: a block is copied while the one before it is multiplied.
+    # One step more than blocks: a block is copied while the one before it is multiplied. Of one
+    # stage, as soon as that is read for the last time: cotangents after dV, queries after dK.
     g = 0
     n = 0
     row = 0
     masked = 0
     stat = bh * padded
+    at = stat
     for i in range(0, total + 1):
         async_copy.wait_group(0)
         here, here_masked, here_stat = row, masked, stat
@@ -197,13 +220,12 @@ def backward_sm80(
             masked = gl.where(n < partial, 1, 0)
             stage = i % STAGES
             at = (b.to(gl.int64) * q_len + row) * row_heads + kv_head * group + g
-            q_there = (q_rows < q_len - row)[:, None]
-            do_there = (do_rows < q_len - row)[:, None]
-            async_copy.async_load(q_s.index(stage), query + at * QK_DIM + q_offsets, q_there)
-            async_copy.async_load(do_s.index(stage), dout + at * V_DIM + do_offsets, do_there)
             stat = (bh + g) * padded + row
-            copy_lines(lse_s.index(stage), delta_s.index(stage), lse2 + stat, delta + stat,
-                BLOCK_M, WARPS)  # fmt: skip
+            if STAGES > 1 or i == 0:
+                copy_rows(q_s, stage, query, at, q_offsets, q_rows, row, q_len, QK_DIM)
+                copy_rows(do_s, stage, dout, at, do_offsets, do_rows, row, q_len, V_DIM)
+                copy_lines(lse_s.index(stage), delta_s.index(stage), lse2 + stat, delta + stat,
+                    BLOCK_M, WARPS)  # fmt: skip
             n += 1
             if n == steps:
                 n = 0
@@ -211,11 +233,12 @@ def backward_sm80(
         async_copy.commit_group()
         if i > 0:
             stage = (i - 1) % STAGES
-            q_here = q_s.index(stage)
-            do_here = do_s.index(stage)
-            s = times_transposed(k_s, q_here, zero, QK_DIM)
-            dp = times_transposed(v_s, do_here, zero, V_DIM)
+            s = times_transposed(k_s, q_s, stage, zero, QK_DIM)
+            dp = times_transposed(v_s, do_s, stage, zero, V_DIM)
             dp -= delta_s.index(stage).load(by_row)[None, :]
+            if soft_cap is not None:
+                s = tanh_of_scores(s, scale / soft_cap, 2 * SCORES)
+                dp *= 1.0 - s * s
             p = gl.exp2(s * scale2 - lse_s.index(stage).load(by_row)[None, :])
             if here_masked != 0:
                 rows = here + rows_0
@@ -227,18 +250,31 @@ def backward_sm80(
                 dp = gl.where(kept, dp, 0.0)  # what padding holds may overflow
             p_s.store(p.to(dtype))
             ds_s.store((p * dp).to(dtype))
-            dv_acc = times_shared(p_s, do_here, dv_acc, BLOCK_M)
-            dk_acc = times_shared(ds_s, q_here, dk_acc, BLOCK_M)
-            dq = times_shared(ds_s.permute((1, 0)), k_s, dq_zero, BLOCK_N)
-            cells = dq_sum + here_stat * QK_DIM
-            gl.inline_asm(add_asm(REGISTERS, WARPS * 32), add_constraints(REGISTERS), (dq, cells))
+            dv_acc = times_shared(p_s, do_s, stage, dv_acc, BLOCK_M, V_DIM)
+            if STAGES == 1 and i < total:
+                copy_rows(do_s, 0, dout, at, do_offsets, do_rows, row, q_len, V_DIM)
+                copy_lines(lse_s.index(0), delta_s.index(0), lse2 + stat, delta + stat, BLOCK_M,
+                    WARPS)  # fmt: skip
+            dk_acc = times_shared(ds_s, q_s, stage, dk_acc, BLOCK_M, QK_DIM)
+            if STAGES == 1 and i < total:
+                copy_rows(q_s, 0, query, at, q_offsets, q_rows, row, q_len, QK_DIM)
+                async_copy.commit_group()
+            dq = times_shared(ds_s.permute((1, 0)), k_s, 0, dq_zero, BLOCK_N, QK_DIM)
+            for c in gl.static_range(CHUNKS):
+                cells = dq_sum + (here_stat * QK_DIM + c * (BLOCK_M * CHUNK))
+                gl.inline_asm(
+                    add_asm(REGISTERS, WARPS * 32), add_constraints(REGISTERS), (dq[c], cells)
+                )
 
     there = (keys < kv_len)[:, None]
     at = (gl.arange(0, BLOCK_N, by_key) * kv_heads)[:, None]
-    columns = gl.arange(0, QK_DIM, by_row)[None, :]
-    gl.store(dk + kv_first * QK_DIM + at * QK_DIM + columns, (dk_acc * scale).to(dtype), mask=there)
-    columns = gl.arange(0, V_DIM, by_row)[None, :]
-    gl.store(dv + kv_first * V_DIM + at * V_DIM + columns, dv_acc.to(dtype), mask=there)
+    offsets = at * QK_DIM + gl.arange(0, CHUNK, by_row)[None, :]
+    for c in gl.static_range(CHUNKS):
+        x = (dk_acc[c] * scale).to(dtype)
+        gl.store(dk + kv_first * QK_DIM + c * CHUNK + offsets, x, mask=there)
+    offsets = at * V_DIM + gl.arange(0, V_CHUNK, by_row)[None, :]
+    for c in gl.static_range(V_CHUNKS):
+        gl.store(dv + kv_first * V_DIM + c * V_CHUNK + offsets, dv_acc[c].to(dtype), mask=there)
 
 
 @gluon.constexpr_function
@@ -258,21 +294,24 @@ def backward_postprocess_sm80(
 ):  # fmt: skip
     """dq = scale * dq_sum, a block of rows of one head. Rows of dq are `row_heads` heads apart."""
     WARPS: gl.constexpr = gl.num_warps()
-    REGISTERS: gl.constexpr = ROWS * QK_DIM // (WARPS * 32)
+    CHUNK: gl.constexpr = chunk_of(QK_DIM)
+    REGISTERS: gl.constexpr = ROWS * CHUNK // (WARPS * 32)
     layout: gl.constexpr = accumulator(WARPS, DQ_WARPS)
-    stores: gl.constexpr = copy_layout(QK_DIM, WARPS)
+    stores: gl.constexpr = copy_layout(CHUNK, WARPS)
     blocks = (q_len + 63) // 64 * (64 // ROWS)
     pid = gl.program_id(0)
     bh = pid // blocks
     row = pid % blocks * ROWS
     b = bh // heads
     cells = dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM)
-    zero = gl.zeros([ROWS, QK_DIM], gl.float32, layout)
-    x = gl.inline_asm(
-        load_asm(REGISTERS, WARPS * 32), load_constraints(REGISTERS), (cells,), zero.type
-    )
-    x = gl.convert_layout((x * scale).to(dq.dtype.element_ty), stores)
+    zero = gl.zeros([ROWS, CHUNK], gl.float32, layout)
     first = (b.to(gl.int64) * q_len + row) * row_heads + bh % heads
     there = row + gl.arange(0, ROWS, gl.SliceLayout(1, stores)) < q_len
-    offsets = tile_offsets(row_heads * QK_DIM, ROWS, QK_DIM, stores)
-    gl.store(dq + first * QK_DIM + offsets, x, mask=there[:, None])
+    offsets = tile_offsets(row_heads * QK_DIM, ROWS, CHUNK, stores)
+    for c in gl.static_range(QK_DIM // CHUNK):
+        of_chunk = cells + c * (ROWS * CHUNK)
+        x = gl.inline_asm(
+            load_asm(REGISTERS, WARPS * 32), load_constraints(REGISTERS), (of_chunk,), zero.type
+        )
+        x = gl.convert_layout((x * scale).to(dq.dtype.element_ty), stores)
+        gl.store(dq + first * QK_DIM + c * CHUNK + offsets, x, mask=there[:, None])

@@ -48,40 +48,78 @@ def chunk_of(dim):
     return plain(dim) & -plain(dim)
 
 
+@gluon.constexpr_function
+def chunks_of(dim):
+    return plain(dim) // (plain(dim) & -plain(dim))
+
+
 @gluon.jit
-def copy_chunks(shared, base, offsets, there, DIM: gl.constexpr):
-    """Start copying a tile by chunks of columns; rows that are not `there` (ROWS, 1) become 0 and
-    are not read."""
+def copy_chunks(shared, at, base, offsets, there, DIM: gl.constexpr):
+    """Start copying the at-th tile by chunks of columns; rows that are not `there` (ROWS, 1) become
+    0 and are not read."""
+    CHUNKS: gl.constexpr = chunks_of(DIM)
+    for c in gl.static_range(CHUNKS):
+        async_copy.async_load(
+            shared.index(at * CHUNKS + c), base + c * chunk_of(DIM) + offsets, there
+        )
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
+    """A sum of DIM columns: a tuple of chunks."""
+    sums = ()
+    for _c in gl.static_range(chunks_of(DIM)):
+        sums = sums + (gl.zeros([ROWS, chunk_of(DIM)], gl.float32, layout),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def times_transposed(left_s, right_s, at, acc, DIM: gl.constexpr):
+    """acc + left right^T of two tiles in shared memory, in chunks of their DIM columns; the right
+    one is the at-th. 16 columns a step: few registers."""
+    layout: gl.constexpr = acc.type.layout
     CHUNK: gl.constexpr = chunk_of(DIM)
-    for c in gl.static_range(DIM // CHUNK):
-        async_copy.async_load(shared.index(c), base + c * CHUNK + offsets, there)
-
-
-@gluon.jit
-def times_transposed(left_s, right_s, acc, DIM: gl.constexpr):
-    """acc + left right^T of two tiles in shared memory, 16 columns a step: few registers."""
-    layout: gl.constexpr = acc.type.layout
-    for c in gl.static_range(DIM // 16):
-        x = left_s.slice(c * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
-        y = right_s.slice(c * 16, 16, dim=1).permute((1, 0))
-        acc = mma_v2(x, y.load(gl.DotOperandLayout(1, layout, 2)), acc)
+    for c in gl.static_range(chunks_of(DIM)):
+        left = left_s.index(c)
+        right = right_s.index(at * chunks_of(DIM) + c)
+        for n in gl.static_range(CHUNK // 16):
+            x = left.slice(n * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+            y = right.slice(n * 16, 16, dim=1).permute((1, 0))
+            acc = mma_v2(x, y.load(gl.DotOperandLayout(1, layout, 2)), acc)
     return acc
 
 
 @gluon.jit
-def times_shared(left_s, right_s, acc, DIM: gl.constexpr):
-    """acc + left right of two tiles in shared memory, 16 of DIM common columns a step."""
-    layout: gl.constexpr = acc.type.layout
-    for c in gl.static_range(DIM // 16):
-        x = left_s.slice(c * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
-        y = right_s.slice(c * 16, 16, dim=0).load(gl.DotOperandLayout(1, layout, 2))
-        acc = mma_v2(x, y, acc)
-    return acc
+def times_shared(left_s, right_s, at, sums, N: gl.constexpr, DIM: gl.constexpr):
+    """sums + left right of two tiles in shared memory, the right one the at-th in chunks of its DIM
+    columns. 16 of N common columns a step."""
+    layout: gl.constexpr = sums[0].type.layout
+    for n in gl.static_range(N // 16):
+        x = left_s.slice(n * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+        more = ()
+        for c in gl.static_range(chunks_of(DIM)):
+            right = right_s.index(at * chunks_of(DIM) + c).slice(n * 16, 16, dim=0)
+            y = right.load(gl.DotOperandLayout(1, layout, 2))
+            more = more + (mma_v2(x, y, sums[c]),)  # noqa: RUF005
+        sums = more
+    return sums
 
 
 @gluon.jit
-def times(left, right_s, acc):
-    """acc + left right, of an accumulator in 16 bits and a tile in shared memory."""
-    layout: gl.constexpr = acc.type.layout
+def times(left, right_s, sums, DIM: gl.constexpr):
+    """sums + left right, of an accumulator in 16 bits and a tile in chunks of its DIM columns."""
+    layout: gl.constexpr = sums[0].type.layout
     x = gl.convert_layout(left, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    return mma_v2(x, right_s.load(gl.DotOperandLayout(1, layout, 2)), acc)
+    more = ()
+    for c in gl.static_range(chunks_of(DIM)):
+        y = right_s.index(c).load(gl.DotOperandLayout(1, layout, 2))
+        more = more + (mma_v2(x, y, sums[c]),)  # noqa: RUF005
+    return more
+
+
+@gluon.jit
+def scaled(sums, factor, DIM: gl.constexpr):
+    more = ()
+    for c in gl.static_range(chunks_of(DIM)):
+        more = more + (sums[c] * factor,)  # noqa: RUF005
+    return more

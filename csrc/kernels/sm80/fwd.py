@@ -3,7 +3,8 @@
 The portable forward (portable/fwd.py) in Gluon, which decides what stays in shared memory: queries
 do, and are read again in every step, so that a warp has registers for 32 rows and reads every key
 and value half as often. One buffer each for keys and values: values arrive while scores are
-computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691).
+computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691). Tiles are
+powers of two, so head dims of 96 and 192 are chunks of 32 and 64 columns.
 """
 
 from sm80.common import (
@@ -11,10 +12,12 @@ from sm80.common import (
     chunk_of,
     copy_chunks,
     copy_layout,
+    scaled,
     swizzled,
     tile_offsets,
     times,
     times_transposed,
+    zeros,
 )
 from sm90.common import (
     LN2,
@@ -26,6 +29,7 @@ from sm90.common import (
     position_row,
     split,
 )
+from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -58,18 +62,21 @@ def kept(s, row, rows, keys, ranges, segments, checked):
 @gluon.jit
 def forward(
     query, key, value, out, lse, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`."""
+    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`. With
+    `soft_cap`, unless it is None, scores become tanh in units of the cap (sm90/soft_cap.py)."""
     WARPS: gl.constexpr = gl.num_warps()
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
+    V_CHUNK: gl.constexpr = chunk_of(V_DIM)
     s_layout: gl.constexpr = accumulator(WARPS)
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     copies: gl.constexpr = copy_layout(CHUNK, WARPS)
-    v_copies: gl.constexpr = copy_layout(V_DIM, WARPS)
+    v_copies: gl.constexpr = copy_layout(V_CHUNK, WARPS)
     dtype: gl.constexpr = query.dtype.element_ty
+    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # a thread's
 
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = place_of_tile(
@@ -84,7 +91,7 @@ def forward(
 
     q_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_M, CHUNK], swizzled(CHUNK))
     k_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_N, CHUNK], swizzled(CHUNK))
-    v_s = gl.allocate_shared_memory(dtype, [BLOCK_N, V_DIM], swizzled(V_DIM))
+    v_s = gl.allocate_shared_memory(dtype, [V_DIM // V_CHUNK, BLOCK_N, V_CHUNK], swizzled(V_CHUNK))
 
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
@@ -96,13 +103,13 @@ def forward(
     )
     first = (b.to(gl.int64) * q_len + row) * row_heads + head
     q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, copies)
-    copy_chunks(q_s, query + first * QK_DIM, q_offsets, attend[:, None], QK_DIM)
+    copy_chunks(q_s, 0, query + first * QK_DIM, q_offsets, attend[:, None], QK_DIM)
 
     kv_first = (b.to(gl.int64) * kv_len + start) * kv_heads + kv_head
     k_base = key + kv_first * QK_DIM
     v_base = value + kv_first * V_DIM
     k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, CHUNK, copies)
-    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_DIM, v_copies)
+    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_CHUNK, v_copies)
     k_step = kv_heads.to(gl.int64) * (BLOCK_N * QK_DIM)
     v_step = kv_heads.to(gl.int64) * (BLOCK_N * V_DIM)
     k_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copies))
@@ -118,30 +125,30 @@ def forward(
         kv_pos + mask_key, mask_mode, q_len, kv_len,
     )  # fmt: skip
 
-    scale2 = scale * LOG2E
+    scale2 = (scale if soft_cap is None else soft_cap) * LOG2E
     m = gl.full([BLOCK_M], -3e38, gl.float32, by_row)
     l = gl.full([BLOCK_M], 0.0, gl.float32, by_row)
-    acc = gl.zeros([BLOCK_M, V_DIM], gl.float32, s_layout)
+    acc = zeros(BLOCK_M, V_DIM, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
 
     place = nth_step(0, steps, partial, full_begin, full_end)
     left_keys = end - start - place * BLOCK_N  # keys past the end of the tile's range are not read
-    copy_chunks(k_s, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM)
+    copy_chunks(k_s, 0, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM)
     async_copy.commit_group()
     for i in range(0, steps):
         async_copy.wait_group(0)
         if i < partial:
             left_keys = end - start - place * BLOCK_N
-            async_copy.async_load(
-                v_s, v_base + place * v_step + v_offsets, (v_rows < left_keys)[:, None]
+            copy_chunks(
+                v_s, 0, v_base + place * v_step, v_offsets, (v_rows < left_keys)[:, None], V_DIM
             )
         else:
-            async_copy.async_load(v_s, v_base + place * v_step + v_offsets)
+            copy_chunks(v_s, 0, v_base + place * v_step, v_offsets, None, V_DIM)
         async_copy.commit_group()
-        s = zero
-        for c in gl.static_range(QK_DIM // CHUNK):
-            s = times_transposed(q_s.index(c), k_s.index(c), s, CHUNK)
+        s = times_transposed(q_s, k_s, 0, zero, QK_DIM)
         async_copy.wait_group(0)
+        if soft_cap is not None:
+            s = tanh_of_scores(s, scale / soft_cap, 2 * SCORES)
         if i < partial:
             keys = start + place * BLOCK_N + cols
             s = kept(s, row, rows, keys, (lo, hi), segments, checked)
@@ -149,27 +156,29 @@ def forward(
         if i + 1 < partial:
             left_keys = end - start - place * BLOCK_N
             copy_chunks(
-                k_s, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM
+                k_s, 0, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM
             )
         else:
             if i + 1 < steps:
-                copy_chunks(k_s, k_base + place * k_step, k_offsets, None, QK_DIM)
+                copy_chunks(k_s, 0, k_base + place * k_step, k_offsets, None, QK_DIM)
         async_copy.commit_group()
         m_new = gl.maximum(m, gl.max(s, 1) * scale2)
         alpha = gl.exp2(m - m_new)
         p = gl.exp2(s * scale2 - m_new[:, None])
         l = l * alpha + gl.sum(p, 1)
         m = m_new
-        acc = acc * alpha[:, None]
-        acc = times(p.to(dtype), v_s, acc)
+        acc = scaled(acc, alpha[:, None], V_DIM)
+        acc = times(p.to(dtype), v_s, acc, V_DIM)
 
     attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
     inverse = gl.where(attended, 1.0 / l, 0.0)
-    # select, not multiply: a row that attends nothing may have met garbage in the full blocks
-    acc = gl.where(attended[:, None], acc * inverse[:, None], 0.0)
+    acc = scaled(acc, inverse[:, None], V_DIM)
     natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
     gl.store(lse + (b.to(gl.int64) * heads + head) * q_len + rows, natural, mask=there)
-    columns = gl.arange(0, V_DIM, gl.SliceLayout(0, s_layout))
+    columns = gl.arange(0, V_CHUNK, gl.SliceLayout(0, s_layout))
     local = (rows - row)[:, None] * row_heads
-    at = out + first * V_DIM + local * V_DIM + columns[None, :]
-    gl.store(at, acc.to(dtype), mask=there[:, None])
+    offsets = local * V_DIM + columns[None, :]
+    for c in gl.static_range(V_DIM // V_CHUNK):
+        # select, not multiply: a row that attends nothing may have met garbage in the full blocks
+        x = gl.where(attended[:, None], acc[c], 0.0).to(dtype)
+        gl.store(out + first * V_DIM + c * V_CHUNK + offsets, x, mask=there[:, None])

@@ -35,10 +35,15 @@ def backward_preprocess(
         tl.store(hi + mask_b * padded + rows, end)
     attended = end > start
     offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
-    offset += tl.arange(0, V_DIM)[None, :]
+    COLUMNS: tl.constexpr = triton.next_power_of_2(V_DIM)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    offset += columns
     # the cotangent of an empty row is ignored: it is not even read
-    o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
-    do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    read = attended[:, None]
+    if COLUMNS != V_DIM:
+        read = read & (columns < V_DIM)
+    o = tl.load(out + offset, mask=read, other=0.0).to(tl.float32)
+    do = tl.load(dout + offset, mask=read, other=0.0).to(tl.float32)
     bh = b.to(tl.int64) * heads + head
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
@@ -51,10 +56,9 @@ def backward_preprocess(
     tl.store(lse2 + at, natural * 1.4426950408889634)
     if clear_dq != 0:
         cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
-        for i in tl.static_range(QK_DIM // 64):
-            tl.store(
-                cells + i * (64 * ROWS) + tl.arange(0, 64 * ROWS), tl.zeros([64 * ROWS], tl.float32)
-            )
+        CLEARED: tl.constexpr = (64 if QK_DIM % 64 == 0 else 32) * ROWS  # a power of two
+        for i in tl.static_range(QK_DIM * ROWS // CLEARED):
+            tl.store(cells + i * CLEARED + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.float32))
 
 
 @gluon.constexpr_function

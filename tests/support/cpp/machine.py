@@ -39,6 +39,9 @@ POINTERS = {
     "backward_sm80": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
     "backward_postprocess_sm80": "dq_sum dq",
+    "forward_sm80_soft_cap": f"query key value out lse {ROWS}",
+    "backward_sm80_soft_cap": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids "
+    "q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_dkdv_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta kv_start kv_end q_ids kv_ids "
@@ -132,6 +135,10 @@ SCALARS = {
     "backward_postprocess": "scale:f q_len heads row_heads",
     "backward_sm80": OF_ROWS,
     "backward_postprocess_sm80": "scale:f q_len heads row_heads",
+    **dict.fromkeys(
+        ("forward_sm80_soft_cap", "backward_sm80_soft_cap"),
+        OF_ROWS.replace("scale:f", "scale:f soft_cap:f"),
+    ),
     "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
     "backward_dkdv": OF_ROWS,
     "backward_dq": OF_ROWS,

@@ -55,17 +55,25 @@ def kernel_here(
     kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
 ) -> bool:
     """Whether this build has the kernel and, as far as is known, this process a GPU for it."""
-    return (qk_dim, v_dim) in dims_here(kernel, dtype, for_export=for_export)
+    asked = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
+    keys = ("kernel", "dtype", "qk_dim", "v_dim")
+    rows = [row for row in variants() if tuple(row[key] for key in keys) == asked]
+    return _any_serves(rows, for_export)
 
 
-def dims_here(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple[int, int]]:
-    """The head dims of query and value for which kernel_here is true."""
-    asked = (kernel, _DTYPES.get(dtype))
-    by_dims: dict[tuple[int, int], list[Any]] = {}
-    for row in variants():
-        if (row["kernel"], row["dtype"]) == asked:
-            by_dims.setdefault((row["qk_dim"], row["v_dim"]), []).append(row)
-    return {dims for dims, rows in by_dims.items() if _any_serves(rows, for_export)}
+def common_dims(
+    kernels: tuple[str, ...], dtype: str, *, for_export: bool = False
+) -> set[tuple[int, int]]:
+    """The head dims of query and value for which every GPU that may run the program has one of
+    these kernels. GPUs that have them for no head dims do not count."""
+    short = _DTYPES.get(dtype)
+    rows = [row for row in variants() if row["kernel"] in kernels and row["dtype"] == short]
+    capabilities = None if for_export else local_capabilities()
+    of_gpus = [
+        {(row["qk_dim"], row["v_dim"]) for row in rows if _serves(row, cc)}
+        for cc in capabilities or {row["cc"] for row in rows}
+    ]
+    return set.intersection(*filter(None, of_gpus)) if any(of_gpus) else set()
 
 
 def serves_here(kernel: str, *, for_export: bool = False) -> bool:
@@ -181,6 +189,8 @@ def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
     """Raises if no GPU has the kernels. C++ checks the GPU that runs it, which is unknown here."""
     require_extension()
     query, value, with_bias = of.query, of.value, of.lse_in_two
+    if direction == "backward" and choose_algorithm(of, spec) != "portable":
+        return
     fallback = takes_fallback(direction, of, spec)
     float32_products = not fallback or is_exact(spec.precision)
     if found(direction, query, value, fallback, float32_products, with_bias):
@@ -402,8 +412,8 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     fused = kernel_here("backward_sm90" + suffix, *dims, for_export=for_export)
     separate = kernel_here("backward_dkdv_sm90" + suffix, *dims, for_export=for_export)
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
-    if not suffix and everything:
-        fused = fused or kernel_here("backward_sm80", *dims, for_export=for_export)
+    if everything:
+        fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)
     # Separate kernels are deterministic, or compute only what is needed.
     if separate and (spec.deterministic or not everything or not fused):
         return "sm90_separate"
@@ -425,7 +435,7 @@ def _padded_rows(query: Any) -> Any:
 
 
 def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
-    """The suffix of the sm90 kernels' names for this option; None: there are no such kernels."""
+    """The suffix of the names of the kernels for this option alone; None: there are none."""
     if spec.score_grads or spec.max_logits:
         return None
     suffixes: dict[Any, str] = {
@@ -437,11 +447,17 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
     return suffixes.get((bool(spec.soft_cap), bool(spec.block_size), of.optional_operands))
 
 
-def takes_fallback(direction: Pass, of: Operands, spec: AttentionSpec) -> bool:
-    """Whether the fallback kernels are used: for other scores, or other head dims."""
+def takes_fallback(
+    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> bool:
+    """Whether a GPU may use the fallback kernels: for other scores, or other head dims."""
     if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
-    return ext is not None and not found(direction, of.query, of.value, fallback=False)
+    dtype, dims = str(of.query.dtype), (of.query.shape[3], of.value.shape[3])
+    return ext is not None and not all(
+        dims in common_dims((kernel,), dtype, for_export=for_export)
+        for kernel in _KERNELS[direction]
+    )
 
 
 def _indices(aval):

@@ -118,7 +118,8 @@ _backward_rule = _register(backward_heads_p, _backward_apart)
 
 def _forward_cuda(ctx, *operands, spec, names, heads):
     avals = Operands.of(names, ctx.avals_in)
-    if spec.implementation == "xla" or ffi.takes_fallback("forward", avals, spec):
+    fallback = ffi.takes_fallback("forward", avals, spec, ffi.for_export(ctx))
+    if spec.implementation == "xla" or fallback:
         return _forward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
     ffi.require_kernels("forward", avals, spec)
     return ffi.forward(ctx, Operands.of(names, operands), spec, heads)
@@ -126,7 +127,7 @@ def _forward_cuda(ctx, *operands, spec, names, heads):
 
 def _backward_cuda(ctx, *operands, spec, names, heads):
     avals = Operands.of(names, ctx.avals_in)
-    fallback = ffi.takes_fallback("backward", avals, spec)
+    fallback = ffi.takes_fallback("backward", avals, spec, ffi.for_export(ctx))
     if spec.implementation == "xla" or fallback or "query" not in spec.needs_grad:
         return _backward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
     ffi.require_kernels("backward", avals, spec)

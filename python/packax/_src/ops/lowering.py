@@ -463,11 +463,11 @@ def _added(gradient: Any, parts: int) -> Any:
     return apart.sum(3, dtype=jnp.float32).astype(gradient.dtype)
 
 
-# --- Head dims between those of Hopper's kernels: padded with zeros to the next larger one.
+# --- Head dims between those of the kernels: padded with zeros to the next larger one.
 #
 # Zeros do not change scores, and the padding of results and gradients is cut off. The fallback
 # kernels take any head dim without padding, but take two to four and a half times as long on Hopper
-# (docs/performance.md).
+# (docs/performance.md), and more than twice as long elsewhere (docs/internals/proxy.md).
 
 
 def padded_dims(
@@ -478,19 +478,26 @@ def padded_dims(
     suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
-    there = ffi.dims_here("forward_sm90" + suffix, str(of.query.dtype), for_export=for_export)
-    wider = sorted((x for x in there if x[0] >= dims[0] and x[1] >= dims[1]), key=sum)
-    if dims in there or not wider:
-        return None
-    if direction == "backward":
-        query, value = (
-            plain(x).update(shape=(*x.shape[:3], dim))
-            for x, dim in zip((of.query, of.value), wider[0], strict=True)
-        )
-        wide = of._replace(query=query, value=value)
-        if choose_algorithm(wide, spec, for_export) == "portable":
-            return None
-    return wider[0]
+    kernels = ("forward_sm90" + suffix, "forward_sm80" + suffix if suffix else "forward")
+    there = ffi.common_dims(kernels, str(of.query.dtype), for_export=for_export)
+    wide_enough = (x for x in there if x[0] >= dims[0] and x[1] >= dims[1])
+    for wide in sorted(wide_enough, key=sum):
+        if direction == "forward" or _has_backward(of, wide, spec, for_export):
+            return None if wide == dims else wide
+    return None
+
+
+def _has_backward(
+    of: Operands, dims: tuple[int, int], spec: AttentionSpec, for_export: bool
+) -> bool:
+    """Whether the backward takes other than fallback kernels at these head dims."""
+    query, value = (
+        plain(x).update(shape=(*x.shape[:3], dim))
+        for x, dim in zip((of.query, of.value), dims, strict=True)
+    )
+    wide = of._replace(query=query, value=value)
+    fused = choose_algorithm(wide, spec, for_export) != "portable"
+    return fused or not ffi.takes_fallback("backward", wide, spec, for_export)
 
 
 def padded(
