@@ -319,6 +319,7 @@ print(json.dumps([float(value), hits.count("cache_hits"), hits.count("cache_miss
 """
 
 
+@pytest.mark.exhaustive
 def test_persistent_compilation_cache(tmp_path):
     """A second process compiles nothing."""
 

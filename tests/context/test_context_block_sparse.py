@@ -111,7 +111,8 @@ def test_a_plan_balances_what_is_visited():
     ).any()
 
 
-@pytest.mark.parametrize("inside", some([True, False], 0))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("inside", [True, False])
 def test_in_a_shard_map_of_the_callers(inside):
     """Whether the mask is made in there, or outside and goes in by its specs; heads in groups."""
     mesh = mesh_of(2, 2, axes=("data", "context"))

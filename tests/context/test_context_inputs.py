@@ -339,15 +339,14 @@ def test_a_step_on_several_devices_raises_and_goes_on(kind):
     assert "Involuntary" not in done.stderr, done.stderr
 
 
-def test_the_environment_turns_it_on():
+@pytest.mark.parametrize("value,failed", some([("1", True), ("0", False), ("", False)], 0))
+def test_the_environment_turns_it_on(value, failed):
     code = (
         "import packax, numpy as np\n"
         "mask = packax.create_attention_mask(packax.documents(np.arange(9)))\n"
         "packax.context.check_plan(mask, segment_ids=np.arange(9)[None, ::-1])"
     )
-    for value, failed in (("1", True), ("0", False), ("", False)):
-        environment = os.environ | {"PACKAX_DEBUG": value, "JAX_PLATFORMS": "cpu"}
-        shown = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-        )
-        assert (NO_PLAN in shown.stderr) == failed == (shown.returncode != 0), shown.stderr
+    environment = os.environ | {"PACKAX_DEBUG": value, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (NO_PLAN in shown.stderr) == failed == (shown.returncode != 0), shown.stderr

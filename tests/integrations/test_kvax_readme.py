@@ -22,7 +22,7 @@ def expected():
     return training(Transformer(config(), attention=dense), (1, 1), 1)
 
 
-@pytest.mark.parametrize("mesh_shape", some([((1, 1),), ((2, 2),)], 1))
+@pytest.mark.parametrize("mesh_shape", some([((1, 1),), ((2, 2),)]))
 def test_a_step_of_training_is_that_of_dense_attention(mesh_shape, expected):
     given = {}
     if mesh_shape == (2, 2):

@@ -34,7 +34,7 @@ def random_map(rng, shape, size, lengths, share):
         # one map for all with a mask for each batch row; heads with lists of other lengths
         (packax.masks.ranges([[20], [0]], [[300], [250]]), (260, 260), (1, 4), (128, 64), 0.5,
          ((128, 64), (64, 128), (64, 64))),
-    ], *(1, 2)),
+    ], 1),
 )  # fmt: skip
 def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     q_len, kv_len = lengths

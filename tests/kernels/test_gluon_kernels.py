@@ -157,7 +157,7 @@ def test_keys_and_values_alone(dims, case):
 
 
 @pytest.mark.parametrize("case", some(SOME, 0))
-@pytest.mark.parametrize("dim,fold", [(64, 1), (128, 0)])
+@pytest.mark.parametrize("dim,fold", some([(64, 1), (128, 0)], 0))
 def test_keys_and_values_alone_the_other_way(dim, fold, case):
     backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"LSE_BY_MMA": fold})
 
