@@ -131,13 +131,13 @@ def flash_attention(
             times the distance between row and key; no array of Sq x Skv is created. Or an array,
             (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. Only the blocks
             that the mask needs are read, and it is never expanded. It is differentiable; its
-            gradient is 0 for pairs that are not attended. Where a plan permutes the sequence, the
-            rows of the array are permuted as query is, and its columns stay in order.
+            gradient is 0 for pairs that are not attended. If a plan permutes the sequence, pass the
+            array with its rows in the order of query, and its columns in the original order.
         dropout_rate: a Python or numpy number of at least 0 and less than 1: the fraction of the
             softmax's probabilities that become 0; the others are divided by 1 - dropout_rate.
             The log-sum-exp and the largest logits are computed before dropout. 0 or None: no
             dropout.
-        dropout_key: a key of jax.random, required for dropout_rate above 0: a different one for
+        dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different key for
             each layer and step. What is dropped depends only on the key and on the indices of batch
             row, head, row and key, so all implementations, meshes and passes drop the same
             probabilities.
@@ -165,10 +165,10 @@ def flash_attention(
         gather_head_groups: with context parallelism, the number of groups of key/value heads in
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
-            are not overlapped. None: one group on two ranks, and with a plan of kind "local" in
-            which a rank has at least as many private rows as it gathers shared ones; otherwise the
-            setting that was fastest for each pass. It has no effect if no keys or only halos are
-            fetched, and never changes results.
+            are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
+            if a rank has no fewer private rows than it gathers shared ones. In other cases, None
+            selects groups that were fastest in measurements, which differ between the passes. It
+            has no effect if no keys or only halos are fetched, and never changes results.
         checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:

@@ -33,20 +33,21 @@ def decode_shared_prefix(
 ) -> Any:
     """`decode_attention` for groups of sequences whose first keys are in the same pages.
 
-    All groups have the same size, and the sequences of a group are consecutive in the batch. The
-    prefix is attended once for all rows of up to 16 sequences, then the remaining keys of each
-    sequence, and the two results are merged by their log-sum-exps, as in Hydragen (arXiv
-    2402.05099). So a step reads the prefix once, not once per sequence. Exact: the same as
-    decode_attention, up to rounding.
+    All groups have the same size, and the sequences of a group are consecutive in the batch. One
+    pass computes attention over the prefix, for up to 16 rows (16 / Sq sequences) of a group
+    together. Another computes attention over the remaining keys of each sequence. The two results
+    are merged by their log-sum-exps, as in Hydragen (arXiv 2402.05099). So a step reads the prefix
+    once for each 16 rows, not once for each sequence. The results are those of decode_attention,
+    up to rounding.
 
     Args:
         query: (B, Sq, H, Dqk), as in `decode_attention`.
         key, value: pages, (pages, page_size, Hkv, D).
         kv_lengths: (B,) integers: the keys of each sequence, prefix and new ones included.
-        prefix_lengths: (G,) integers, B a multiple of G: how many first keys all sequences of each
-            group share. They must not include the Sq new ones.
-        block_table: (B, max_blocks) integers. The pages of a prefix are looked up in the entries of
-            the first sequence of its group, or of the first of every 16 / Sq sequences.
+        prefix_lengths: (G,) integers, where B is a multiple of G: how many of their first keys the
+            sequences of each group share. They must not include the Sq new ones.
+        block_table: (B, max_blocks) integers. The pages of a prefix are those that the table has
+            for the first of the sequences that are computed together.
         key_scale, value_scale: of pages in float8_e4m3fn, as in `decode_attention`.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
         return_lse: also return the log-sum-exp.

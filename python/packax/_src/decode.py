@@ -92,7 +92,7 @@ def decode_attention(
             are merged.
         value: like key, with head dim Dv.
         kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
-            it is below Sq, the first rows are not tokens and attend to nothing.
+            it is below Sq, the first rows are padding and attend to nothing.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
             sequences may share pages, and pages may be in any order.
@@ -100,12 +100,12 @@ def decode_attention(
             array of floats, of shape () for all, (Hkv,) for each head, (B, Hkv) for each sequence
             and head, or with block_table (pages, Hkv) for each page and head. None: 1.
         value_scale: the same for the values.
-        kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
-            (padding on the left; chunked attention: kv_starts = p // size * size).
+        kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends to
+            (for padding on the left, or chunked attention: kv_starts = p // size * size).
         window: (left, right), Python integers from 0 or None for no limit: a row attends to the
             keys from p - left to p + right, as in `sliding_window(left, right)`. A right above 0
             needs causal=False.
-        causal: False: all rows of a sequence attend to all its keys, also those of later rows.
+        causal: False: all rows of a sequence attend to all of its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
         sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,

@@ -1,8 +1,9 @@
 """Load balancing of context parallelism: which chunk of query rows goes to which rank.
 
-Row ranges are in key coordinates, so the rows of a mask may stand in any order. A plan moves whole
-chunks: every rank gets as many, in the order of the sequence, so that the rows of a document stay
-neighbours and the hulls of the key side stay tight. How much work a row is, planning.py says.
+Row ranges are in key coordinates, so the rows of a mask may be in any order. A plan moves whole
+chunks. Every rank gets the same number, in the order of the sequence, so that the rows of a
+document stay neighbors and the hulls of the key side stay tight. planning.py computes the work of
+each row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ROUNDS, _ROUNDS_WITH_HALOS = 16, 4
 
 
 class Step(NamedTuple):
-    """A gather among `size` ranks, which are so many ranks apart."""
+    """A gather among `size` ranks, whose indices are `stride` apart."""
 
     size: int
     stride: int
@@ -51,15 +52,15 @@ class ContextPlan:
         order: (B or 1, length / chunk) int32: index p holds the chunk order[:, p].
         inverse: the same shape: chunk c is at index inverse[:, c].
         kind, ranks, length, chunk: those of `context_plan`, chunk in rows.
-        shared: of "local", where chunk is 1: the first so many rows of each rank are its shared
-            part, whose keys and values all ranks gather. The others are its private part, which no
-            other rank reads. With levels a tuple, a number for each: the first shared[0] rows are
-            gathered by all ranks, the first shared[1] by the ranks of a host, and so on.
-            None: there are no parts, and all keys are gathered.
+        shared: of "local" (whose chunk is 1): how many rows at the start of each rank are its
+            shared part, whose keys and values all ranks gather. The other rows are its private
+            part, which no other rank reads. With levels, a tuple with one number for each: the
+            first shared[0] rows are gathered by all ranks, the first shared[1] by the ranks of a
+            host, and so on. None: there are no parts, and all keys are gathered.
         split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank belong to
-            documents that are split over hosts, or inside a host. These rows come first, at most
-            `shared` of them. The rows behind them belong to documents that are not split, in the
-            order of the sequence.
+            documents that are split, at each level: over hosts, or inside a host. These rows come
+            first, at most `shared` of them. After them come the rows of documents that are not
+            split, in the order of the sequence.
         checksum: where there is `split`: (B or 1,) int32, of the segment ids from which the plan
             was made. None: attention gathers all keys.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
@@ -79,8 +80,8 @@ class ContextPlan:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Of each shared part, the outermost first: by how many groups of ranks it is gathered,
-        each by itself, and how many of a rank's rows."""
+        """For each shared part, the outermost first: the number of groups of ranks, each of which
+        gathers it separately, and the number of a rank's rows in it."""
         if self.shared is None:
             return ()
         rows = self.shared if isinstance(self.shared, tuple) else (self.shared,)
@@ -89,23 +90,24 @@ class ContextPlan:
 
     @property
     def fetched(self) -> int:
-        """Rows of keys that a rank fetches from others, of each row of the batch: for logs."""
+        """How many keys a rank fetches from others, for each row of the batch: for logs."""
         parts = self.parts or ((1, self.length // self.ranks),)
         return sum((self.ranks // groups - 1) * rows for groups, rows in parts)
 
     def traffic(
         self, ranks_per_host: int, row_bytes: int, expression: Any = None
     ) -> dict[str, int]:
-        """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
+        """Bytes of keys and values that a rank fetches for one row of the batch, by this plan.
 
-        Gradients take as many bytes back. The ranks of a host are neighbours: the host is the first
-        of the context axes. With levels, the keys that all ranks gather are sent to each host once:
-        each rank fetches those of the ranks at its position on other hosts, and then, inside its
-        host, those that the others fetched.
+        Sending their gradients back takes as many bytes. The ranks of a host are neighbours: the
+        host is the first of the context axes. With levels, the keys that all ranks gather are sent
+        to each host once: each rank fetches those of the ranks at its position on other hosts, and
+        then, inside its host, those that the others fetched.
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
-            row_bytes: of a row's keys and values, such as 2 * kv_heads * head_dim * 2 in bfloat16.
+            row_bytes: of the keys and values of one row, such as 2 * kv_heads * head_dim * 2 in
+                bfloat16.
             expression: of the mask of a layer, whose window may need fewer keys than the plan. The
                 result is then an upper bound for each rank: ranks at the ends of a host fetch more
                 from other hosts than the others do.
@@ -146,7 +148,7 @@ class ContextPlan:
         return Halo.of(expression, self.kind, self.ranks, self.length, self.chunk)
 
     def steps(self, groups: int) -> list[Step]:
-        """How what is gathered by so many groups comes together, in order."""
+        """The gathers, in order, of a part that this many groups of ranks gather."""
         if len(self.levels) < 2:
             return [Step(self.ranks // groups, 1)]
         found, stride = [], self.ranks

@@ -99,8 +99,8 @@ class MaskExpression(NotAnArray):
         return f"{self.name}({', '.join(self.arguments())})"
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
-        """Whether query row i attends to key j: boolean, (q_len, kv_len), preceded by the batch if
-        any and the heads if a block_sparse(...) has them.
+        """Whether query row i attends to key j: a boolean array (q_len, kv_len), with axes of the
+        batch and of the heads in front if the expression has them.
 
         It defines the meaning of the expression. It is quadratic: for tests, plots, small inputs.
 
@@ -116,8 +116,8 @@ class MaskExpression(NotAnArray):
     def arrays(self) -> list[tuple[str, Array, str]]:
         """(name, array, side) of its arrays.
 
-        The side says what has one value each: "q" query rows or "kv" keys (the last axis, after the
-        batch if any), or "batch" batch rows.
+        The side says what the array has one value for: "q" each query row or "kv" each key (the
+        last axis, after the batch if any), or "batch" each batch row.
         """
         return []
 
@@ -146,9 +146,10 @@ class MaskExpression(NotAnArray):
         """Raises ValueError if it is for other lengths; None: unknown."""
 
     def reach(self, chunk: int) -> Reach:
-        """How many keys before a chunk of rows its rows attend at most, and behind it, in
-        self-attention; None: not known. Chunks have so many rows, the first begins with row 0. No
-        more rows than that attend to a key before their chunk: its first ones."""
+        """In self-attention, how many keys before a chunk of rows, and how many behind it, its rows
+        attend to at most; None: not known. A chunk has `chunk` rows, and the first one starts at
+        row 0. The rows that attend to keys before their chunk are its first ones, and there are at
+        most as many of them as such keys."""
         return None, None
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
@@ -327,8 +328,8 @@ class Shared:
 class Or(Interval):
     """A pair is attended if any member allows it; all are intervals, their union too.
 
-    The union may be an interval only because offsets are equal. So each offset is stored once and
-    shared by the members: they stay equal when a transformation replaces it.
+    The union may be an interval only because offsets are equal. Each offset is therefore stored
+    once and shared by the members, so that they stay equal when a transformation replaces it.
     """
 
     sides: tuple[Any, ...]  # the members, with Shared in place of their offsets

@@ -65,7 +65,7 @@ def context_plan(
     shared: float | int | tuple[float | int, ...] | None = None,
     length: int | None = None,
 ) -> ContextPlan:
-    """Assigns chunks of query rows to ranks: equal numbers, with work as equal as possible.
+    """Assigns chunks of query rows to ranks: the same number to each, with balanced work.
 
     "balanced": chunks are dealt by the number of attended pairs in their rows, longest processing
     time first (Graham 1969), in rounds: chunks are sorted by that number, and in each round the
@@ -75,10 +75,10 @@ def context_plan(
     document, independent of the expression. "local": documents stay whole on a rank, which then
     needs no keys from other ranks for them; only documents that would unbalance the ranks are
     split. A rank's rows are a shared part, whose keys all ranks gather, and a private part. Several
-    context axes, such as (host, GPU), are
-    levels: documents are split inside a host first, one shared part spans all ranks, and another
-    spans the ranks of a host. Without `documents(...)`, or with separate ids of keys, all rows are
-    shared, as in "balanced". Such a plan is made on the host, from values: not inside jit.
+    context axes, such as (host, GPU), are levels: documents are split inside a host first, one
+    shared part spans all ranks, and another spans the ranks of a host. Without `documents(...)`, or
+    with separate ids of keys, all rows are shared, as in "balanced". Such a plan is made on the
+    host, from values: not inside jit.
 
     Args:
         expression: the expression of the mask, in the order of the sequence. If all its arrays are
@@ -99,8 +99,9 @@ def context_plan(
             with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
             that all ranks share, then those that a host's ranks share, which include the former. A
             single size defines one part shared by all ranks. None: the smallest of 24 fractions
-            that keep the most loaded rank at 1.03 of the mean, those of hosts first. If it is too
-            small for the documents, all rows are shared, with a warning.
+            for which the most loaded rank has at most 1.03 times the mean work; with levels, the
+            smallest for all ranks, then for hosts. If a size that you pass is too small for the
+            documents, all rows are shared, with a warning.
         length: rows of the sequence; needed only if no array of the expression determines it.
 
     Returns:
