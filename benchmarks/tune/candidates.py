@@ -25,7 +25,7 @@ Constants = dict[str, int]
 TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
 
 
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS")
 SIZES = {  # constant -> the smallest and the largest
     "BLOCK_M": (16, 128),
@@ -78,9 +78,9 @@ def row_of(
     """A kernel's rows in the table, the key of the one for these dims, and its constants."""
     sm90 = kernel in table.SM90_TILES
     rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else table.TILES[kernel]
-    wanted = (dims, max(dims)) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
+    wanted = (table.row_of(*dims),) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
-    if dims not in table.HEAD_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
+    if dims not in table.ALL_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
     return rows, key, dict(rows[key]) if sm90 else dict(zip(TILE, rows[key], strict=True))
 
@@ -93,7 +93,7 @@ def variant(
     rows, key, row = row_of(kernel, arch, dims)
     kept = rows[key]
     if assembler == "12.9":
-        row |= table.UNDER_12_9.get((kernel, max(dims)), {})
+        row |= table.UNDER_12_9.get((kernel, table.row_of(*dims)), {})
     unknown = set(changed) - set(row)
     if unknown:
         raise LookupError(

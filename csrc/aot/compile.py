@@ -203,7 +203,7 @@ def main() -> int:
     args = parser.parse_args()
     archs = names(args.archs.replace("sm_", ""), table.ARCHS, "--archs", table.PROXIES)
     dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES + table.FLOAT32), "--dtypes")
-    known = {f"{a}x{b}": (a, b) for a, b in table.HEAD_DIMS + table.SM80_DIMS}
+    known = {f"{a}x{b}": (a, b) for a, b in table.ALL_DIMS}
     dims = names(
         re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims"
     )

@@ -5,7 +5,7 @@
 # Accepted because: the portable tiles were chosen by their time, spills included; so were the
 # Hopper kernels (docs/performance.md has those with fewer that were slower). Theirs are sizes and
 # pointers, most of them around the loops: the forward's mask-free loop has none.
-SPILLS = {
+SPILLS: dict[tuple, int] = {
     ("forward", 64): 128,
     ("forward", 128): 112,
     ("forward", 192): 24,
@@ -49,6 +49,7 @@ SPILLS = {
     ("forward_sm90", 128): 136,  # under ptxas 12.9
     ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4
+    ("forward_sm90", (192, 192)): 104,  # under ptxas 12.9; 32 under 13.4
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
@@ -60,8 +61,16 @@ SPILLS = {
     ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4
     ("backward_dkdv_sm90", 192): 152,  # under ptxas 12.9; 88 under 13.4
     ("backward_dq_sm90", 192): 272,  # under ptxas 12.9
+    ("backward_dkdv_sm90", (192, 192)): 64,  # under ptxas 12.9
+    ("backward_dq_sm90", (192, 192)): 120,  # under ptxas 12.9; 80 under 13.4
     ("backward_dkdv_sm90", 256): 120,  # under ptxas 13.4
     ("backward_dq_sm90", 256): 192,  # under ptxas 12.9
+    # with the largest logits: as without them
+    ("forward_sm90_max_logits", 64): 296,  # under ptxas 12.9; 136 under 13.4
+    ("forward_sm90_max_logits", 128): 112,  # under ptxas 12.9
+    ("forward_sm90_max_logits", 192): 112,  # under ptxas 12.9; 48 under 13.4
+    ("forward_sm90_max_logits", 256): 192,  # under ptxas 12.9; 80 under 13.4
+    ("forward_sm90_max_logits", (192, 192)): 104,  # under ptxas 12.9; 32 under 13.4
     # with a block mask
     ("forward_sm90_block_lists", 64): 120,  # under ptxas 12.9
     ("backward_dq_sm90_block_lists", 64): 136,  # under ptxas 13.4; 112 under 12.9

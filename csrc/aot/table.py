@@ -44,12 +44,15 @@ from tiles_sm80 import FORWARD as SM80_FORWARD
 from tiles_sm80 import SOFT_CAP_BACKWARD as SM80_SOFT_CAP_BACKWARD
 from tiles_sm80 import absent_arguments as absent_from_sm80
 from tiles_sm90 import (
+    HOPPER_DIMS,
     LIKE_PLAIN,
     ONE_ASSEMBLER,
     SM90_TILES,
     SPLIT_HEAD_DIM,
     TWO_ASSEMBLERS,
     UNDER_12_9,
+    Dims,
+    row_of,
 )
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
@@ -59,6 +62,7 @@ DTYPES = ("bf16", "f16")
 FLOAT32 = ("f32", "tf32")
 FP8 = "e4m3"  # of keys and values in a cache; the query has either dtype of 16 bits
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query and key, value)
+ALL_DIMS = tuple(dict.fromkeys((*HEAD_DIMS, *SM80_DIMS, *HOPPER_DIMS)))
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | FALLBACK_TILES
@@ -89,6 +93,7 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_sm90_soft_cap": "sm90.bwd",
     "backward_dq_sm90_soft_cap": "sm90.bwd_dq",
     "forward_sm90_alibi": "sm90.fwd",
+    "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
     "backward_sm90_alibi": "sm90.bwd",
     "forward_sm90_block_lists": "sm90.fwd",
@@ -188,17 +193,22 @@ class Variant:
         return max(self.qk_dim, self.v_dim)
 
     @property
+    def row(self) -> Dims:
+        """Where tiles_sm90.py and spills.py have it."""
+        return row_of(self.qk_dim, self.v_dim) if self.arch.tiles == "hopper" else self.dim
+
+    @property
     def source(self) -> str:
         """The module in csrc/kernels."""
         own = KERNELS[self.kernel]
         if (self.arch.tiles, self.qk_dim, self.v_dim) in SM80_FORWARD.get(self.kernel, ()):
             return "sm80.fwd"
-        return SPLIT_HEAD_DIM.get((self.kernel, self.dim), (own, 0))[0]
+        return SPLIT_HEAD_DIM.get((self.kernel, self.row), (own, 0))[0]
 
     @property
     def spills(self) -> int:
         """Bytes that SPILLS accepts."""
-        key = (self.kernel, self.dim)
+        key = (self.kernel, self.row)
         return SPILLS.get((*key, self.dtype) if self.dtype in FLOAT32 else key, 0)
 
     @property
@@ -376,25 +386,27 @@ def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     return Variant("decode_combine", arch, dtype, qk_dim, v_dim, constants, DECODE_SPLITS, 4)
 
 
-def assembled_twice(kernel: str, dim: int) -> bool:
-    return kernel in TWO_ASSEMBLERS and (kernel, dim) not in ONE_ASSEMBLER
+def assembled_twice(kernel: str, row: Dims) -> bool:
+    return kernel in TWO_ASSEMBLERS and (kernel, row) not in ONE_ASSEMBLER
 
 
 def sm90(
     kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
 ) -> Variant:
-    dim = max(qk_dim, v_dim)
-    tile = SM90_TILES[kernel][dim]
+    row = row_of(qk_dim, v_dim)
+    tile = SM90_TILES[kernel][row]
     if assembler == "12.9":
-        tile = tile | UNDER_12_9.get((kernel, dim), {})
+        tile = tile | UNDER_12_9.get((kernel, row), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
+    if "QK_CHUNK" in tile:  # Gluon's tiles are powers of two
+        constants["V_CHUNK"] = v_dim & -v_dim
     if kernel == "backward_postprocess":
         del constants["V_DIM"]
     # rows of a program, but the keys of kernels that make dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
         "backward_sm90": 128,
-        "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, dim), ("", 128))[1],
+        "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, row), ("", 128))[1],
         "backward_dq_sm90": 128,
     }
     return Variant(
@@ -450,7 +462,7 @@ def sm80(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
 def variants(
     archs: tuple[str, ...] = tuple(ARCHS),
     dtypes: tuple[str, ...] = DTYPES + FLOAT32,
-    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS + SM80_DIMS,
+    head_dims: tuple[tuple[int, int], ...] = ALL_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     yield from float32(archs, dtypes, head_dims)
@@ -461,16 +473,16 @@ def variants(
     yield from fp8_decoding(archs, dtypes, head_dims)
     for name, dtype, dims in itertools.product(archs, dtypes, head_dims):
         yield from sm80(find_arch(name), dtype, *dims)
-    general = [dims for dims in HEAD_DIMS if not only_fallback(dims)]
-    head_dims = tuple(dims for dims in head_dims if dims in general)
     for arch in archs:
         if find_arch(arch).tiles != "hopper":
             continue
         for kernel, tiles in SM90_TILES.items():
-            built = [dims for dims in head_dims if max(dims) in tiles]  # else the portable kernels
+            built = [dims for dims in head_dims if row_of(*dims) in tiles]  # else the portable
             for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
-                if assembler == "12.9" or assembled_twice(kernel, max(dims)):
+                if assembler == "12.9" or assembled_twice(kernel, row_of(*dims)):
                     yield sm90(kernel, find_arch(arch), dtype, *dims, assembler)
+    general = [dims for dims in HEAD_DIMS if not only_fallback(dims)]
+    head_dims = tuple(dims for dims in head_dims if dims in general)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:

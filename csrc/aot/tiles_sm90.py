@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+Dims = int | tuple[int, int]
+# Head dims of query and key, and of value, that only Hopper has kernels for. Other GPUs run such
+# calls on the fallback kernels.
+HOPPER_DIMS = ((192, 192),)
+
+
+def row_of(qk_dim: int, v_dim: int) -> Dims:
+    """By what the rows below are found: 192 is 192/128."""
+    dims = qk_dim, v_dim
+    return dims if dims in HOPPER_DIMS else max(dims)
+
+
 # The same results as the portable kernels of the same pass, which serve every other GPU.
-# kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
-# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer
-# and of a producer thread; ROWS of a program. PING_PONG: warp groups issue products in turns, by
-# named barriers, as the forward and dQ always do. REMATERIALIZE: descriptors of operands that never
-# move are made again in every step (sm90/common.py: rematerialized_zero); it empties registers and
-# costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK and dV of 128 2 %,
-# of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer
-# spills); dQ lost 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing
+# kernel -> head dims (row_of) -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
+# values, QK_CHUNK (columns of a tile of queries or keys: a power of two; V_CHUNK, of values, is in
+# table.py), registers of a consumer and of a producer thread; ROWS of a program. PING_PONG: warp
+# groups issue products in turns, by named barriers, as the forward and dQ always do. REMATERIALIZE:
+# descriptors of operands that never move are made again in every step (sm90/common.py:
+# rematerialized_zero); it empties registers and costs some integer instructions. On an H200 it gave
+# the backward 1 to 3 %, dK and dV of 128 2 %, of 192/128 4 to 5 %, the forward of 256 4 to 5 %, the
+# forward of 128 and 192/128 0 to 2 % (and fewer spills); dQ lost 0 to 5 %, dK and dV of 256 8 to
+# 11 %, 64 nothing
 # (docs/experiments.md). LSE_BY_MMA: LSE and delta by the matrix units
 # (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of dK
 # and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (docs/experiments.md).
-SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
+SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "forward_sm90": {
         dim: {
             "QK_CHUNK": chunk,
@@ -32,6 +45,18 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             (192, 64, 2, 128, 1),
             (256, 256, 2, 64, 1),
         )
+    }
+    | {
+        (192, 192): {
+            "QK_CHUNK": 64,
+            "WARP_GROUPS": 2,
+            "BLOCK_N": 64,
+            "STAGES": 3,
+            "OUT_IN_QUERY": 1,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+            "REMATERIALIZE": 1,
+        }
     },
     "backward_sm90": {
         dim: {
@@ -69,9 +94,10 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             (128, 128, 128, 2, 0),
             (192, 64, 64, 3, 1),
             (256, 256, 64, 2, 0),
+            ((192, 192), 64, 64, 2, 0),
         )
     },
-    "backward_preprocess": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_preprocess": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256, (192, 192))},
     "backward_postprocess": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 SM90_TILES["backward_dkdv_sm90"] = {
@@ -85,7 +111,7 @@ SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in SPLIT_HEAD_DIM
         "PRODUCER_REGISTERS": 24,
         "REMATERIALIZE": int(dim == 192),
     }
-    for dim in (192, 256)
+    for dim in (192, 256, (192, 192))
 }
 
 
@@ -98,6 +124,7 @@ def without_lse_by_mma(tile: dict[str, int]) -> dict[str, int]:
 OPTIONS = {
     "soft_cap": ("soft_cap",),
     "alibi": ("slopes",),
+    "max_logits": ("row_max",),
     "block_lists": (
         *("block_mask", "q_block_lists", "kv_block_lists"),
         *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
@@ -116,8 +143,8 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 
 
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
-# tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the fallback
-# kernels serve it.
+# tanh's derivative do not fit the registers. 192 has none (no model caps there): 192/192 is padded
+# to 256, and the fallback kernels serve 192/128.
 SOFT_CAP = {
     f"{kernel}_soft_cap": kernel
     for kernel in (
@@ -128,7 +155,11 @@ SOFT_CAP = {
     )
 }
 SM90_TILES |= {
-    capped: {dim: without_lse_by_mma(tile) for dim, tile in SM90_TILES[plain].items() if dim != 192}
+    capped: {
+        dim: without_lse_by_mma(tile)
+        for dim, tile in SM90_TILES[plain].items()
+        if dim in (64, 128, 256)
+    }
     for capped, plain in SOFT_CAP.items()
 }
 SM90_TILES["backward_dq_sm90_soft_cap"] |= {
@@ -161,6 +192,9 @@ SM90_TILES |= {
         dim: SM90_TILES["backward_dq_sm90_soft_cap"][dim] for dim in (64, 128)
     },
 }
+# With the largest logit of every row: the running maximum, which moves with every larger score.
+MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
+SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])
 # The same in shorter tiles, where there are too few of the others to keep a GPU busy
 # (csrc/launch/select.cc).
 LOW_OCCUPANCY = {"forward_sm90_low_occupancy": "forward_sm90"}
@@ -169,11 +203,12 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
 # Each -> the plain one, whose function and tensor maps it has.
-LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | LOW_OCCUPANCY
-# (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
-SPLIT_HEAD_DIM = {
+LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
+# (kernel, head dims) -> the file of a kernel that is another for them, and its keys
+SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
     ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
     ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
+    ("backward_dkdv_sm90", (192, 192)): ("sm90.bwd_dkdv_d256", 64),
     ("backward_dkdv_sm90_soft_cap", 256): ("sm90.bwd_dkdv_d256", 64),
 }
 
@@ -187,9 +222,12 @@ TWO_ASSEMBLERS = (
     *LIKE_PLAIN,
 )
 # But for these, where 12.9 is 1 to 8 % faster.
-ONE_ASSEMBLER = (("backward_dq_sm90", 192), ("backward_dq_sm90", 256))
+ONE_ASSEMBLER: tuple[tuple[str, Dims], ...] = (
+    ("backward_dq_sm90", 192),
+    ("backward_dq_sm90", 256),
+)
 # Constants that are others under ptxas 12.9: 1 to 6 % there.
-UNDER_12_9 = {
+UNDER_12_9: dict[tuple[str, Dims], dict[str, int]] = {
     ("forward_sm90", 128): {"REMATERIALIZE": 0},
     ("backward_dq_sm90", 128): {"REMATERIALIZE": 1},
     ("backward_dkdv_sm90", 256): {"REMATERIALIZE": 1},

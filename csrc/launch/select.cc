@@ -212,6 +212,7 @@ bool HasOnly(const F& o, const Device&) {
 constexpr Row<F> kForward[] = {
     {HasOnly<kBlockMask>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90BlockListsArgs>()},
     {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
+    {HasOnly<kRowStats>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90MaxLogitsArgs>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},

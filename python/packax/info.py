@@ -47,7 +47,7 @@ class Report:
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        forward = (v for v in self.variants if v["kernel"] == "forward")
+        forward = (v for v in self.variants if v["kernel"] in ("forward", FASTER_FORWARD))
         return sorted({(v["qk_dim"], v["v_dim"]) for v in forward})
 
     @property
@@ -98,7 +98,7 @@ def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tup
     faster, fused = names.pop(FASTER_FORWARD), names.pop(FUSED_BACKWARD)
     needed = ATTENTION_KERNELS[:1] if fused else ATTENTION_KERNELS
     missing = [kernel for kernel in needed if names[kernel] is None]
-    if not missing:
+    if not missing or (faster and not any(names.values())):  # some head dims are Hopper's alone
         return faster or names["forward"], ""
     what = "" if len(missing) == len(names) else f"{' and '.join(missing)} "
     where = f"compute capability {capability(cc)}"

@@ -65,7 +65,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.fwd_consumer", [*FORWARDS]),
         ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
-        ("sm90.chunked_mma", [*ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
+        ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
         ("sm90.bwd_consumer", ["sm90.bwd"]),
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer

@@ -41,11 +41,11 @@ def test_every_architecture_has_every_kernel() -> None:
                 for v in ALL
                 if v.arch is arch
                 and v.kernel == kernel
-                and (v.qk_dim, v.v_dim) not in table.SM80_DIMS
+                and (arch.tiles == "hopper" or (v.qk_dim, v.v_dim) not in table.SM80_DIMS)
             }
             # a Hopper kernel may leave a head dim to the portable ones
             rows = table.SM90_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
-            wanted = [dims for dims in table.HEAD_DIMS if max(dims) in rows]
+            wanted = [dims for dims in table.ALL_DIMS if table.row_of(*dims) in rows]
             one_set = arch in table.one_set(tuple(table.ARCHS))
             wide = one_set and kernel in (*table.FALLBACK_TILES, "decode", "decode_combine")
             wanted = [dims for dims in wanted if wide or not table.only_fallback(dims)]
@@ -200,7 +200,7 @@ def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
     def of_sm90(v: table.Variant) -> bool:
         return v.kernel in few and v.arch.tiles == "hopper"
 
-    assert {v.dim for v in left if of_sm90(v)} == {64}
+    assert {v.row for v in left if of_sm90(v)} == {64}
     assert [v for v in left if not of_sm90(v)] == [v for v in ALL if not of_sm90(v)]
 
 
@@ -305,9 +305,9 @@ def test_every_kernel_loads_on_the_oldest_driver_of_its_architecture() -> None:
         same = {
             (w.driver, w.assembler)
             for w in ALL
-            if (w.kernel, w.arch, w.dtype, w.qk_dim) == (v.kernel, v.arch, v.dtype, v.qk_dim)
+            if (w.kernel, w.arch, w.dtype, w.row) == (v.kernel, v.arch, v.dtype, v.row)
         }
-        twice = table.assembled_twice(v.kernel, max(v.qk_dim, v.v_dim))
+        twice = table.assembled_twice(v.kernel, v.row)
         newer = {(13000, "13.4")} if twice else set()
         assert same == {(v.arch.driver, v.arch.assembler)} | newer
         assert v.name.endswith("_cuda13") == (v.driver > v.arch.driver)
@@ -359,23 +359,20 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     assert list(kinds)[: len(pointers)] == pointers, "pointers come first"
 
 
-@pytest.mark.parametrize("kernel,dim", sorted(table.SPLIT_HEAD_DIM))
-def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> None:
+@pytest.mark.parametrize("kernel,row", sorted(table.SPLIT_HEAD_DIM, key=str), ids=str)
+def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, row: table.Dims) -> None:
     """The same arguments in the same order: C++ has one struct for both. Constants are its own."""
-    source, block = table.SPLIT_HEAD_DIM[kernel, dim]
+    source, block = table.SPLIT_HEAD_DIM[kernel, row]
     assert source != table.KERNELS[kernel]
     passed = [n for n in arguments_of(kernel) if not n.isupper()]
     assert [n for n in arguments_of(kernel, source) if not n.isupper()] == passed
     built = [v for v in ALL if v.kernel == kernel]
     for v in built:
-        wide = max(v.qk_dim, v.v_dim) == dim
-        assert (v.source == source and v.block == block) or not wide
+        assert (v.source == source and v.block == block) or v.row != row
         taken = [n for n in arguments_of(kernel, v.source) if n.isupper()]
         assert sorted(taken) == sorted(n for n, _ in v.constants), v.name
-    assert {max(v.qk_dim, v.v_dim) for v in built if v.source == source} >= {dim}
-    others = {
-        v.source for v in built if (kernel, max(v.qk_dim, v.v_dim)) not in table.SPLIT_HEAD_DIM
-    }
+    assert row in {v.row for v in built if v.source == source}
+    others = {v.source for v in built if (kernel, v.row) not in table.SPLIT_HEAD_DIM}
     assert others == {table.KERNELS[kernel]}
 
 
@@ -462,7 +459,7 @@ def test_spills_and_serialised_products_are_refused() -> None:
     compiler.checks.check_assembly(other, 1000, REPORT)  # accepted, and printed by the build
 
 
-@pytest.mark.parametrize("key", sorted(table.SPILLS), ids=str)
-def test_accepted_spills_belong_to_a_variant(key: tuple[str, int]) -> None:
-    accepted = [v for v in ALL if (v.kernel, max(v.qk_dim, v.v_dim)) == key[:2]]
+@pytest.mark.parametrize("key", sorted(table.SPILLS, key=str), ids=str)
+def test_accepted_spills_belong_to_a_variant(key: tuple) -> None:
+    accepted = [v for v in ALL if (v.kernel, v.row) == key[:2]]
     assert any(v.spills == table.SPILLS[key] for v in accepted)

@@ -24,7 +24,8 @@ AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 def hopper(extension, monkeypatch):
     """A build with kernels for Hopper of these head dims; soft caps for 64 and 128."""
     capped = tuple(f"{name}_soft_cap" for name in PASSES)
-    rows = with_sm90(dims=DIMS, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
+    dims = (*DIMS, (192, 192))
+    rows = with_sm90(dims=dims, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
 
 
@@ -66,13 +67,16 @@ def dims_of(function, dims, dtype=jnp.bfloat16, **options):
         ((64, 72), (128, 128)),
         ((136, 128), (192, 128)),
         ((192, 128), (192, 128)),
-        ((192, 192), (256, 256)),
+        ((136, 136), (192, 192)),
+        ((192, 192), (192, 192)),
+        ((192, 200), (256, 256)),
         ((248, 8), (256, 256)),
         ((264, 64), (264, 64)),
     ),
 )
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
-def test_the_next_kernels_of_hopper(hopper, function, dims, expected):
+def test_the_next_kernels_of_hopper(hopper, monkeypatch, function, dims, expected):
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # others have no 192
     assert dims_of(function, dims) == expected
 
 
@@ -87,11 +91,15 @@ def test_of_an_option(hopper, function):
     assert dims_of(function, (40, 40), bias=slopes) == (40, 40)
 
 
-def test_largest_scores_are_of_the_fallback_kernels(hopper):
-    def with_largest(*x):
-        return step(*x, return_max_logits=True)
+def test_largest_logits(hopper, monkeypatch):
+    def with_largest(*x, **options):
+        return step(*x, return_max_logits=True, **options)
 
     assert dims_of(with_largest, (40, 40)) == (40, 40)
+    rows = with_sm90(dims=DIMS, kernels=("forward_sm90_max_logits",))
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+    assert dims_of(with_largest, (40, 40)) == (64, 64)
+    assert dims_of(with_largest, (40, 40), soft_cap=30.0) == (40, 40)
 
 
 def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
@@ -127,7 +135,7 @@ def test_every_head_dim_on_a_gpu_without_kernels_of_hopper(extension, monkeypatc
 
 @pytest.mark.parametrize(
     "capabilities,expected",
-    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (128, 128, 256))),
+    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (128, 128, 192))),
 )
 def test_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch, capabilities, expected):
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
@@ -142,7 +150,7 @@ def test_a_program_for_several_gpus_takes_what_all_of_them_have(
 ):
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
     assert dims_of(step, (96, 96)) == dims_of(every_gradient, (96, 96)) == (128, 128)
-    assert dims_of(step, (192, 192)) == (256, 256)
+    assert dims_of(step, (192, 192)) == dims_of(every_gradient, (136, 136)) == (192, 192)
 
 
 def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):

@@ -70,6 +70,28 @@ def test_float32(name, dims, options, precision, close):
         check(case, "float32", dims, close=close, **options)
 
 
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
+@pytest.mark.parametrize("name", ["causal_long", "padding", "ids_reappear", "gqa_4"])
+def test_largest_logits(name, dims):
+    """With nothing else that changes a score: dedicated kernels on Hopper."""
+    case = cases.BY_NAME[name]
+    query, key, value, *_ = case.tensors("bfloat16", *dims)
+    mask = case.expression()
+
+    def largest(*x, **options):
+        return packax.flash_attention(*x, mask, return_max_logits=True, **options)
+
+    out, top = largest(query, key, value)
+    plain = packax.flash_attention(query, key, value, mask)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    _, want = largest(*wide, implementation="xla")
+    np.testing.assert_allclose(np.asarray(top), np.asarray(want), rtol=1e-5, atol=1e-5)
+    x, y = (np.asarray(x, np.float32) for x in (plain, out))
+    np.testing.assert_allclose(x, y, atol=2.0**-7)
+
+
 def test_plain_requests_are_what_they_were():
     """Where nothing changes a score, fallback kernels agree with the plain ones to rounding."""
     query, key, value, *_ = cases.BY_NAME["causal_long"].tensors("bfloat16", 128, 128)

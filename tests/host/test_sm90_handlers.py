@@ -11,11 +11,12 @@ from math import ceil, prod
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import Array, Sizes, backward, forward, of_head_group
+from cpp.calls import Array, Sizes, backward, forward, forward_alibi, of_head_group
 from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
 from cpp.machine import KERNELS, MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import (
     backward_maps,
+    expect_forward,
     sm90_maps,
     sm90_sections,
 )
@@ -42,6 +43,20 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     # Before the launch, from which programs draw their tiles.
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
     assert machine.record()[0] == clear and len(machine.record()) == 2
+
+
+@pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128), (192, 128), (256, 128)])
+@pytest.mark.parametrize("s", SIZES)
+def test_forward_with_largest_logits(tmp_path, driver, s, qk_dim, block):
+    machine = make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has("forward_max_logits") and m.variant["qk_dim"] == qk_dim,
+    )
+    call = forward_alibi(machine, s, (0, 0), needs_row_max=1)  # without slopes
+    call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
+    row_max = call.addresses()["row_max"]
+    expect_forward(machine, s, call, "forward_sm90_max_logits", block, row_max=row_max)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

@@ -48,9 +48,10 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     kernel = "forward_sm90" + ("_low_occupancy" if few else p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
+    row_max = {"row_max": np.full_like(lse, np.nan)} if p.option == "_max_logits" else {}
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
-        "out": rows_of(out), "lse": lse,
+        "out": rows_of(out), "lse": lse, **row_max,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
         **p.masks("q_block_lists"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
@@ -59,15 +60,18 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(p.want["lse"]))
     some = np.isfinite(lse)
     np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4, rtol=1e-6)
+    for found in row_max.values():
+        np.testing.assert_allclose(found, p.want["top"], atol=1e-4, rtol=1e-6)
 
 
 # for what has its way of masking from a plain row of the table, or is none
 SOME = ("two rows", "ids that come back", "longer queries")
 EVERY = once_each([(64, 64), (128, 128)], MASKS)
-EVERY += some(itertools.product([(192, 128), (256, 256)], (*SOME, "one row")), 0, 5)
+WIDE = (192, 128), (256, 256), (192, 192)
+EVERY += some(itertools.product(WIDE, (*SOME, "one row")), 0, 5, 10)
 # The same masks are the fused backward's, so each head dim has one of them.
 OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 1, 15)
-OF_EACH_DIM += some(itertools.product([(192, 128), (256, 256)], (*SOME, "one row")), 0, 5)
+OF_EACH_DIM += some(itertools.product(WIDE, (*SOME, "one row")), 0, 5, 10)
 
 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
@@ -98,7 +102,7 @@ def launch_keys(
 ) -> None:
     """A kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
-    file, keys = table.SPLIT_HEAD_DIM.get((kernel, max(dims)), ("sm90.bwd", 128))
+    file, keys = table.SPLIT_HEAD_DIM.get((kernel, table.row_of(*dims)), ("sm90.bwd", 128))
     programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
     launch(file, table.FUNCTIONS[file], programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
@@ -179,6 +183,11 @@ def queries_alone(p: Problem) -> None:
 @pytest.mark.parametrize("dims,case", OF_EACH_DIM, ids=str)
 def test_queries_alone(dims, case):
     queries_alone(Problem(case, dims))
+
+
+@pytest.mark.parametrize("dims,case", some(itertools.product([(64, 64), *WIDE], SOME), 0, 4, 11))
+def test_largest_logits(dims, case):
+    forward(Problem(case, dims, "_max_logits"), {})
 
 
 @pytest.mark.parametrize("dim,case", some(itertools.product([64, 128, 256], SOME), 0, 8))

@@ -39,7 +39,7 @@ def backward_sm90(
     q_blocks, kv_blocks, kv_order, slopes, block_mask, kv_block_lists,
     scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     PING_PONG: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
     LSE_BY_MMA: gl.constexpr,
@@ -52,8 +52,8 @@ def backward_sm90(
     `dq_sum`.
     """
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, PING_PONG=PING_PONG, SKIP=SKIP,
-        DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, HALVES=2,
+        PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip

@@ -251,7 +251,7 @@ def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """As bwd.backward_sm90 without dQ."""
@@ -297,7 +297,7 @@ def backward_dkdv_sm90(
     barriers = (kv_full, q_full, q_empty, do_full, do_empty)
     scalars = (mask_mode, q_len, kv_len, scale)
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, HALVES=2,
         REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
     )  # fmt: skip
     shared = (tiles_s, row_stats_s)

@@ -1,11 +1,11 @@
 """dK and dV on Hopper in Gluon for head dims whose sums do not fit one warp group's registers
-(256): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+(256, and 192/192): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
 
 A program is 64 keys of one key/value head, and its two warp groups divide the work by kind: the
 first makes S, P and dV, the second dP, dS and dK. P (rounded, as the product with dO takes it)
 passes from one to the other through shared memory. While one is at its exponentials, the other's
-products run, and the next scores of each begin under its last product. Tiles of queries and keys,
-and dK, are cut into chunks of QK_CHUNK columns.
+products run, and the next scores of each begin under its last product. Head dims are cut into
+chunks of columns, as in sm90/fwd.py.
 """
 
 from sm90.bwd_producer import ROWS, mask_bits, produce, tile_of_program
@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -54,13 +53,15 @@ def consume_scores(dv, args, config: gl.constexpr):
     _start, steps, partial, full_begin, full_end = q_range
     _, _, _, scale, soft_cap = scalars
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dv.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
-    v_layout: gl.constexpr = accumulator(V_DIM)
+    v_layout: gl.constexpr = accumulator(V_CHUNK)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
     keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-    dv_sum = gl.zeros([KEYS, V_DIM], gl.float32, v_layout)
+    dv_sum = zeros(v_layout, V_CHUNK, V_CHUNKS)
     mbarrier.wait(kv_full.index(0), 0)
     k = left_chunks(k_s, 0, CHUNKS)
     zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
@@ -92,22 +93,23 @@ def consume_scores(dv, args, config: gl.constexpr):
                 mbarrier.arrive(p_full.index(stage))
                 p_half = gl.convert_layout(p, p_layout)
                 mbarrier.wait(do_full.index(stage), phase)
-                dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
+                dv_tokens = add_products(p_half, do_s, stage, dv_sum, V_CHUNKS)
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
                 k_left = left_chunks(k_s, rematerialized_zero(i, config.REMATERIALIZE), CHUNKS)
                 s_token = scores(k_left, q_s, other, zero, CHUNKS)
-                dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
+                dv_sum = finished(dv_tokens, CHUNKS, V_CHUNKS)
                 warp_arrive(do_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
     keys_read(0, 1)
-    v = v_s.index(0)
-    v.store(dv_sum.to(dtype))
+    for c in gl.static_range(V_CHUNKS):
+        v_s.index(c).store(dv_sum[c].to(dtype))
     fence_async_shared()
     gl.barrier()
-    dv_tile = v.reinterpret(dtype, [1, KEYS, V_DIM], dv.layout)
-    tma.async_store(dv, [b, first_key, kv_head * V_DIM], dv_tile)
+    for c in gl.static_range(V_CHUNKS):
+        dv_tile = v_s.index(c).reinterpret(dtype, [1, KEYS, V_CHUNK], dv.layout)
+        tma.async_store(dv, [b, first_key, kv_head * V_DIM + c * V_CHUNK], dv_tile)
     tma.store_wait(0)
 
 
@@ -117,6 +119,7 @@ def consume_gradients(dk, args, config: gl.constexpr):
     mask, shared, barriers, p_barriers, tile, q_range, scalars = args
     tiles_s, row_stats_s, p_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     q_s, k_s, v_s, do_s = tiles_s
     _, delta_s, _, _ = row_stats_s
@@ -126,6 +129,7 @@ def consume_gradients(dk, args, config: gl.constexpr):
     _start, steps, partial, full_begin, full_end = q_range
     _, _, _, scale, _ = scalars
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // config.V_CHUNK
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
@@ -133,11 +137,10 @@ def consume_gradients(dk, args, config: gl.constexpr):
     zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
     dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
     mbarrier.wait(kv_full.index(0), 0)
-    v = v_s.index(0)
+    v = left_chunks(v_s, 0, V_CHUNKS)
     if steps > 0:
         mbarrier.wait(do_full.index(0), 0)
-        do_t = do_s.index(0).permute((1, 0))
-        dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+        dp = scores(v, do_s, 0, zero, V_CHUNKS)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         stage = 0
         phase = 0
@@ -161,10 +164,9 @@ def consume_gradients(dk, args, config: gl.constexpr):
                 dk_tokens = add_products(ds_half, q_s, stage, dk_sum, CHUNKS)
                 phase = phase ^ stage
                 mbarrier.wait(do_full.index(other), phase)
-                do_t = do_s.index(other).permute((1, 0))
-                v_left = v_s.index(rematerialized_zero(i, config.REMATERIALIZE))
-                dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
-                dk_sum = finished(dk_tokens, 1, CHUNKS)
+                v_left = left_chunks(v_s, rematerialized_zero(i, config.REMATERIALIZE), V_CHUNKS)
+                dp_token = scores(v_left, do_s, other, zero, V_CHUNKS)
+                dk_sum = finished(dk_tokens, V_CHUNKS, CHUNKS)
                 warp_arrive(q_empty.index(stage))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 stage = other
@@ -184,27 +186,28 @@ def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """As bwd.backward_sm90 without dQ; `soft_cap` may be None."""
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=1, REMATERIALIZE=REMATERIALIZE,
-        LSE_BY_MMA=False, SOFT_CAP=soft_cap is not None,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, HALVES=1,
+        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False, SOFT_CAP=soft_cap is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
+    v_tile: gl.constexpr = get_layout([64, V_CHUNK], dtype)
     p_tile: gl.constexpr = get_layout([KEYS, ROWS], dtype)
     tiles_s = (
         gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [CHUNKS, KEYS, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [1, KEYS, V_DIM], v_tile),
-        gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [V_CHUNKS, KEYS, V_CHUNK], v_tile),
+        gl.allocate_shared_memory(dtype, [2 * V_CHUNKS, ROWS, V_CHUNK], v_tile),
     )
     p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], p_tile)
     row_stats_s = (

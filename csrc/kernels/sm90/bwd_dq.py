@@ -4,9 +4,9 @@ backward_dq, its checked twin. sm90/bwd.py's `backward_dkdv_sm90` makes the othe
 A program takes tiles of 128 rows of one head until none is left, as forward_sm90 does: two warp
 groups of 64 rows, and a producer warp that draws the next tile and streams its queries and
 cotangents, then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS
-K with dS from registers. The scores of the next step run under the third product. Queries, keys and
-dQ are cut into chunks of QK_CHUNK columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys
-leave room for one tile of values beside two of keys.
+K with dS from registers. The scores of the next step run under the third product. Head dims are cut
+into chunks of columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys leave room for one tile
+of values beside two of keys.
 """
 
 from sm90.block_lists import list_of_rows, mask_of_head
@@ -43,7 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -72,6 +71,8 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     group = heads // kv_heads
     tiles = (q_len + 127) // 128
@@ -110,8 +111,11 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
                 q_tile = q_tile.reinterpret(dtype, [1, 64, QK_CHUNK], query.layout)
                 at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(query, at_q, q_full.index(w), q_tile)
-            do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
-            tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
+            for c in gl.static_range(V_CHUNKS):
+                do_tile = do_s.index(w * V_CHUNKS + c)
+                do_tile = do_tile.reinterpret(dtype, [1, 64, V_CHUNK], dout.layout)
+                at_do = [b, row + w * 64, head * V_DIM + c * V_CHUNK]
+                tma.async_load(dout, at_do, q_full.index(w), do_tile)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # read a step ahead
                 at = block * BLOCK_N
@@ -128,8 +132,11 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
             v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
             mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
             mbarrier.expect(v_full.index(v_stage), BLOCK_N * V_DIM * 2)
-            v_tile = v_s.index(v_stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
-            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(v_stage), v_tile)
+            for c in gl.static_range(V_CHUNKS):
+                v_tile = v_s.index(v_stage * V_CHUNKS + c)
+                v_tile = v_tile.reinterpret(dtype, [1, BLOCK_N, V_CHUNK], value.layout)
+                at_v = [b, at, kv_head * V_DIM + c * V_CHUNK]
+                tma.async_load(value, at_v, v_full.index(v_stage), v_tile)
             stage, phase = after(stage, phase, STAGES)
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
         slot, slot_phase = after(slot, slot_phase, 2)
@@ -167,6 +174,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // config.V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     q_layout: gl.constexpr = accumulator(QK_CHUNK)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
@@ -205,9 +213,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mbarrier.wait(q_full.index(W), q_phase)
         q = left_chunks(q_s, W, CHUNKS)
         if DO_REGISTERS:  # half the reads of shared memory of its product
-            do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
+            do = (do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2)),)
         else:
-            do = do_s.index(W)
+            do = left_chunks(do_s, W, V_CHUNKS)
         if BLOCK_LISTS:
             first = 0
             last = partial
@@ -231,10 +239,10 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(v_full.index(v_stage), v_phase)
-                if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
+                if V_DIM > 128:  # descriptors of tiles, hoisted out of the loop, would be spilled
                     own = opaque(stage * 0 + W)
                     q_left = left_chunks(q_s, own, CHUNKS)
-                    do_left = do_s.index(own)
+                    do_left = left_chunks(do_s, own, V_CHUNKS)
                 else:
                     q_left = left_chunks(
                         q_s, W + rematerialized_zero(i, config.REMATERIALIZE), CHUNKS
@@ -242,10 +250,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     do_left = (
                         do
                         if DO_REGISTERS
-                        else do_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
+                        else left_chunks(
+                            do_s, W + rematerialized_zero(i, config.REMATERIALIZE), V_CHUNKS
+                        )
                     )
-                v_t = v_s.index(v_stage).permute((1, 0))
-                dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
+                dp_token = scores(do_left, v_s, v_stage, zero, V_CHUNKS)
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
                     dtanh = 1.0 - s * s  # the derivative of tanh
@@ -329,31 +338,33 @@ def backward_dq_sm90(
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask,
     q_block_lists, scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch,
     block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or
     BLOCK_N rows of one head; lse2 and delta as backward_preprocess leaves them; counter holds 0 and
     lives as long as the launch. Options as of forward_sm90: `soft_cap` or block lists."""
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, BLOCK_N=BLOCK_N, STAGES=STAGES,
-        DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
-        BLOCK_LISTS=block_mask is not None,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
+        BLOCK_N=BLOCK_N, STAGES=STAGES, DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE,
+        SOFT_CAP=soft_cap is not None, BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
+    gl.static_assert(not (DO_REGISTERS and V_CHUNKS > 1), "cotangents in registers are one tile")
     qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
+    v_tile: gl.constexpr = get_layout([64, V_CHUNK], dtype)
     tiles_s = (
         gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [2 * V_CHUNKS, 64, V_CHUNK], v_tile),
         gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [V_STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
     )
     work_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)

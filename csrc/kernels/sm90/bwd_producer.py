@@ -188,6 +188,8 @@ def produce(
     f32: gl.constexpr = gl.float32
     i32: gl.constexpr = gl.int32
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     for w in gl.static_range(HALVES):
         at = first_key + w * 64
         mbarrier.expect(kv_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
@@ -195,8 +197,10 @@ def produce(
             k_tile = k_s.index(c).reinterpret(dtype, [1, 64 * HALVES, QK_CHUNK], key.layout)
             at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
             tma.async_load(key, at_k, kv_full.index(w), k_tile.slice(w * 64, 64, dim=1))
-        v_tile = v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout)
-        tma.async_load(value, [b, at, kv_head * V_DIM], kv_full.index(w), v_tile)
+        for c in gl.static_range(V_CHUNKS):
+            v_tile = v_s.index(w * V_CHUNKS + c).reinterpret(dtype, [1, 64, V_CHUNK], value.layout)
+            at_v = [b, at, kv_head * V_DIM + c * V_CHUNK]
+            tma.async_load(value, at_v, kv_full.index(w), v_tile)
     total = steps * group
     g = 0
     n = 0
@@ -246,8 +250,10 @@ def produce(
             if LSE_BY_MMA:
                 store_parts(dl, delta_p.index(stage))
             mbarrier.expect(full, ROWS * V_DIM * 2 + (0 if LSE_BY_MMA else ROWS * 4))
-            do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
-            tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
+            for c in gl.static_range(V_CHUNKS):
+                do_tile = do_s.index(stage * V_CHUNKS + c)
+                do_tile = do_tile.reinterpret(dtype, [1, ROWS, V_CHUNK], dout.layout)
+                tma.async_load(dout, [b, row, head * V_DIM + c * V_CHUNK], full, do_tile)
             if not LSE_BY_MMA:
                 delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
                 tma.async_load(delta, [0, 0, stat], full, delta_line)

@@ -1,6 +1,6 @@
-"""Products whose tiles and sums are cut into chunks of QK_CHUNK columns, since Gluon's tiles are
-powers of two and 192 is none: a tile in shared memory is CHUNKS entries side by side, a sum a tuple
-of as many accumulators. Every chunk is one group of wgmma to wait for."""
+"""Products whose tiles and sums are cut into chunks of columns, since Gluon's tiles are powers of
+two and 192 is none: a tile in shared memory is CHUNKS entries side by side, a sum a tuple of as
+many accumulators. Every chunk is one group of wgmma to wait for."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

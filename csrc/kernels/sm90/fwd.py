@@ -8,8 +8,8 @@ and acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the sec
 (FlashAttention-3, arXiv 2407.08608, section 3.2); named barriers make the groups take turns at
 issuing (section 3.1). Masked steps come first, then one mask-free loop.
 
-The query and key dim is cut into chunks of QK_CHUNK columns, one for each power of two and more
-only for dims that are none (192), since Gluon's tiles are powers of two.
+Head dims are cut into chunks of columns (chunked_mma.py), one for each power of two and more only
+for dims that are none (192): QK_CHUNK columns of queries and keys, V_CHUNK of values and outputs.
 """
 
 from sm90.block_lists import list_of_rows
@@ -42,6 +42,8 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     ROWS: gl.constexpr = 64 * WARP_GROUPS
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     group = heads // kv_heads
     tiles = (q_len + ROWS - 1) // ROWS
     total = tiles * batch * heads
@@ -103,8 +105,11 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
                 tma.async_load(key, at_k, k_full.index(stage), k_tile)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
-            v_tile = v_s.index(stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
-            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(stage), v_tile)
+            for c in gl.static_range(V_CHUNKS):
+                v_tile = v_s.index(stage * V_CHUNKS + c)
+                v_tile = v_tile.reinterpret(dtype, [1, BLOCK_N, V_CHUNK], value.layout)
+                at_v = [b, at, kv_head * V_DIM + c * V_CHUNK]
+                tma.async_load(value, at_v, v_full.index(stage), v_tile)
             stage, phase = after(stage, phase, STAGES)
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
         slot, slot_phase = after(slot, slot_phase, 2)
@@ -121,46 +126,49 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
 
 @gluon.jit
 def forward_sm90(
-    query, key, value, out, lse,
+    query, key, value, out, lse, row_max,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     slopes, block_mask, q_block_lists,
     scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    OUT_IN_QUERY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or
     BLOCK_N rows of one head; counter holds 0 and lives as long as the launch.
 
     Of the options at most one is given, the arguments of the others are None: `soft_cap`
-    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), or block lists (block_lists.py).
+    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), block lists (block_lists.py), or
+    `row_max`, which gets the largest logit of every row.
     """
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N,
-        STAGES=STAGES, OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE,
-        SOFT_CAP=soft_cap is not None,
-        ALIBI=slopes is not None, BLOCK_LISTS=block_mask is not None,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
+        WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES,
+        OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
+        ALIBI=slopes is not None, BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
-    v_tile: gl.constexpr = get_layout([BLOCK_N, V_DIM], dtype)
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     tiles_s = (
         gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
     )
     if OUT_IN_QUERY:  # no room: a tile's output takes the place of its queries
         o_s = tiles_s[0].reinterpret(
-            dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_DIM, 64, V_DIM], v_tile
+            dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_CHUNK, 64, V_CHUNK], v_tile
         )
     else:
-        o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile)
+        o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * V_CHUNKS, 64, V_CHUNK], v_tile)
     work_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
@@ -197,7 +205,7 @@ def forward_sm90(
         first_scale = scale * LOG2E
         scale2 = 1.0 if config.ALIBI else scale * LOG2E
     scalars = (mask_mode, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
-    results = (out, lse)
+    results = (out, lse, row_max)
     shared = (tiles_s, o_s, work_s, full, empty, barriers)
     consumed = (results, q_blocks, mask, mask_args, shared, scalars)
     loaded = (tiles_s, work_s, full, empty, barriers)

@@ -3,6 +3,7 @@ producer names."""
 
 from sm90.alibi import with_bias
 from sm90.block_lists import list_of_rows, mask_of_head
+from sm90.chunked_mma import add_products, finished, zeros
 from sm90.common import (
     LN2,
     LOG2E,
@@ -61,7 +62,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 @gluon.jit
 def consume(W: gl.constexpr, args, config: gl.constexpr):
     results, q_blocks, mask, mask_args, shared, scalars = args
-    out, lse = results
+    out, lse, row_max = results
     tiles_s, o_s, work_s, full, empty, work_bars = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
@@ -78,10 +79,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     mask_mode, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = scalars
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
+    GROWTH: gl.constexpr = 0 if config.ROW_MAX else 8
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
     s_layout: gl.constexpr = accumulator(BLOCK_N)
-    o_layout: gl.constexpr = accumulator(V_DIM)
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    o_layout: gl.constexpr = accumulator(V_CHUNK)
+    OWN_O: gl.constexpr = W * (SLOTS * QK_CHUNK // V_CHUNK if OUT_IN_QUERY else V_CHUNKS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     if W == 0:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
@@ -110,7 +115,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             kv_pos + mask_key,
         )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
+        acc = zeros(o_layout, V_CHUNK, V_CHUNKS)
         if config.ALIBI:
             slope2 = gl.load(slopes + head) * -LOG2E
         mbarrier.wait(q_full.index(W), q_phase)
@@ -157,7 +162,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         )
         m = gl.full([64], -3e38, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
+        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, GROWTH)
         stage, phase = after(stage, phase, STAGES)
         for part in gl.static_range(2):  # partial steps, then the full ones
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
@@ -179,9 +184,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 )
                 mbarrier.wait(v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
-                acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
+                acc_tokens = add_products(p_half, v_s, old, acc, V_CHUNKS)
                 ping_pong_pass(W, WARP_GROUPS)
-                s = warpgroup_mma_wait(1, deps=(s_token,))
+                s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
                 warp_arrive(k_empty.index(stage))
                 if config.SOFT_CAP:
                     s = tanh_of_scores(s, first_scale, BLOCK_N)
@@ -203,17 +208,17 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                         BLOCK_N,
                         BLOCK_LISTS,
                     )
-                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
-                acc = warpgroup_mma_wait(0, deps=(acc_token,))
+                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, GROWTH)
+                acc = finished(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(v_empty.index(old))
-                acc = rescale(acc, alpha, V_DIM)
+                acc = rescale(acc, alpha, V_CHUNK, V_CHUNKS)
                 stage, phase = after(stage, phase, STAGES)
         if not OUT_IN_QUERY:
             warp_arrive(q_empty.index(W))
         old, old_phase = before(stage, phase, STAGES)
         mbarrier.wait(v_full.index(old), old_phase)
         p_half = unpack(p, BLOCK_N, p_layout, dtype)
-        acc = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
+        acc_tokens = add_products(p_half, v_s, old, acc, V_CHUNKS)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
         there = rows < q_len
         lo = gl.load(kv_start + mask_row + rows, mask=there, other=0)
@@ -222,9 +227,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         lse_row = lse + (b.to(gl.int64) * heads + head) * q_len
         natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
         gl.store(lse_row + rows, natural, mask=there)
+        if config.ROW_MAX:
+            of_row = row_max + (b.to(gl.int64) * heads + head) * q_len + rows
+            gl.store(of_row, gl.where(attended, m * LN2, float("-inf")), mask=there)
         inverse = gl.where(attended, 1.0 / l, 0.0)
         tma.store_wait(0)  # the tile before has left o_s
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = finished(acc_tokens, 0, V_CHUNKS)
         warp_arrive(v_empty.index(old))
         if not BLOCK_LISTS:
             stage, phase = skip_blocks(
@@ -232,14 +240,17 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the full blocks
-        acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
-        o = o_s.index(W * (SLOTS * QK_CHUNK // V_DIM if OUT_IN_QUERY else 1))
+        outputs = ()
+        for c in gl.static_range(V_CHUNKS):
+            outputs = outputs + (gl.where(inverse != 0.0, acc[c] * inverse, 0.0),)  # noqa: RUF005
         gl.barrier()
-        o.store(acc.to(dtype))
+        for c in gl.static_range(V_CHUNKS):
+            o_s.index(OWN_O + c).store(outputs[c].to(dtype))
         fence_async_shared()
         gl.barrier()
-        o_tile = o.reinterpret(dtype, [1, 64, V_DIM], out.layout)
-        tma.async_store(out, [b, row + W * 64, head * V_DIM], o_tile)
+        for c in gl.static_range(V_CHUNKS):
+            o_tile = o_s.index(OWN_O + c).reinterpret(dtype, [1, 64, V_CHUNK], out.layout)
+            tma.async_store(out, [b, row + W * 64, head * V_DIM + c * V_CHUNK], o_tile)
         if OUT_IN_QUERY:
             tma.store_wait(0)
             gl.barrier()

@@ -2,7 +2,8 @@
 
 P is packed to pairs of 16 bits at once, so that three warp groups fit in 160 registers; the row sum
 stays a partial sum of each thread until the end; the maximum moves only when it grows by more than
-2^8, so that the accumulator is rarely rescaled (the result is the same: p and l share the factor).
+2^8, so that the accumulator is rarely rescaled (the result is the same: p and l share the factor),
+unless a kernel returns it.
 Register order: see sm90/common.py.
 """
 
@@ -68,15 +69,18 @@ def row_sums(n, l_in, l_out, a_out):
 
 
 @gluon.constexpr_function
-def softmax_asm(n, half):
+def softmax_asm(n, half, growth):
     """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then
     n scores, m (2), l (2), scale.
 
     Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is
-    the same in the whole quad.
+    the same in the whole quad. `growth`: by more than that the maximum moves, in base 2.
     """
     while hasattr(n, "value"):
         n = n.value
+    while hasattr(growth, "value"):
+        growth = growth.value
+    growth = {0: "0f00000000", 8: "0f41000000"}[growth]
     while hasattr(half, "value"):
         half = half.value
     (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
@@ -84,7 +88,7 @@ def softmax_asm(n, half):
     t += row_maxima([f"${s + i}" for i in range(n)])
     for r in (0, 1):
         t.append(
-            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, 0f41000000; setp.gt.f32 q, "
+            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, {growth}; setp.gt.f32 q, "
             f"g{r}, k{r};"
             f"selp.f32 ${m_out[r]}, g{r}, ${m_in[r]}, q; sub.f32 k{r}, ${m_in[r]}, ${m_out[r]};"
             f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};"
@@ -104,12 +108,12 @@ def half_name(dtype):
 
 
 @gluon.jit
-def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr):
+def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, GROWTH: gl.constexpr):
     """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new
     m, partial l, alpha."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
     return gl.inline_asm(
-        softmax_asm(N // 2, half),
+        softmax_asm(N // 2, half, GROWTH),
         ("=&r", "=&f", "=&f", "=&f", "f", "f", "f", "f"),
         (s, m, l, scale2),
         (packed, m.type, l.type, m.type),
@@ -154,7 +158,17 @@ def rescale_constraints(n):
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f", "f"])
 
 
+@gluon.constexpr_function
+def accumulator_types(columns, chunks):
+    columns, chunks = (int(getattr(x, "value", x)) for x in (columns, chunks))
+    return (gl.distributed_type(gl.float32, [64, columns], accumulator(columns)),) * chunks
+
+
 @gluon.jit
-def rescale(acc, alpha, V_DIM: gl.constexpr):
-    constraints: gl.constexpr = rescale_constraints(V_DIM // 2)
-    return gl.inline_asm(rescale_asm(V_DIM // 2), constraints, (acc, alpha), acc.type, is_pure=True)
+def rescale(sums, alpha, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Chunks of an accumulator (chunked_mma.py), of COLUMNS each."""
+    registers: gl.constexpr = COLUMNS * CHUNKS // 2
+    constraints: gl.constexpr = rescale_constraints(registers)
+    types: gl.constexpr = accumulator_types(COLUMNS, CHUNKS)
+    operands = sums + (alpha,)  # noqa: RUF005
+    return gl.inline_asm(rescale_asm(registers), constraints, operands, types, is_pure=True)

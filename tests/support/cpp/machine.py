@@ -108,6 +108,7 @@ POINTERS |= {
     f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()
 }
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
+POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
 BIASED = ("forward_sm90", "backward_sm90")
 POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
@@ -128,6 +129,7 @@ SCALARS = {
     "forward": OF_ROWS,
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
+    "forward_sm90_max_logits": ATTENTION,
     "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
@@ -200,6 +202,8 @@ SM90 = {
         "backward_dkdv_sm90_soft_cap",
         "backward_dq_sm90_soft_cap",
     ],
+    # with the rows' largest logits and nothing else that does
+    "forward_max_logits": ["forward_sm90_max_logits"],
     # with slopes of indices and nothing else that does
     "forward_alibi": ["forward_sm90_alibi"],
     "backward_alibi": ["backward_preprocess", "backward_sm90_alibi", "backward_postprocess"],

@@ -122,7 +122,7 @@ class Problem:
             "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
         }  # fmt: skip
         results = {name: x.astype(half).astype(float) for name, x in results.items()}
-        return results | {"lse": lse, "delta": delta}
+        return results | {"lse": lse, "delta": delta, "top": s.max(-1)}
 
     def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
         """And their derivative by s."""

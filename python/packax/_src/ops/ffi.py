@@ -436,15 +436,17 @@ def _padded_rows(query: Any) -> Any:
 
 def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
     """The suffix of the names of the kernels for this option alone; None: there are none."""
-    if spec.score_grads or spec.max_logits:
+    if spec.score_grads:
         return None
     suffixes: dict[Any, str] = {
-        (False, False, ()): "",
-        (True, False, ()): "_soft_cap",
-        (False, True, ()): "_block_lists",
-        (False, False, ("scales", "slopes")): "_alibi",
+        (False, False, False, ()): "",
+        (True, False, False, ()): "_soft_cap",
+        (False, True, False, ()): "_block_lists",
+        (False, False, True, ()): "_max_logits",
+        (False, False, False, ("scales", "slopes")): "_alibi",
     }
-    return suffixes.get((bool(spec.soft_cap), bool(spec.block_size), of.optional_operands))
+    options = bool(spec.soft_cap), bool(spec.block_size), spec.max_logits
+    return suffixes.get((*options, of.optional_operands))
 
 
 def takes_fallback(
