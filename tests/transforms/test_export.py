@@ -171,6 +171,20 @@ def test_masks_as_arguments_of_exported_programs():
             export(query, key, value, shapes).serialize()
 
 
+def test_symbolic_sizes_over_a_mesh_are_refused():
+    spec = P("data", "context")
+    sharding = packax.AttentionSharding(spec, spec)
+    query, key, value, *_ = symbolic(jnp.float32, 8)
+
+    def attention(*tensors):
+        return packax.flash_attention(*tensors, packax.causal(), sharding=sharding)
+
+    refused = "with sharding, the batch size of query must be a constant, but is the symbolic"
+    mesh = jax.make_mesh((2, 2), ("data", "context"))
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=refused):
+        jax.export.export(jax.jit(attention), platforms=["cpu"])(query, key, value)
+
+
 def test_masks_of_a_sharding_as_arguments():
     """The sharding that a mask carries is written with it, but for a mesh: no file can hold it."""
     if importlib.util.find_spec("flatbuffers") is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -349,6 +350,11 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
 
 def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -> None:
     """Raises ValueError unless `axes` cut `size`, as the caller sees it, evenly."""
+    if not isinstance(size, numbers.Integral):  # jax crashes when it compiles such a program
+        raise NotImplementedError(
+            f"with sharding, the {what} of {name} must be a constant, but is the symbolic dimension "
+            f"{size} of jax.export"
+        )
     pieces = layout.inside(axes)
     if size % pieces:
         raise ValueError(
