@@ -352,8 +352,8 @@ def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -
     """Raises ValueError unless `axes` cut `size`, as the caller sees it, evenly."""
     if not isinstance(size, numbers.Integral):  # jax crashes when it compiles such a program
         raise NotImplementedError(
-            f"with sharding, the {what} of {name} must be a constant, but is the symbolic dimension "
-            f"{size} of jax.export"
+            f"with sharding, the {what} of {name} must be a constant, but is the symbolic "
+            f"dimension {size} of jax.export"
         )
     pieces = layout.inside(axes)
     if size % pieces:
