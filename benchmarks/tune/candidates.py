@@ -25,7 +25,7 @@ Constants = dict[str, int]
 TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
 
 
-DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
 SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS")
 SIZES = {  # constant -> the smallest and the largest
     "BLOCK_M": (16, 128),

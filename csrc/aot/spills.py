@@ -50,6 +50,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4
     ("forward_sm90", (192, 192)): 104,  # under ptxas 12.9; 32 under 13.4
+    ("forward_sm90", 512): 136,  # under ptxas 12.9; 128 under 13.4
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
@@ -71,6 +72,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90_max_logits", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_sm90_max_logits", 256): 192,  # under ptxas 12.9; 80 under 13.4
     ("forward_sm90_max_logits", (192, 192)): 104,  # under ptxas 12.9; 32 under 13.4
+    ("forward_sm90_max_logits", 512): 144,  # under ptxas 12.9; 128 under 13.4
     # with a block mask
     ("forward_sm90_block_lists", 64): 120,  # under ptxas 12.9
     ("backward_dq_sm90_block_lists", 64): 136,  # under ptxas 13.4; 112 under 12.9

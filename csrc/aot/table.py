@@ -399,7 +399,7 @@ def sm90(
         tile = tile | UNDER_12_9.get((kernel, row), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if "QK_CHUNK" in tile:  # Gluon's tiles are powers of two
-        constants["V_CHUNK"] = v_dim & -v_dim
+        constants["V_CHUNK"] = min(v_dim & -v_dim, 256)
     if kernel == "backward_postprocess":
         del constants["V_DIM"]
     # rows of a program, but the keys of kernels that make dK and dV

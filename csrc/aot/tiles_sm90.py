@@ -17,7 +17,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # The same results as the portable kernels of the same pass, which serve every other GPU.
 # kernel -> head dims (row_of) -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two; V_CHUNK, of values, is in
-# table.py), registers of a consumer and of a producer thread; ROWS of a program. PING_PONG: warp
+# table.py), V_PARTS (how often a tile is computed, each time for a part of the value columns),
+# registers of a consumer and of a producer thread; ROWS of a program. PING_PONG: warp
 # groups issue products in turns, by named barriers, as the forward and dQ always do. REMATERIALIZE:
 # descriptors of operands that never move are made again in every step (sm90/common.py:
 # rematerialized_zero); it empties registers and costs some integer instructions. On an H200 it gave
@@ -35,6 +36,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "BLOCK_N": keys,
             "STAGES": 2,
             "OUT_IN_QUERY": out_in_query,
+            "V_PARTS": 1,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "REMATERIALIZE": int(dim > 64),
@@ -53,6 +55,20 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "BLOCK_N": 64,
             "STAGES": 3,
             "OUT_IN_QUERY": 1,
+            "V_PARTS": 1,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+            "REMATERIALIZE": 1,
+        }
+    }
+    | {
+        512: {
+            "QK_CHUNK": 256,
+            "WARP_GROUPS": 2,
+            "BLOCK_N": 32,
+            "STAGES": 2,
+            "OUT_IN_QUERY": 1,
+            "V_PARTS": 2,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
             "REMATERIALIZE": 1,

@@ -194,9 +194,14 @@ bool LowOccupancy(const F& o, const Device& device) {
   return Product({o.row_heads, o.batch, CeilDiv(o.q_len, kTile192)}) < device.multiprocessors;
 }
 
+// More than 256 value columns are computed in parts (csrc/kernels/sm90/fwd.py).
+Grid RowsOfParts(const F& o, int64_t block) {
+  return {Product({CeilDiv(o.q_len, block), o.heads, o.batch, CeilDiv(o.v_dim, 256)})};
+}
+
 template <typename Args>
 constexpr Steps<F> Persistent() {
-  return {Use<Args, F>(Rows, nullptr, &F::counter)};
+  return {Use<Args, F>(RowsOfParts, nullptr, &F::counter)};
 }
 
 template <typename Args>

@@ -47,16 +47,19 @@ class Report:
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        forward = (v for v in self.variants if v["kernel"] in ("forward", FASTER_FORWARD))
-        return sorted({(v["qk_dim"], v["v_dim"]) for v in forward})
+        return sorted(self._dims_of("forward", FASTER_FORWARD) - set(self.wide_dims))
 
     @property
     def wide_dims(self) -> list[tuple[int, int]]:
-        """Head dims that only the fallback kernels have, in 16 bits; each also serves smaller."""
+        """Head dims of fallback kernels without portable ones, in 16 bits; each also serves
+        smaller."""
         short = DTYPES.values()
         fallback = (v for v in self.variants if v["kernel"] in GENERAL_KERNELS)
         of = {(v["qk_dim"], v["v_dim"]) for v in fallback if v["dtype"] in short}
-        return sorted(of - set(self.head_dims))
+        return sorted(of - self._dims_of("forward"))
+
+    def _dims_of(self, *kernels: str) -> set[tuple[int, int]]:
+        return {(v["qk_dim"], v["v_dim"]) for v in self.variants if v["kernel"] in kernels}
 
     @property
     def float32_dims(self) -> list[tuple[int, int]]:
@@ -238,7 +241,8 @@ def _runs_lines(report: Report) -> list[str]:
                 report.find(kernel, cc, short, *pair, report.driver_version)
                 for kernel in GENERAL_KERNELS
             ]
-            what = found[0] if all(found) else f"no cubin for {capability(cc)}"
+            faster = report.find(FASTER_FORWARD, cc, short, *pair, report.driver_version)
+            what = (faster or found[0]) if all(found) else f"no cubin for {capability(cc)}"
             lines.append(f"{gpu}, {name}, head dims up to {_dims(*pair)}: {what}")
     return lines
 

@@ -22,10 +22,12 @@ AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 
 @pytest.fixture
 def hopper(extension, monkeypatch):
-    """A build with kernels for Hopper of these head dims; soft caps for 64 and 128."""
+    """A build with kernels for Hopper of these head dims, the forward's up to 512; soft caps for 64
+    and 128."""
     capped = tuple(f"{name}_soft_cap" for name in PASSES)
     dims = (*DIMS, (192, 192))
     rows = with_sm90(dims=dims, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
+    rows += with_sm90(dims=((512, 512),), kernels=PASSES[:1])
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
 
 
@@ -71,13 +73,26 @@ def dims_of(function, dims, dtype=jnp.bfloat16, **options):
         ((192, 192), (192, 192)),
         ((192, 200), (256, 256)),
         ((248, 8), (256, 256)),
-        ((264, 64), (264, 64)),
     ),
 )
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
 def test_the_next_kernels_of_hopper(hopper, monkeypatch, function, dims, expected):
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # others have no 192
     assert dims_of(function, dims) == expected
+
+
+@pytest.mark.parametrize("dims", ((264, 64), (320, 320), (8, 512), (512, 512)))
+def test_a_forward_alone(hopper, monkeypatch, dims):
+    """Above 256 the backward takes the fallback kernels, without padding; so does the forward with
+    an option and on other GPUs."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
+    assert dims_of(step, dims) == (512, 512)
+    assert dims_of(jax.grad(loss), dims) == dims
+    assert dims_of(step, dims, soft_cap=30.0) == dims
+    assert dims_of(step, dims, jnp.float16) == dims  # the rows are of bfloat16
+    for capabilities in ({80}, {80, 90}, None):
+        monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
+        assert dims_of(step, dims) == dims
 
 
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))

@@ -20,7 +20,7 @@ pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
 
 DIMS = ((8, 8), (24, 40), (72, 72), (80, 80), (96, 96), (40, 120), (136, 128), (160, 160))
-DIMS += ((192, 192), (248, 16))
+DIMS += ((192, 192), (248, 16), (264, 64), (320, 320), (512, 512))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -33,7 +33,7 @@ def test_documents(dims, dtype, deterministic):
     assert_close(x, got, expression.as_array(500, 500))
 
 
-@pytest.mark.parametrize("dims", ((24, 24), (96, 96), (160, 160)), ids=str)
+@pytest.mark.parametrize("dims", ((24, 24), (96, 96), (160, 160), (320, 320), (512, 512)), ids=str)
 def test_a_scale_of_ones_own(dims):
     x = tensors(2, 129, 300, 6, 3, dims, "bfloat16")
     mask = packax.sliding_window(40)

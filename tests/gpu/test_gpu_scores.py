@@ -71,7 +71,8 @@ def test_float32(name, dims, options, precision, close):
 
 
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+    "dims",
+    [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320), (512, 512)],
 )
 @pytest.mark.parametrize("name", ["causal_long", "padding", "ids_reappear", "gqa_4"])
 def test_largest_logits(name, dims):

@@ -251,6 +251,8 @@ def test_head_dims_above_256(tmp_path, driver, cc, dims):
     for direction, options in itertools.product(MAKE, ({}, plain)):
         if options and direction == "backward":
             options = {**options, "score_grads": 0}
+        elif options and cc == 90 and dims == (512, 512):
+            continue  # test_sm90_handlers.py
         machine.cuda.fake_clear()
         call = MAKE[direction](machine, s, dims, **options)
         assert machine.run(call, INITIALIZE) is None and machine.run(call) is None

@@ -130,6 +130,12 @@ def test_head_dims_of_fallback_kernels_alone(others):
     assert "GPU 1, float16, head dims up to 512: forward_fallback_f16_512x512_sm80" in shown
     assert ("GPU 1, float16, head dim 64: forward_f16_64x64_sm80" in shown) == bool(others)
     assert "512" not in text()
+    own = {"kernel": "forward_sm90", "name": "forward_sm90_512", "dtype": "f16", "cc": 90}
+    rows += (*(row | {"cc": 90} for row in WIDE), WIDE[0] | own)  # only the forward
+    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    assert "GPU 0, float16, head dims up to 512: forward_sm90_512" in shown
+    assert "GPU 0, bfloat16, head dims up to 512: forward_fallback" in shown
+    assert "head dim 512" not in shown
 
 
 @pytest.mark.parametrize(

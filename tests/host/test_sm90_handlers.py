@@ -13,7 +13,14 @@ import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import Array, Sizes, backward, forward, forward_alibi, of_head_group
 from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
-from cpp.machine import KERNELS, MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from cpp.machine import (
+    DRIVER,
+    KERNELS,
+    MULTIPROCESSORS,
+    make_machine,
+    needs_compiler,
+    needs_extension,
+)
 from cpp.sm90 import (
     backward_maps,
     expect_forward,
@@ -57,6 +64,24 @@ def test_forward_with_largest_logits(tmp_path, driver, s, qk_dim, block):
     call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
     row_max = call.addresses()["row_max"]
     expect_forward(machine, s, call, "forward_sm90_max_logits", block, row_max=row_max)
+
+
+@pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm90_max_logits"])
+@pytest.mark.parametrize("s", SIZES)
+def test_forward_of_head_dim_512(tmp_path, driver, s, kernel):
+    """It computes a tile twice, for half of the value columns each, so there are as many programs.
+    No portable kernel has this head dim."""
+
+    def has_512(m):
+        return m.ext.find(kernel, 90, m.variant["dtype"], 512, 512, DRIVER) is not None
+
+    machine = make_machine(tmp_path, driver, ccs=(90,), choose=has_512)
+    machine.variant = {**machine.variant, "cc": 90, "qk_dim": 512, "v_dim": 512}
+    largest = kernel.endswith("max_logits")
+    call = forward_alibi(machine, s, (0, 0), needs_row_max=int(largest))  # without slopes
+    call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
+    more = {"row_max": call.addresses()["row_max"]} if largest else {}
+    expect_forward(machine, s, call, kernel, 128, **more)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

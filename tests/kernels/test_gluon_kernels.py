@@ -68,7 +68,8 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
 SOME = ("two rows", "ids that come back", "longer queries")
 EVERY = once_each([(64, 64), (128, 128)], MASKS)
 WIDE = (192, 128), (256, 256), (192, 192)
-EVERY += some(itertools.product(WIDE, (*SOME, "one row")), 0, 5, 10)
+WIDE_FORWARD = (*WIDE, (512, 512))
+EVERY += some(itertools.product(WIDE_FORWARD, (*SOME, "one row")), 0, 5, 10, 12)
 # The same masks are the fused backward's, so each head dim has one of them.
 OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 1, 15)
 OF_EACH_DIM += some(itertools.product(WIDE, (*SOME, "one row")), 0, 5, 10)
@@ -185,7 +186,9 @@ def test_queries_alone(dims, case):
     queries_alone(Problem(case, dims))
 
 
-@pytest.mark.parametrize("dims,case", some(itertools.product([(64, 64), *WIDE], SOME), 0, 4, 11))
+@pytest.mark.parametrize(
+    "dims,case", some(itertools.product([(64, 64), *WIDE_FORWARD], SOME), 0, 4, 11, 13)
+)
 def test_largest_logits(dims, case):
     forward(Problem(case, dims, "_max_logits"), {})
 

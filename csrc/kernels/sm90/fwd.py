@@ -10,6 +10,8 @@ issuing (section 3.1). Masked steps come first, then one mask-free loop.
 
 Head dims are cut into chunks of columns (chunked_mma.py), one for each power of two and more only
 for dims that are none (192): QK_CHUNK columns of queries and keys, V_CHUNK of values and outputs.
+Where 64 rows of the output do not fit a warp group's registers (512), a tile is computed V_PARTS
+times, each time for another part of the value columns. Each time the scores are computed again.
 """
 
 from sm90.block_lists import list_of_rows
@@ -43,10 +45,11 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
     V_CHUNK: gl.constexpr = config.V_CHUNK
-    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    V_PARTS: gl.constexpr = config.V_PARTS
+    V_CHUNKS: gl.constexpr = V_DIM // V_PARTS // V_CHUNK
     group = heads // kv_heads
     tiles = (q_len + ROWS - 1) // ROWS
-    total = tiles * batch * heads
+    total = tiles * batch * heads * V_PARTS
     stage = 0
     phase = 0
     slot = 0
@@ -55,8 +58,9 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     tile = gl.program_id(0)
     while tile < total:
         head, kv_head, b, mask_b, row = place_of_tile(
-            tile, q_order, batch, mask_batch, tiles, group, kv_heads, ROWS, 1
+            tile // V_PARTS, q_order, batch, mask_batch, tiles, group, kv_heads, ROWS, 1
         )
+        v_part = tile % V_PARTS
         start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, ROWS)
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
         partial = steps - full_end + full_begin
@@ -71,7 +75,7 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
             (
                 work_s.index(slot),
                 row,
-                head,
+                head * V_PARTS + v_part,
                 b,
                 start,
                 steps,
@@ -104,11 +108,12 @@ def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
                 at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(key, at_k, k_full.index(stage), k_tile)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * (V_DIM // V_PARTS) * 2)
             for c in gl.static_range(V_CHUNKS):
                 v_tile = v_s.index(stage * V_CHUNKS + c)
                 v_tile = v_tile.reinterpret(dtype, [1, BLOCK_N, V_CHUNK], value.layout)
-                at_v = [b, at, kv_head * V_DIM + c * V_CHUNK]
+                column = (kv_head * V_PARTS + v_part) * (V_DIM // V_PARTS) + c * V_CHUNK
+                at_v = [b, at, column]
                 tma.async_load(value, at_v, v_full.index(stage), v_tile)
             stage, phase = after(stage, phase, STAGES)
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
@@ -133,7 +138,7 @@ def forward_sm90(
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    OUT_IN_QUERY: gl.constexpr,
+    OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or
@@ -146,15 +151,16 @@ def forward_sm90(
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES,
-        OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
-        ALIBI=slopes is not None, BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
+        OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
+        SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
+        BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
-    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // V_PARTS // V_CHUNK
     v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()

@@ -84,7 +84,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     SLOTS: gl.constexpr = query_slots(CHUNKS)
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     V_CHUNK: gl.constexpr = config.V_CHUNK
-    V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    V_PARTS: gl.constexpr = config.V_PARTS
+    V_CHUNKS: gl.constexpr = V_DIM // V_PARTS // V_CHUNK
     o_layout: gl.constexpr = accumulator(V_CHUNK)
     OWN_O: gl.constexpr = W * (SLOTS * QK_CHUNK // V_CHUNK if OUT_IN_QUERY else V_CHUNKS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -97,10 +98,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     slot_phase = 0
     q_phase = 0
     mbarrier.wait(work_full.index(0), 0)
-    row, head, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
+    row, head_part, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
         work_s.index(0)
     )
     while steps > 0:
+        head = head_part // V_PARTS
         lanes_arrive(work_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
@@ -250,7 +252,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
             o_tile = o_s.index(OWN_O + c).reinterpret(dtype, [1, 64, V_CHUNK], out.layout)
-            tma.async_store(out, [b, row + W * 64, head * V_DIM + c * V_CHUNK], o_tile)
+            column = head_part * (V_DIM // V_PARTS) + c * V_CHUNK
+            tma.async_store(out, [b, row + W * 64, column], o_tile)
         if OUT_IN_QUERY:
             tma.store_wait(0)
             gl.barrier()
@@ -258,7 +261,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         mbarrier.wait(work_full.index(slot), slot_phase)
-        row, head, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
+        row, head_part, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
             work_s.index(slot)
         )
     tma.store_wait(0)

@@ -49,7 +49,8 @@ def expect_forward(machine, s, call, kernel, block, **more):
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
     more |= {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
-    tiles = s.heads * s.batch * ceil(s.q_len / block)
+    parts = ceil(machine.variant["v_dim"] / 256)
+    tiles = s.heads * s.batch * ceil(s.q_len / block) * parts
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, tiles)]}
     expect_launches(machine, call, more | attention(s, 0.375, 1), grids)
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
