@@ -166,9 +166,10 @@ def flash_attention(
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
             are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
-            if a rank has no fewer private rows than it gathers shared ones. In other cases, None
-            selects groups that were fastest in measurements, which differ between the passes. It
-            has no effect if no keys or only halos are fetched, and never changes results.
+            if a rank has at least as many private rows as it gathers shared rows. In other cases,
+            None selects the groups that were fastest in measurements, separately for the forward
+            and the backward pass. It has no effect if no keys or only halos are fetched, and never
+            changes results.
         checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:

@@ -102,9 +102,9 @@ def decode_attention(
         value_scale: the same for the values.
         kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends to
             (for padding on the left, or chunked attention: kv_starts = p // size * size).
-        window: (left, right), Python integers from 0 or None for no limit: a row attends to the
-            keys from p - left to p + right, as in `sliding_window(left, right)`. A right above 0
-            needs causal=False.
+        window: (left, right), each a Python integer of at least 0, or None for no limit: a row
+            attends to the keys from p - left to p + right, as in `sliding_window(left, right)`. A
+            right above 0 needs causal=False.
         causal: False: all rows of a sequence attend to all of its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
@@ -200,7 +200,7 @@ def decode_attention(
 def checked_scales(
     key: jax.Array, key_scale: Any, value_scale: Any, *, paged: bool
 ) -> tuple[jax.Array, ...]:
-    """The scales of a cache in FP8, both (1, Hkv) or both (B or pages, Hkv) float32; else none."""
+    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32. (): no cache in FP8."""
     given = {"key_scale": key_scale, "value_scale": value_scale}
     rows, _, heads, _ = key.shape
     arrays = []

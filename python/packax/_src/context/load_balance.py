@@ -99,7 +99,7 @@ class ContextPlan:
     ) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, by this plan.
 
-        Sending their gradients back takes as many bytes. The ranks of a host are neighbours: the
+        Sending their gradients back takes as many bytes. The ranks of a host are neighbors: the
         host is the first of the context axes. With levels, the keys that all ranks gather are sent
         to each host once: each rank fetches those of the ranks at its position on other hosts, and
         then, inside its host, those that the others fetched.
@@ -144,11 +144,11 @@ class ContextPlan:
         return {"inside": inside * row, "between": between * row}
 
     def halo(self, expression: Any) -> Halo | None:
-        """The keys that ranks fetch for a mask of it; None: as the plan says."""
+        """The halos that ranks fetch for a mask of this expression; None: no halos."""
         return Halo.of(expression, self.kind, self.ranks, self.length, self.chunk)
 
     def steps(self, groups: int) -> list[Step]:
-        """The gathers, in order, of a part that this many groups of ranks gather."""
+        """The gathers, in order, of a part that is gathered by `groups` groups of ranks."""
         if len(self.levels) < 2:
             return [Step(self.ranks // groups, 1)]
         found, stride = [], self.ranks
@@ -256,10 +256,10 @@ def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
 def balanced(
     ranks: int, keys: Any, chunk: int | None = None, expression: Any = None
 ) -> ContextPlan:
-    """Chunks dealt by `keys`, (B or 1, length) int32: how many keys each row attends.
+    """Deals chunks by `keys`, (B or 1, length) int32: how many keys each row attends to.
 
-    With numpy arrays it runs on the host, with the same result. expression: of self-attention,
-    whose halos count in the default chunk.
+    With numpy arrays it runs on the host, with the same result. The default chunk depends on the
+    halos of `expression`; None: no self-attention, so no halos.
     """
     length = keys.shape[1]
     chunk = _balanced_chunk(length, ranks, chunk, expression)
@@ -381,8 +381,8 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
 
 
 def deal_in_rounds(areas: np.ndarray, order: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The rank of each chunk: dealt in this order, in each round one to every rank, the largest to
-    the rank with the least load."""
+    """The rank of each chunk. Chunks are dealt in this order. In each round every rank gets one,
+    and the largest goes to the rank with the least load."""
     load, rank_of = load.astype(np.int64), np.empty(len(areas), np.int64)
     for chunks in order.reshape(-1, len(load)):
         chunks = chunks[(-areas[chunks]).argsort(kind="stable")]

@@ -69,10 +69,10 @@ def create_attention_mask(
         plan: the `ContextPlan` by which the query rows were permuted. The expression and its arrays
             are in the order of the sequence: this function permutes the rows. With a plan of kind
             "local", only shared keys are gathered. All keys are gathered if the expression has a
-            block_sparse(...), no documents(...) or separate ids of keys, or if permuted_keys is
-            False. If a "local" plan was made from other segment ids, and ids and plan are numpy
-            arrays, all keys are gathered, too. If either is a jax array, the program compares a
-            checksum of the ids. If it differs, outputs and gradients are NaN.
+            block_sparse(...) or separate ids of keys, if it has no documents(...), or if
+            permuted_keys is False. If a "local" plan was made from other segment ids, and
+            ids and plan are numpy arrays, all keys are gathered, too. If either is a jax array, the
+            program compares a checksum of the ids. If it differs, outputs and gradients are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
         implementation: None: kernels when lowered for CUDA, and XLA elsewhere, or if no GPU of this

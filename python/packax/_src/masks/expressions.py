@@ -1,4 +1,4 @@
-"""Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
+"""Mask expressions: frozen values. `as_array` defines what each means, as a dense boolean array.
 
 This file has their algebra, `&` and `|`, the checks that their arrays agree on sizes, and how they
 pass through jit. The leaves are in documents.py, intervals.py, spans.py, tree.py and
@@ -130,7 +130,7 @@ class MaskExpression(NotAnArray):
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """The positions that intervals joined with it compare, if it has any; ids are left out."""
+        """The positions that intervals joined with it compare, without ids. None: it has none."""
         return None
 
     def check_with(self, document: Documents | None) -> None:
@@ -146,10 +146,10 @@ class MaskExpression(NotAnArray):
         """Raises ValueError if it is for other lengths; None: unknown."""
 
     def reach(self, chunk: int) -> Reach:
-        """In self-attention, how many keys before a chunk of rows, and how many behind it, its rows
-        attend to at most; None: not known. A chunk has `chunk` rows, and the first one starts at
-        row 0. The rows that attend to keys before their chunk are its first ones, and there are at
-        most as many of them as such keys."""
+        """Bounds on the keys outside a chunk of rows to which its rows attend in self-attention:
+        how many before the chunk, and how many behind it; None: not known. A chunk has `chunk`
+        rows, and the first one starts at row 0. If the first bound is n, only the first n rows of a
+        chunk attend to keys before it."""
         return None, None
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
@@ -217,7 +217,7 @@ class Interval(MaskExpression):
     def anchors(self) -> frozenset[Any] | None:
         """Offsets o such that every row's interval certainly holds its position + o; None: all.
 
-        `|` uses it and `unbounded` to accept a union. Without either it refuses most unions.
+        `|` accepts a union because of this or of `unbounded`. It refuses most others.
         """
         return frozenset()
 
@@ -326,7 +326,7 @@ class Shared:
 
 @pytree("sides", "offsets")
 class Or(Interval):
-    """A pair is attended if any member allows it; all are intervals, their union too.
+    """A pair is attended if any member allows it. All members and their union are intervals.
 
     The union may be an interval only because offsets are equal. Each offset is therefore stored
     once and shared by the members, so that they stay equal when a transformation replaces it.

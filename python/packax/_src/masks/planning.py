@@ -71,14 +71,14 @@ def context_plan(
     time first (Graham 1969), in rounds: chunks are sorted by that number, and in each round the
     largest of the next `ranks` chunks goes to the rank with the least work so far. Deterministic,
     with the same result on the host and on the device. "zigzag": rank r gets the chunks r and 2 *
-    ranks - 1 - r of 2 * ranks (Llama 3, arXiv 2407.21783, section 3.3.2): equal work for one causal
-    document, independent of the expression. "local": documents stay whole on a rank, which then
-    needs no keys from other ranks for them; only documents that would unbalance the ranks are
-    split. A rank's rows are a shared part, whose keys all ranks gather, and a private part. Several
-    context axes, such as (host, GPU), are levels: documents are split inside a host first, one
-    shared part spans all ranks, and another spans the ranks of a host. Without `documents(...)`, or
-    with separate ids of keys, all rows are shared, as in "balanced". Such a plan is made on the
-    host, from values: not inside jit.
+    ranks - 1 - r of 2 * ranks (Llama 3, arXiv 2407.21783, section 3.3.2). This does not depend on
+    the expression, and gives equal work for one causal document. "local": documents stay whole
+    on a rank, which then needs no keys from other ranks for them; only documents that would
+    unbalance the ranks are split. A rank's rows are a shared part, whose keys all ranks gather, and
+    a private part. Several context axes, such as (host, GPU), are levels: documents are split
+    inside a host first, one shared part spans all ranks, and another spans the ranks of a host.
+    Without `documents(...)`, or with separate ids of keys, all rows are shared, as in "balanced". A
+    "local" plan is made on the host, from values: not inside jit.
 
     Args:
         expression: the expression of the mask, in the order of the sequence. If all its arrays are
@@ -92,8 +92,9 @@ def context_plan(
             such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that gives a rank 16 chunks, at least 128; 4 chunks if
-            the expression has a window whose halos are at most half as long as such a chunk.
+            largest power of two times 128 that gives a rank at least 16 chunks, or else 128. 4
+            replaces 16 if the expression has a window whose halos are together at most half as long
+            as the chunk that results.
         shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
             0.0 to 1.0, rounded up to 128 rows) or a number of rows (an int). With levels, a tuple
             with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
