@@ -104,10 +104,10 @@ class Plan:
             for title, (name, kernel) in candidates.items()
             if name == "backward_preprocess"
         }
-        self.twins = {
-            name: work.launch(twin)
+        self.portables = {
+            name: work.launch(portable)
             for name in ("forward", "backward_delta", *PORTABLE_BACKWARD)
-            if (twin := built.twin(name, dims)) is not None
+            if (portable := built.portable(name, dims)) is not None
         }
 
     def together(self, title: str) -> Launch | None:
@@ -132,14 +132,14 @@ class Plan:
         none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
-        forward = self.twins.get("forward") or self.own.get("forward_sm90")
+        forward = self.portables.get("forward") or self.own.get("forward_sm90")
         if forward is None:
             raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
         forward()
         found = work.results(("out", "lse"))
-        if all(name in self.twins for name in PORTABLE_BACKWARD):
+        if all(name in self.portables for name in PORTABLE_BACKWARD):
             for name in ("backward_delta", *PORTABLE_BACKWARD):
-                self.twins[name]()
+                self.portables[name]()
             found |= work.results(("dq", "dk", "dv"))
         self.work.driver.synchronize()
         return found
@@ -162,7 +162,7 @@ class Plan:
             if pipeline:
                 self.work.poison(("delta", "lse2", "lo", "hi", "dq_sum"))
             elif name in PORTABLE_BACKWARD:
-                self.twins["backward_delta"]()
+                self.portables["backward_delta"]()
             run()
             self.work.driver.synchronize()
             got = self.work.results(names)

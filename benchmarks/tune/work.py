@@ -43,7 +43,7 @@ class Built:
         found = {row["kernel"]: row for row in self.rows if row["dims"] == [0, 0]}
         return {name: self.kernel(found[name]) for name in MASK}
 
-    def twin(self, kernel: str, dims: tuple[int, int]) -> Kernel | None:
+    def portable(self, kernel: str, dims: tuple[int, int]) -> Kernel | None:
         """The table's portable kernel."""
         for row in self.rows:
             if (row["kernel"], tuple(row["dims"]), row["label"]) == (kernel, dims, None):

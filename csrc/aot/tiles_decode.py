@@ -69,7 +69,8 @@ FLOAT32_DECODE_TILES = {
     },
 }
 # Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes: about the same bytes in flight.
-# Not timed. One set for all of a family, so those of "ampere" fit "small". Only Hopper has tall
+# Hopper's at 128 is the fastest of six (docs/experiments.md), the others were not timed. One set
+# for all of a family, so those of "ampere" fit "small". Only Hopper has tall
 # tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 # Head dims that have no other kernels, and only these GPUs: on others such calls are padded.
 DIMS = ((96, 96), (192, 192))
 
-# The fastest of those tried on an H100 by proxy (docs/internals/proxy.md), but for 96 and 192, soft
-# caps at 64, and "small" at 256, which were not timed.
+# The fastest of those tried on an H100 by proxy (docs/internals/proxy.md), except "small" at 256,
+# 96, 192 and soft caps: no other tiles of these were timed.
 
 # kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, STAGES (one buffer each of
 # keys and values), warps: rows whose forward is sm80/fwd.py. At 64 the compiler of portable/fwd.py

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 Dims = int | tuple[int, int]
-# Head dims of query and key, and of value, that only Hopper has kernels for. Other GPUs run such
-# calls on the fallback kernels.
+# Head dims of query and key, and of value, that have separate kernels on Hopper (those of other
+# GPUs: tiles_sm80.py).
 HOPPER_DIMS = ((192, 192),)
 
 

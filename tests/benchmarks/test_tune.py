@@ -140,7 +140,7 @@ assert report["wrong"] == [f"odd 128x128 {title}"], report["wrong"]  # and in no
 timed = {(row["kernel"], row["tile"]) for row in report["rows"]}
 assert ("backward_sm90", f"{bad['label']} {bad['assembler']}") not in timed
 assert ("backward_sm90", "table 13.4") in timed and ("backward", "table 13.4") in timed
-assert ("backward_preprocess", "table 12.9") in timed  # beside which it ran
+assert ("backward_preprocess", "table 12.9") in timed  # it ran with these
 assert report["rows"][0]["tile"] == "table 13.4"
 assert all(row["case"] == "small" for row in report["rows"])
 flops = {row["kernel"]: row["ms"] * row["tflops"] for row in report["rows"] if row["tflops"]}

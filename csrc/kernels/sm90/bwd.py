@@ -14,7 +14,7 @@ shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2
 turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs under the
 products of the other.
 
-The float32 dQ lies in the order of the accumulator's registers, which only `backward_postprocess`
+The float32 dQ is in the order of the accumulator's registers, which only `backward_postprocess`
 undoes. Its additions come in any order: dQ differs by rounding from run to run.
 sm90/bwd_consumer.py has what a warp group computes, sm90/bwd_producer.py the producer,
 sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their

@@ -6,7 +6,7 @@ groups of 64 rows, and a producer warp that draws the next tile and streams its 
 cotangents, then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS
 K with dS from registers. The scores of the next step run under the third product. Head dims are cut
 into chunks of columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys leave room for one tile
-of values beside two of keys.
+of values and two of keys.
 """
 
 from sm90.block_lists import list_of_rows, mask_of_head

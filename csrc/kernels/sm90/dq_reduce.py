@@ -1,7 +1,7 @@
 """What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and
 blocks of dQ with the float32 sum.
 
-The sum lies in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it):
+The sum is in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it):
 stores without bank conflicts, whole lines, and one contiguous addition by the copy engine.
 """
 

@@ -156,8 +156,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
         # The sink may be the largest logit: relative to logits of -1e9 it would be rounded away.
         attended, finite, sink = _sink_terms(None, log, jax.lax.stop_gradient(sinks))
         larger = jnp.where(attended & finite, jnp.maximum(top, sink), top)
-        log = jnp.where(attended, log + jnp.where(attended, top - larger, 0), log)
-        top = larger
+        top, log = larger, log + jnp.where(attended, top - larger, 0)
     attended, _, sink = _sink_terms(top, log, sinks)
     out, log = merged([(out, log), (None, jnp.where(attended, sink, log))])
     return out, row_sums.together(top, log)
