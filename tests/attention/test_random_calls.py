@@ -1,5 +1,6 @@
-"""The program of random calls (tests/gpu/random_calls.py) on the CPU: cases of every dtype are right,
-and a wrong result is seen."""
+"""The program of random calls (tests/gpu/random_calls.py) on the CPU.
+
+Cases of every dtype are right, and a wrong result is seen."""
 
 from __future__ import annotations
 
