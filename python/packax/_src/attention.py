@@ -166,7 +166,7 @@ def flash_attention(
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
             are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
-            if a rank has at least as many private rows as it gathers shared rows. In other cases,
+            if a rank has at least as many private rows as the shared part has keys. In other cases,
             None selects the groups that were fastest in measurements, separately for the forward
             and the backward pass. It has no effect if no keys or only halos are fetched, and never
             changes results.
@@ -175,10 +175,10 @@ def flash_attention(
     Returns:
         out, (B, Sq, H, Dv) in query's dtype; with return_lse or return_max_logits a tuple: out,
         then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
-        (float64 for float64). Inside a `shard_map` of the caller, max_logits over all rows needs
-        `sharding`. A row that attends to nothing has out 0, lse -inf (also with a sink) and
-        gradients 0, and its incoming cotangents are ignored. An empty batch or no query rows give
-        empty results; with no keys every row attends to nothing.
+        (float64 for float64). Inside a `shard_map` of the caller, max_logits covers the rows of all
+        ranks only with `sharding`. A row that attends to nothing has out 0, lse -inf (also with a
+        sink) and gradients 0, and its incoming cotangents are ignored. An empty batch or no query
+        rows give empty results; with no keys every row attends to nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,

@@ -46,8 +46,8 @@ def decode_shared_prefix(
         kv_lengths: (B,) integers: the keys of each sequence, prefix and new ones included.
         prefix_lengths: (G,) integers, where B is a multiple of G: how many of their first keys the
             sequences of each group share. They must not include the Sq new ones.
-        block_table: (B, max_blocks) integers. The pages of a prefix are those that the table has
-            for the first of the sequences that are computed together.
+        block_table: (B, max_blocks) integers. For sequences that are computed together, the pages
+            of the prefix are taken from the row of the first of them.
         key_scale, value_scale: of pages in float8_e4m3fn, as in `decode_attention`.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
         return_lse: also return the log-sum-exp.

@@ -83,8 +83,8 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
     Raises:
         ValueError: a shape, dtype or size that is not as above.
 
-    An attention mask stores it as bits, with two lists of one int32 for every 128 rows x 64 keys,
-    for each of its heads.
+    An attention mask stores it as bits, together with two lists of blocks for each of its heads.
+    Each list has about one int32 for every 128 x 64 pairs of a row and a key.
 
     Examples:
         >>> blocks = np.array([[True, False], [True, True]])

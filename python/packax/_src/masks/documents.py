@@ -56,8 +56,8 @@ def documents(
         positions: like segment_ids. Expressions joined with this one, such as `causal()`, compare
             them instead of indices; all do except documents(...), ranges(...) and
             block_sparse(...). By themselves they have no effect.
-        kv_positions: like kv_segment_ids; None: the same as positions, and only allowed if
-            kv_segment_ids is None too.
+        kv_positions: like kv_segment_ids; None: the same as positions. Must be passed if both
+            positions and kv_segment_ids are.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above.

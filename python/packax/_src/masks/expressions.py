@@ -116,8 +116,8 @@ class MaskExpression(NotAnArray):
     def arrays(self) -> list[tuple[str, Array, str]]:
         """(name, array, side) of its arrays.
 
-        The side says what the array has one value for: "q" each query row or "kv" each key (the
-        last axis, after the batch if any), or "batch" each batch row.
+        The side is "q" if the last axis is the query rows, "kv" if it is the keys (a batch axis may
+        come first), and "batch" if the array has one value for each batch row.
         """
         return []
 
@@ -130,7 +130,7 @@ class MaskExpression(NotAnArray):
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """The positions that intervals joined with it compare, without ids. None: it has none."""
+        """What intervals joined with it compare; None: it defines no positions. See `places_of`."""
         return None
 
     def check_with(self, document: Documents | None) -> None:
@@ -146,10 +146,10 @@ class MaskExpression(NotAnArray):
         """Raises ValueError if it is for other lengths; None: unknown."""
 
     def reach(self, chunk: int) -> Reach:
-        """Bounds on the keys outside a chunk of rows to which its rows attend in self-attention:
-        how many before the chunk, and how many behind it; None: not known. A chunk has `chunk`
-        rows, and the first one starts at row 0. If the first bound is n, only the first n rows of a
-        chunk attend to keys before it."""
+        """Bounds on how far rows attend beyond their chunk in self-attention: the number of keys
+        before it, and the number of keys behind it; None: not known. A chunk has `chunk` rows, and
+        the first one starts at row 0. If the first bound is n, only the first n rows of a chunk
+        attend to keys before it."""
         return None, None
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__

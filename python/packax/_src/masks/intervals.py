@@ -63,10 +63,11 @@ class _Offset(Interval):
 
 
 def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None:
-    """Warns if rows that follow a cache are not, or probably not, given positions after it.
+    """Warns if rows that follow a cache are not, or probably not, offset by its length.
 
-    Each interval has its own offset: causal(n) & sliding_window(w) is not a window after n keys.
-    And without an offset, fewer rows than keys are the first ones, not the last.
+    Each interval has a separate offset: in causal(n) & sliding_window(w), that of the window is 0.
+    And if there are fewer rows than keys and no offset, the rows are the first of the sequence, not
+    the last.
     """
     members = [part for part in expression.walk() if isinstance(part, _Offset)]
     for part in expression.walk():

@@ -92,17 +92,17 @@ def context_plan(
             such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that gives a rank at least 16 chunks, or else 128. 4
-            replaces 16 if the expression has a window whose halos are together at most half as long
-            as the chunk that results.
+            largest power of two times 128 that gives a rank at least 16 chunks, or else 128.
+            With a window, at least 4 chunks instead of 16, if the halos of a chunk of the resulting
+            size are together at most half as long as the chunk.
         shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
             0.0 to 1.0, rounded up to 128 rows) or a number of rows (an int). With levels, a tuple
             with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
             that all ranks share, then those that a host's ranks share, which include the former. A
             single size defines one part shared by all ranks. None: the smallest of 24 fractions
-            for which the most loaded rank has at most 1.03 times the mean work; with levels, the
-            smallest for all ranks, then for hosts. If a size that you pass is too small for the
-            documents, all rows are shared, with a warning.
+            for which the most loaded rank has at most 1.03 times the mean work. With levels, the
+            size for all ranks is minimized first, then that for a host. If a size that you pass is
+            too small for the documents, all rows are shared, with a warning.
         length: rows of the sequence; needed only if no array of the expression determines it.
 
     Returns:
@@ -111,8 +111,9 @@ def context_plan(
 
     Raises:
         ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
-            length that does not divide into whole chunks for every rank, an invalid size of the
-            shared part, one for other levels or another kind, or kind="local" inside jit.
+            length that does not divide into whole chunks for every rank, a shared= that is not as
+            above, does not match the levels or is passed for another kind, or kind="local" inside
+            jit.
 
     Examples:
         >>> plan = packax.context_plan(expression, sharding=sharding)
@@ -207,8 +208,8 @@ def shard_batch(
         `plan.unpermute(x)` puts outputs back into the order of the sequence.
 
     Raises:
-        ValueError: arrays of another length, a plan and a kind, or what `context_plan` and
-            `create_attention_mask` raise.
+        ValueError: arrays of another length; plan= together with kind=, chunk= or shared=; or what
+            `context_plan` and `create_attention_mask` raise.
 
     Examples:
         >>> batch, mask, plan = packax.context.shard_batch(

@@ -309,7 +309,7 @@ def tree_rows(
 
 
 def tree_keys(tree: Tree, interval: And) -> Any:
-    """(B or 1, S): how many keys each row attends; its path has one key per depth."""
+    """(B or 1, S): how many keys each row attends to; its path has one key per depth."""
     nodes = tree.nodes()
     xp = numpy_of(nodes.position)
     low, high = position_limits(nodes, None, interval)
