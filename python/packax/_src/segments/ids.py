@@ -30,8 +30,8 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     Args:
         lengths: (N,) or (B, N): the number of tokens of each document. A document of length 0 has
             no token, so pad the `lengths` of a batch with 0.
-        length: the length of a row. None: that of the longest row. Required under `jit`, where
-            tokens beyond it are cut off.
+        length: the length of a row. None: that of the longest row. Required for jax arrays, of
+            which tokens beyond it are cut off.
 
     Returns:
         int32, (length,) or (B, length). Document n has id n.
