@@ -21,7 +21,7 @@ class Page:
     def __init__(self):
         self.namespace, self.outs = {}, []
 
-    def run(self, number=len(BLOCKS) - 1):
+    def run(self, number):
         for block in BLOCKS[len(self.outs) : number + 1]:
             needed = re.match(r"# needs: (\S+)", block)
             if not needed or importlib.util.find_spec(needed[1]):
@@ -38,7 +38,7 @@ def page():
 
 @pytest.fixture
 def namespace(page):
-    page.run()
+    page.run(len(BLOCKS) - 1)
     return page.namespace
 
 
