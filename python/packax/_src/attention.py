@@ -150,11 +150,12 @@ def flash_attention(
             where needed. False: on most GPUs, for common head dims, the gradient of query is summed
             in an order that varies, so it may differ by rounding (docs/guide/numerics.md). The
             results and the gradients of key and value are bit-identical either way.
-        precision: of products of float32 operands, as in jax.numpy.matmul: a `jax.lax.Precision`,
-            the name of one, or anything else that `jax.lax.dot` takes for float32. On GPUs
-            "highest" means float32 and anything less means TF32 (11 bits of each operand), in the
-            gradients too. None: the value of `jax.default_matmul_precision`, TF32 by default. It
-            does not affect the kernels for bfloat16 and float16. See docs/guide/numerics.md.
+        precision: how products of float32 operands are computed, as in jax.numpy.matmul: a
+            `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
+            float32. On GPUs "highest" means float32 and anything less means TF32 (11 bits of each
+            operand), in the gradients too. None: the value of `jax.default_matmul_precision`, TF32
+            by default. It does not affect the kernels for bfloat16 and float16. See
+            docs/guide/numerics.md.
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
             "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: the batch, the query

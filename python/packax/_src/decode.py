@@ -110,8 +110,9 @@ def decode_attention(
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
         sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
             without a value (gpt-oss).
-        precision: of products of float32 operands, as in `flash_attention`: on GPUs float32 for
-            "highest", otherwise TF32. None: the value of `jax.default_matmul_precision`.
+        precision: how products of float32 operands are computed, as in `flash_attention`: on GPUs
+            in float32 for "highest", otherwise in TF32. None: the value of
+            `jax.default_matmul_precision`.
         return_lse: also return the log-sum-exp (natural logarithm) of each row's scores. It
             includes the sink.
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;

@@ -101,8 +101,8 @@ class ContextPlan:
 
         Sending their gradients back takes as many bytes. The ranks of a host are neighbors: the
         host is the first of the context axes. With levels, the keys that all ranks gather are sent
-        to each host once: each rank fetches those of the ranks at its position on other hosts, and
-        then, inside its host, those that the others fetched.
+        to each host once: first, each rank fetches keys from the ranks with the same index on the
+        other hosts. Then the ranks of a host exchange what they have fetched.
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
@@ -165,8 +165,8 @@ class ContextPlan:
         axes of the mesh. numpy arrays stay numpy arrays if the plan was made on the host.
 
         Raises:
-            ValueError: an array whose `axis` is not as long as the plan, or, if the plan has one
-                order per batch row, whose first axis is not that batch.
+            ValueError: an array whose `axis` is not as long as the plan. If the plan has one order
+                per batch row, also an array whose first axis does not have that batch size.
 
         Examples:
             >>> batch = plan.permute(batch)
@@ -178,7 +178,7 @@ class ContextPlan:
         return self._move(tree, self.inverse, axis)
 
     def index(self) -> Any:
-        """(B or 1, length) int32: the index in the sequence of the row now at each index."""
+        """(B or 1, length) int32: for each row in the plan's order, its index in the sequence."""
         numpy = isinstance(self.order, np.ndarray)
         offset = (np if numpy else jnp).arange(self.chunk, dtype=np.int32)
         rows = self.order[:, :, None] * np.int32(self.chunk) + offset[None, None]
@@ -210,7 +210,9 @@ class ContextPlan:
 
 
 def take_chunks(order: Any, axis: int, x: Any) -> Any:
-    """Chunk order[b or 0, p] of x at place p of `axis`; x's batch is its first axis."""
+    """x with its chunks along `axis` reordered: in batch row b, chunk p of the result is chunk
+    order[b or 0, p] of x. The batch is the first axis of x.
+    """
     chunks = order.shape[1]
     split = x.reshape(*x.shape[:axis], chunks, -1, *x.shape[axis + 1 :])
     if isinstance(x, np.ndarray) and isinstance(order, np.ndarray):
@@ -381,8 +383,8 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
 
 
 def deal_in_rounds(areas: np.ndarray, order: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The rank of each chunk. Chunks are dealt in this order. In each round every rank gets one,
-    and the largest goes to the rank with the least load."""
+    """The rank of each chunk, if chunks are dealt in the order `order`. In each round every rank
+    gets one chunk, and the largest chunk goes to the rank with the least load."""
     load, rank_of = load.astype(np.int64), np.empty(len(areas), np.int64)
     for chunks in order.reshape(-1, len(load)):
         chunks = chunks[(-areas[chunks]).argsort(kind="stable")]

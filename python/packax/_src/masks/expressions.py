@@ -57,8 +57,8 @@ def static_value(expression: Any) -> Any:
 
 
 def offset_value(offset: Any) -> Any:
-    """Equal for offsets that are certainly equal. The values of a jax array may be unknown, so it
-    is equal only to itself.
+    """A value by which to compare offsets: equal only for offsets that are certainly equal. The
+    elements of a jax array may be unknown, so a jax array is equal only to itself.
     """
     return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()
 
@@ -130,7 +130,9 @@ class MaskExpression(NotAnArray):
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """What intervals joined with it compare; None: it defines no positions. See `places_of`."""
+        """The positions that this expression defines for intervals joined with it; None: it defines
+        none. See `places_of`.
+        """
         return None
 
     def check_with(self, document: Documents | None) -> None:
@@ -215,9 +217,10 @@ class Interval(MaskExpression):
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets o such that every row's interval certainly holds its position + o; None: all.
+        """Offsets o such that every row's interval certainly contains its position + o; None: all.
 
-        `|` accepts a union because of this or of `unbounded`. It refuses most others.
+        `|` uses this and `unbounded` to make sure that a union is one interval, and refuses most
+        other unions.
         """
         return frozenset()
 
@@ -273,7 +276,7 @@ class Documents(MaskExpression):
 
 @pytree("members")
 class And(Interval):
-    """A pair is attended if every member allows it. An interval if all members are."""
+    """A pair is attended if every member allows it. If all members are intervals, so is this."""
 
     members: tuple[Any, ...]
 

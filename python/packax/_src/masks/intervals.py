@@ -1,7 +1,7 @@
 """Mask expressions that are one interval of key positions for every row: causal() and others.
 
-A position is that of `documents(..., positions=...)`, or otherwise the index of the row among the
-rows and of the key among the keys.
+Positions are those of `documents(..., positions=...)` if given. Otherwise, the position of a row is
+its index among the rows, and the position of a key its index among the keys.
 """
 
 from __future__ import annotations

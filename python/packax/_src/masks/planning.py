@@ -92,17 +92,18 @@ def context_plan(
             such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that gives a rank at least 16 chunks, or else 128.
-            With a window, at least 4 chunks instead of 16, if the halos of a chunk of the resulting
-            size are together at most half as long as the chunk.
+            largest power of two times 128 that gives a rank at least 16 chunks, or else 128. With a
+            window, 4 chunks are enough, if both halos of such a chunk together are at most half as
+            long as the chunk.
         shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
-            0.0 to 1.0, rounded up to 128 rows) or a number of rows (an int). With levels, a tuple
-            with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
-            that all ranks share, then those that a host's ranks share, which include the former. A
-            single size defines one part shared by all ranks. None: the smallest of 24 fractions
-            for which the most loaded rank has at most 1.03 times the mean work. With levels, the
-            size for all ranks is minimized first, then that for a host. If a size that you pass is
-            too small for the documents, all rows are shared, with a warning.
+            0.0 to 1.0, rounded up to a multiple of 128 rows) or a number of rows (an int). With
+            levels, a tuple with one size per level, such as (1 / 16, 1 / 2): first the rows that
+            all ranks share, then the rows that the ranks of a host share. The second size includes
+            the first, so sizes must not decrease. A single size defines one part shared by all
+            ranks. None: the smallest of 24 fractions for which the most loaded rank has at most
+            1.03 times the mean work. With levels, the size for all ranks is minimized first, then
+            that for a host. If a size that you pass is too small for the documents, all rows are
+            shared, with a warning.
         length: rows of the sequence; needed only if no array of the expression determines it.
 
     Returns:

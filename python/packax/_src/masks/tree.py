@@ -266,7 +266,7 @@ def tree_of(expression: MaskExpression) -> Tree | None:
 
 
 def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
-    """The lowest and the highest depth on its path that each row attends; None: unbounded.
+    """The lowest and the highest depth on its path that each row attends to; None: unbounded.
 
     ids: those of documents(...), or None.
     """
@@ -278,8 +278,8 @@ def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
 def tree_rows(
     held: tuple[Tree, jax.Array | None], interval: And
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lo, hi, end) of the tokens of whole sequences, (B, S) each. held: the tree, and the ids of
-    documents(...) or None.
+    """(lo, hi, end) of the tokens of whole sequences, (B, S) each. `held` is the tree, and the ids
+    of documents(...) or None.
 
     Row i attends to key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
     subtree of the key's segment. In depth-first order a subtree's tokens are contiguous, so
@@ -446,7 +446,7 @@ class Nodes(NamedTuple):
 
 
 def levels_of(number: Any) -> int:
-    """How many doublings reach from any of `number` segments to its root."""
+    """How many levels of binary lifting reach the root from any of `number` segments."""
     return 31 if is_symbolic(number) else max(1, (number - 1).bit_length())
 
 
@@ -566,7 +566,9 @@ def greatest_yet(x: Any, xp: ModuleType) -> Any:
 
 
 def scattered(onto: Any, at: Any, x: Any, how: str, xp: ModuleType) -> Any:
-    """`onto` with x added, or combined by minimum or maximum, at these indices; none beyond it."""
+    """`onto` with x added, or combined by minimum or maximum, at the indices `at`. Indices past the
+    end of `onto` are ignored.
+    """
     if xp is jnp:
         return getattr(onto.at[at], how)(x, mode="drop")
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
