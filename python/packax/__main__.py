@@ -16,27 +16,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m packax", description="exact attention over packed documents"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what this machine would run, and if not the cubins, why not")
+    commands.add_parser(
+        "info", help="print what this machine would run, and why if it is not the CUDA kernels"
+    )
     commands.add_parser(
         "check",
-        help="compare attention on this machine with float32, and time it: a minute on a GPU",
+        help="compare attention with a float32 reference, and time it (takes a minute on a GPU)",
     )
     demo = commands.add_parser(
         "demo",
-        help="train a small transformer on packed documents, check it, draw it",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="train a small transformer on packed documents, check it, and draw pictures",
         description="Trains a small byte-level transformer on the sources of Python's standard "
-        "library, packed into long rows, checks packax against a dense reference and draws the "
-        "document mask and the loss. The defaults depend on this machine.",
+        "library, packed into long rows, compares packax with a dense reference, and draws the "
+        "document mask and the loss. The default steps, row length, batch and time depend on the "
+        "device.",
     )
     demo.add_argument("--steps", type=int, help="maximum number of training steps")
     demo.add_argument("--seq-len", type=int, help="tokens per row")
     demo.add_argument("--batch", type=int, help="rows per step")
     demo.add_argument("--seconds", type=float, help="maximum training time")
     demo.add_argument(
-        "--out", type=Path, default=Path("demo_output"), help="folder for the pictures"
+        "--out",
+        type=Path,
+        default=Path("demo_output"),
+        help="folder for the pictures (default: %(default)s)",
     )
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.command == "check":
         from packax.check import run

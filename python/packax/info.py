@@ -224,7 +224,7 @@ def _runs_lines(report: Report) -> list[str]:
             lines.append(
                 f"{gpu}: no cubin for compute capability {capability(cc)}; this wheel has {have}"
             )
-            lines.append('on it, implementation="xla" runs, and the default is an error')
+            lines.append('on this GPU, pass implementation="xla": the default is an error')
             continue
         for (dtype, qk, v), (name, why) in rows.items():
             wider = (

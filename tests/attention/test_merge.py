@@ -166,11 +166,14 @@ OUT, LSE = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
         ((OUT, LSE), r"parts\[0\] must be \(out, lse\), .* but is a ndarray of shape \(2, 5"),
         ([(OUT, LSE, LSE)], r"parts\[0\] must be \(out, lse\), .* but is a tuple of length 3"),
         ([(OUT, LSE), OUT], r"parts\[1\] must be \(out, lse\)"),
-        ([(OUT, OUT)], r"parts\[0\] must be out of shape .* \(2, 5, 4, 8\) and \(2, 5, 4, 8\)"),
-        ([(OUT, LSE.swapaxes(1, 2))], r"lse of shape \(batch, heads, rows\), .* \(2, 5, 4\)"),
-        ([(OUT, LSE), (OUT[:1], LSE[:1])], r"out of all parts .* float32\[2, 5, 4, 8\].*\[1, 5"),
-        ([(OUT, LSE), (OUT.astype(np.float16), LSE)], r"float32.*, and of parts\[1\] float16"),
-        ([(OUT.astype(int), LSE)], r"out of parts\[0\] must be floats, but is int"),
+        ([(OUT, OUT)], r"parts\[0\] must have the shapes .* \(2, 5, 4, 8\) and \(2, 5, 4, 8\)"),
+        ([(OUT, LSE.swapaxes(1, 2))], r"\(batch, heads, rows\) for lse, .* \(2, 5, 4\)"),
+        (
+            [(OUT, LSE), (OUT[:1], LSE[:1])],
+            r"all parts .* for out, .* float32\[2, 5, 4, 8\].*\[1, 5",
+        ),
+        ([(OUT, LSE), (OUT.astype(np.float16), LSE)], r"float32.*, and parts\[1\] has float16"),
+        ([(OUT.astype(int), LSE)], r"parts\[0\] must have a float dtype for out, but has int"),
     ],
 )
 def test_errors(parts, text):

@@ -44,7 +44,7 @@ def build(**options):
         (lambda: attend(bias="x"), r"bias must be None, alibi\(slopes\) or .* but is a str"),
         (lambda: attend(bias=packax.alibi), r"bias must .* alibi: call it, as in alibi\(...\)"),
         (lambda: attend(mask=packax.causal), r"mask must .* but is the function causal: call it"),
-        (lambda: attend(mask=None), r"is None: for no mask at all give full\(\).*attention_fn\(\)"),
+        (lambda: attend(mask=None), r"is None: for no mask at all pass full\(\).*attention_fn\(\)"),
         (lambda: attend(scale=jax.random.key(0)), r"scale, .* key<fry> .*, a key of jax.random"),
         (lambda: attend(dropout_key=jax.random.key(0)), "dropout_key .* without dropout_rate"),
         (lambda: packax.dot_product_attention(Q, Q, Q, MASK),

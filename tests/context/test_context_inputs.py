@@ -255,7 +255,9 @@ def test_another_batch():
     with packax.context.debug_checks():
         other = IDS.copy()
         other[2, 7] = 77
-        with pytest.raises(ValueError, match=r"row 2 .* segment id 77 where the mask has 5 at 7"):
+        with pytest.raises(
+            ValueError, match=r"row 2 .* token 7 has id 77, and the mask has 5 there"
+        ):
             packax.context.check_plan(mask, segment_ids=other)
         with pytest.raises(ValueError, match=r"row 0 .*positions do not fit"):
             packax.context.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)

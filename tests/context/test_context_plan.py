@@ -273,11 +273,11 @@ SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
         ),
         (
             lambda: packax.context_plan(CAUSAL, length=512),
-            ["give sharding=", "or ranks=", "not neither"],
+            ["pass either sharding=", "or ranks=", "neither was passed"],
         ),
         (
             lambda: packax.context_plan(CAUSAL, sharding=SHARDING, ranks=2, length=512),
-            ["give sharding=", "or ranks=", "not both"],
+            ["pass either sharding=", "or ranks=", "both were passed"],
         ),
         (
             lambda: packax.context_plan(CAUSAL, sharding=SHARDING, length=512),

@@ -154,7 +154,7 @@ def test_ids_that_disagree_are_refused():
     def build(ids, starts):
         return packax.create_attention_mask(packax.documents(ids) & ranges(starts, starts))
 
-    message = r"lo is int32.*tensor.* over 'tensor', but segment_ids is .*: over 'context'"
+    message = r"lo is int32.*tensor.* over 'tensor', but segment_ids is .*, sharded over 'context'"
     with jax.set_mesh(on), pytest.raises(ValueError, match=message):
         jax.eval_shape(build, ids, starts)
 

@@ -103,7 +103,7 @@ def test_checks_notice_a_leak_between_documents(rows, trained, tmp_path, monkeyp
     monkeypatch.setattr(checks, "causal_documents", lambda ids: _causal(ids.shape[1]))
     results = checks.run_all(trained.parameters, rows, small(tmp_path))
     failed = {check.name for check in results if not check.passed}
-    assert "no gradient crosses a document" in failed
+    assert "no gradient crosses a document boundary" in failed
     assert "other documents change nothing, bit for bit" in failed
     assert "output equals the dense reference" in failed
 

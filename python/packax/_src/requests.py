@@ -25,8 +25,8 @@ _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128
 _MANY_HEADS, _FEW_TOKENS = 64, 16
 _CAPS = (1e-30, 1e30)
 _NO_MASK = (
-    ": for no mask at all give full(), and for attention_fn= of a layer of Flax what "
-    "packax.integrations.flax.attention_fn() makes"
+    ": for no mask at all pass full(). In a Flax layer, pass "
+    "attention_fn=packax.integrations.flax.attention_fn()"
 )
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

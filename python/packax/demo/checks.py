@@ -123,11 +123,11 @@ def gradient_stays_inside(
     silent = int(np.sum(size[inside][:-1] == 0))
     leaked = int(np.sum(size[~inside] != 0))
     detail = (
-        f"document {document}, {inside.sum()} tokens: {silent} of them without gradient; "
-        f"{leaked} of {(~inside).sum()} other tokens with one"
+        f"loss of document {document}: {silent} of its {inside.sum()} tokens have no gradient, "
+        f"{leaked} of the {(~inside).sum()} other tokens have one"
     )
     passed = leaked == 0 and silent == 0 and bool(np.isfinite(size).all())
-    return Check("no gradient crosses a document", passed, detail)
+    return Check("no gradient crosses a document boundary", passed, detail)
 
 
 def other_documents_change_nothing(

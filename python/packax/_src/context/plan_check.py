@@ -262,8 +262,10 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
     place = 0
     if ids is not None and mask_ids is not None and (ids != mask_ids).any():
         place = int(np.argmax(ids != mask_ids))
-        shown = f"segment id {ids[place]} where the mask has {mask_ids[place]}"
-        return f"the batch differs from the mask's in any order of the plan: {shown} at {place}"
+        return (
+            "the segment ids do not match the mask in any order that a plan could give: token "
+            f"{place} has id {ids[place]}, and the mask has {mask_ids[place]} there"
+        )
     return (
         "positions do not fit the order of the mask's rows: they must count the tokens from 0, in "
         "the row or in each document, and be permuted with the batch"

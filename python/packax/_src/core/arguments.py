@@ -116,6 +116,6 @@ class NotAnArray:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError(
-            f"{described(self)} is not an array: its as_array() gives the dense boolean, and "
-            "jax.tree.leaves the arrays that it holds"
+            f"{described(self)} is not an array: its as_array() is the dense boolean array, and "
+            "jax.tree.leaves returns the arrays that it holds"
         )

@@ -224,7 +224,7 @@ def with_types(
                     raise ValueError(
                         f"{name} is {jax.typeof(tensors[name])}: its {_DIMS[dim]} axis is sharded "
                         f"over {shown(axes)}, but {source[of, dim]} says {shown(specs[of][dim])}: "
-                        "reshard one as the other (jax.sharding.reshard)"
+                        "reshard one like the other (jax.sharding.reshard)"
                     )
     specs["key_value"][0] = specs["query"][0]
     return AttentionSharding(spec(*specs["query"]), spec(*specs["key_value"]), sharding.mesh)
@@ -320,7 +320,8 @@ def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
         dims.append(axes)
     if dims[3]:
         raise ValueError(
-            f"sharding.{name} must not shard the head dim, but says {shown(dims[3])}: shard heads"
+            f"sharding.{name} must not shard the head dim, but says {shown(dims[3])}: shard "
+            "the heads"
         )
     used = [axis for axes in dims for axis in axes]
     twice = [axis for axis in used if used.count(axis) > 1]
@@ -385,8 +386,9 @@ def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> N
     if key.shape[2] % layout.inside(layout.kv_heads):
         raise ValueError(
             f"the number of heads of key and value, {key.shape[2]}, must be a multiple of the size "
-            f"of its mesh axes {shown(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or "
-            "pass None for heads in sharding.key_value, so that every rank uses those that it needs"
+            f"of its mesh axes {shown(layout.kv_heads)}, {layout.inside(layout.kv_heads)}. "
+            "Otherwise pass None for heads in sharding.key_value: every rank then uses the heads "
+            "that it needs"
         )
     if groups is not None and layout.kv_context:
         own = own_kv_heads(layout, query.shape[2], key.shape[2])

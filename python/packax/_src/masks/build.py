@@ -189,8 +189,8 @@ def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
         elif context != found[1]:
             raise ValueError(
                 f"{name} is {jax.typeof(x)}: its sequence axis is sharded over {shown(context)}, "
-                f"but {found[2]} is {jax.typeof(found[3])}: over {shown(found[1])}: reshard one "
-                "as the other (jax.sharding.reshard)"
+                f"but {found[2]} is {jax.typeof(found[3])}, sharded over {shown(found[1])}. "
+                "Reshard one like the other (jax.sharding.reshard)"
             )
     return None if found is None else found[0]
 

@@ -424,8 +424,8 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
             "`|` needs a union that is certainly one range for every row, and this one may be two. "
             "It is one range if all members attend to the row's own position, as causal, "
             "sliding_window, chunked, prefix and spans with equal offsets do (for offsets that are "
-            "jax arrays: the same int32 array, not just equal ones), or if all are unbounded on "
-            "the same side, as causal, prefix and sliding_window(None) are below. Otherwise use "
+            "jax arrays: the same int32 array, not just equal ones), or if none has a lower limit, "
+            "as causal, prefix and sliding_window(None), or none has an upper limit. Otherwise use "
             "ranges(lo, hi), or join the attention of disjoint masks by packax.merge_attention "
             "(return_lse=True)"
         )

@@ -75,9 +75,9 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
         if not _may_be_equal([x.offset for x in own]):
             names = " and ".join(sorted({x.name for x in own}))
             warnings.warn(
-                f"{names} have different offsets in one `&`, and each shifts rows by its own. For "
-                "rows after a cache pass the same offset to all of them, as in causal(offset=n) & "
-                "sliding_window(w, offset=n)",
+                f"{names} have different offsets in one `&`, so each sees the rows at different "
+                "positions. For rows after a cache, pass the same offset to all of them, as in "
+                "causal(offset=n) & sliding_window(w, offset=n)",
                 stacklevel=3,
             )
     sizes = q_len, kv_len
@@ -253,8 +253,9 @@ class Prefix(Interval):
             begins = index[inverse]
             if np.any((row != PADDING_SEGMENT_ID) & (own > 0) & (own <= begins) & (begins > 0)):
                 warnings.warn(
-                    f"{counted}, and a document begins after its length, so it has no prefix. Pass "
-                    "documents(..., positions=) to count from the start of each document",
+                    f"{counted}, and a document begins after the length of its prefix, so it has "
+                    "no prefix. Pass documents(..., positions=) to count from the start of each "
+                    "document",
                     stacklevel=3,
                 )
                 return

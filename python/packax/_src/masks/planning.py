@@ -271,8 +271,8 @@ def _levels(
     """Sizes of the context axes, leaving out those of 1; at least one."""
     if (sharding is None) == (ranks is None):
         raise ValueError(
-            "give sharding=, whose context axes say how many ranks there are, or ranks=, not "
-            + ("neither" if ranks is None else "both")
+            "pass either sharding=, whose context axes determine the number of ranks, or ranks=, "
+            "but " + ("neither was passed" if ranks is None else "both were passed")
         )
     if sharding is not None:
         layout = layout_of(sharding)

@@ -51,7 +51,7 @@ class Spans(Interval):
         if document is not None and not (document.kv_ids is None and document.kv_pos is None):
             raise ValueError(
                 "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
-                "kv_positions: pass only segment_ids and positions, the keys' are the same"
+                "kv_positions: pass only segment_ids and positions, which the keys share"
             )
 
     def _changes(self, at: Positions) -> Any:

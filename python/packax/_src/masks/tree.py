@@ -59,14 +59,14 @@ class Tree(MaskExpression):
         document = documents_of(both)
         if document is not None and document.q_pos is not None:
             raise ValueError(
-                f"documents(..., positions=...) joined with {self.name}(...): leave positions out, "
-                "they are the depths of tokens in the tree (tree_positions)"
+                f"documents(..., positions=...) is joined with {self.name}(...): leave positions "
+                "out, because those of a tree are the depths of its tokens (tree_positions)"
             )
         for part in both.walk():
             if getattr(part, "offset", None) is not None:
                 raise ValueError(
-                    f"{part.name} has an offset, joined with {self.name}(...): leave it out, a "
-                    "tree is for self-attention, and positions are depths in it"
+                    f"{part.name} has an offset and is joined with {self.name}(...): leave the "
+                    "offset out, because a tree is for self-attention, and its positions are depths"
                 )
 
     def places(self, q_len: int, kv_len: int) -> Positions:

@@ -60,18 +60,20 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
         rows = (*out.shape[:1], *out.shape[2:0:-1])
         if out.ndim != 4 or lse.shape != rows:
             raise ValueError(
-                f"parts[{number}] must be out of shape (batch, rows, heads, dim) and lse of shape "
-                f"(batch, heads, rows), but has {out.shape} and {lse.shape}"
+                f"parts[{number}] must have the shapes (batch, rows, heads, dim) for out and "
+                f"(batch, heads, rows) for lse, but has {out.shape} and {lse.shape}"
             )
         for name, x, like in zip(
             ("out", "lse"), (out, lse), (pairs or [(out, lse)])[0], strict=True
         ):
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(f"{name} of parts[{number}] must be floats, but is {x.dtype}")
+                raise ValueError(
+                    f"parts[{number}] must have a float dtype for {name}, but has {x.dtype}"
+                )
             if (x.shape, x.dtype) != (like.shape, like.dtype):
                 raise ValueError(
-                    f"{name} of all parts must have one shape and dtype, but that of parts[0] is "
-                    f"{like.dtype}{list(like.shape)}, and of parts[{number}] "
+                    f"all parts must have the same shape and dtype for {name}, but parts[0] has "
+                    f"{like.dtype}{list(like.shape)}, and parts[{number}] has "
                     f"{x.dtype}{list(x.shape)}"
                 )
         pairs.append((out, lse))

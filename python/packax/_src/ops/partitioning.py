@@ -334,7 +334,8 @@ def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
         if why and os.environ.get(SEQUENCE_SWITCH) != "gather":
             raise ValueError(
                 f"{name} is {jax.typeof(tensors[name])}: its sequence axis is sharded over "
-                f"{', '.join(map(repr, sequence))}, but {why}. Reshard one (jax.sharding.reshard)"
+                f"{', '.join(map(repr, sequence))}, but {why}. Reshard one of them "
+                "(jax.sharding.reshard)"
             )
 
 
@@ -342,8 +343,8 @@ _CONTEXT = f"for context parallelism pass sharding=packax.AttentionSharding(...)
 _SHARDED = {
     "s": f"the sequence axis of query is sharded over {{axes}}: {_CONTEXT}",
     "k": f"the sequence axis of key and value is sharded over {{axes}}: {_CONTEXT}",
-    "slices": "the sequence axis of key or value is sharded over {axes}, unevenly, or over an axis "
-    "of the batch, of heads, or not that of the other: reshard one",
+    "slices": "the sequence axis of key or value is sharded over {axes}, but unevenly, or over an "
+    "axis that also shards the batch or heads, or differently in key and value: reshard them",
     "p": "the pages of key and value are sharded over {axes}, but block_table numbers all of them: "
     "shard heads, or call decode_attention in a shard_map in which every device has its own pages",
 }

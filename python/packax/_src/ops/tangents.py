@@ -22,9 +22,10 @@ from packax._src.ops.primitives import backward_p, forward_p
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: a forward-mode derivative "
-    "(jax.jvp, jax.jacfwd, jax.linearize) has no forward-mode derivative, and a second derivative "
-    "has no derivative. Supported are jax.grad of a function of jax.jvp or jax.grad, "
-    "jax.jvp(jax.grad(f), ...) and jax.hessian(f). For others, write attention in jax.numpy"
+    "(jax.jvp, jax.jacfwd, jax.linearize) cannot be differentiated in forward mode again, and a "
+    "second derivative cannot be differentiated at all. Supported are jax.grad of a function of "
+    "jax.jvp or jax.grad, jax.jvp(jax.grad(f), ...) and jax.hessian(f). For other derivatives, "
+    "write attention in jax.numpy"
 )
 
 
