@@ -59,11 +59,13 @@ def recompiled(monkeypatch, tmp_path, request):
     [
         # also by way of softmax
         ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS, "sm80.fwd", "sm80.bwd"]),
+        ("sm90.args", [*FORWARDS, *ONES, *KEYS, *ROWS]),
         ("sm80.common", ["sm80.fwd", "sm80.bwd"]),
         ("sm80.bwd", ["sm80.bwd"]),
         ("sm90.fwd", [*FORWARDS]),
         ("sm90.fwd_consumer", [*FORWARDS]),
         ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
+        ("sm90.row_producer", [*FORWARDS, *ROWS]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
         ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
         ("sm90.bwd_consumer", ["sm90.bwd"]),

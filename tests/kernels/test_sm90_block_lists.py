@@ -6,6 +6,7 @@ or an entry that is read past the end of a mask or a list, and a list of another
 has no interpreter.
 """
 
+import collections
 import re
 import sys
 from types import SimpleNamespace
@@ -20,8 +21,13 @@ from paths import KERNEL_DIR
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-from sm90 import block_lists
+from sm90 import args, block_lists
 from tiers import some
+
+BlockMask, HeadMask = (
+    collections.namedtuple(x.__name__, x.__aggregate_fields__)
+    for x in (args.BlockMask, args.HeadMask)
+)
 
 THREADS = 128  # of a warp group
 TID = np.arange(THREADS, dtype=np.uint64)
@@ -179,6 +185,7 @@ def gluon(monkeypatch):
         minimum=lambda a, b: tensor(np.minimum(a, b)), load=Pointer.read, inline_asm=inline_asm,
     )  # fmt: skip
     monkeypatch.setattr(block_lists, "gl", language)
+    monkeypatch.setattr(block_lists, "HeadMask", HeadMask)
     for name, value in vars(block_lists).items():
         if not name.endswith("_asm") and hasattr(value, "fn"):
             monkeypatch.setattr(block_lists, name, value.fn)
@@ -199,22 +206,25 @@ Q_LEN, KV_LEN, BATCH, HEADS = 270, 331, 2, 3
 
 
 def mapped(size, heads=HEADS, batch=BATCH, q_len=Q_LEN, kv_len=KV_LEN, seed=None):
-    """A map, its words, and mask_args of the kernels without lists."""
+    """A map, its words, and the kernels' BlockMask without lists."""
     shape = batch, heads, -(-q_len // size[0]), -(-kv_len // size[1])
     chosen = np.random.default_rng(seed).random(shape) < 0.5
     words = np.asarray(lists.packed(jnp.asarray(chosen)))
-    return chosen, words, (Pointer(words.reshape(-1)), None, batch, heads, *size)
+    return chosen, words, BlockMask(Pointer(words.reshape(-1)), None, batch, heads, *size)
 
 
-def words_of(mask_args, words, b, head, q_len=Q_LEN, kv_len=KV_LEN):
+def lengths(q_len=Q_LEN, kv_len=KV_LEN):
+    return SimpleNamespace(q_len=tensor(q_len), kv_len=tensor(kv_len))
+
+
+def words_of(blocks, words, b, head, **sizes):
     """mask_of_head, where only the words of this head may be read."""
-    pointer, width, q_shift, kv_shift = block_lists.mask_of_head(
-        mask_args, tensor(b), tensor(head), tensor(q_len), tensor(kv_len)
-    )
+    found = block_lists.mask_of_head(blocks, lengths(**sizes), tensor(b), tensor(head))
     here = words[b % len(words), head % words.shape[1]].size
     first = (b % len(words) * words.shape[1] + head % words.shape[1]) * here
-    assert pointer.at == first and width == words.shape[3]
-    return Pointer(pointer.memory, pointer.at, (first, first + here)), width, q_shift, kv_shift
+    assert found.words.at == first and found.width == words.shape[3]
+    bounded = Pointer(found.words.memory, found.words.at, (first, first + here))
+    return found._replace(words=bounded)
 
 
 def brute(chosen, size, b, head, first_row, first_key):
@@ -235,9 +245,9 @@ def test_bits(q_shift):
     ones are part full."""
     for kv_shift in SHIFTS:
         size = 1 << q_shift, 1 << kv_shift
-        chosen, words, mask_args = mapped(size)
+        chosen, words, blocks = mapped(size)
         b, head = kv_shift % BATCH, (q_shift + kv_shift) % HEADS
-        head_mask = words_of(mask_args, words, b, head)
+        head_mask = words_of(blocks, words, b, head)
         for i in range(6):  # every block of rows and of keys, in other pairs for each size
             first_row, first_key = (i + q_shift + kv_shift) % 5 * 64, i * 64
             want, there = brute(chosen, size, b, head, first_row, first_key)
@@ -253,9 +263,9 @@ def test_bits(q_shift):
 def test_rows_past_the_end_read_nothing_else(first):
     """A tile of 128 rows, whose second half may have none: any bits, but no read past the mask."""
     for size in ((1, 1), (2, 64), (64, 1), (512, 512)):
-        _, words, mask_args = mapped(size)
+        _, words, blocks = mapped(size)
         for head in (0, HEADS - 1):
-            head_mask = words_of(mask_args, words, BATCH - 1, head)
+            head_mask = words_of(blocks, words, BATCH - 1, head)
             rows = tensor(first + np.arange(64))
             block_lists.bits_of_keys(head_mask, rows, tensor(0), tensor(Q_LEN))
 
@@ -264,8 +274,8 @@ def test_rows_past_the_end_read_nothing_else(first):
 def test_keys_past_the_end_read_nothing_else(kv_len):
     """The second word of a step, and the words of the keys of a tile of 128."""
     for shift in (0, 1, 5, 6, 7):
-        _, words, mask_args = mapped((1, 1 << shift), kv_len=kv_len)
-        head_mask = words_of(mask_args, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
+        _, words, blocks = mapped((1, 1 << shift), kv_len=kv_len)
+        head_mask = words_of(blocks, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
         rows = tensor(64 + np.arange(64))
         for first in range(0, kv_len, 64):
             block_lists.bits_of_keys(head_mask, rows, tensor(first), tensor(Q_LEN))
@@ -277,10 +287,10 @@ def test_keys_past_the_end_read_nothing_else(kv_len):
 @pytest.mark.parametrize("heads,batch", [(1, 1), (1, 2), (3, 1)])
 def test_one_map_for_all(heads, batch):
     """Of all heads, of all batch rows: its words, and the lists of its heads."""
-    chosen, words, mask_args = mapped((4, 16), heads, batch)
+    chosen, words, blocks = mapped((4, 16), heads, batch)
     for b in range(BATCH):
         for head in range(HEADS):
-            head_mask = words_of(mask_args, words, b, head)
+            head_mask = words_of(blocks, words, b, head)
             want, _ = brute(chosen, (4, 16), b, head, 64, 128)
             rows = tensor(64 + np.arange(64))
             got = block_lists.bits_of_keys(head_mask, rows, tensor(128), tensor(Q_LEN))
@@ -297,20 +307,20 @@ def test_shift(size):
 def test_lists(heads):
     """Of a tile of rows, of keys, and of the heads of a group: those that block_lists.py made
     for that place."""
-    chosen, _, (bits, _, batch, heads, *size) = mapped((16, 64), heads, q_len=700, kv_len=523)
+    chosen, _, blocks = mapped((16, 64), heads, q_len=700, kv_len=523)
     chosen[0, 0, :8] = False  # a tile of rows without any
     mask = packax.create_attention_mask(
-        packax.masks.block_sparse(chosen, tuple(size)) & packax.causal(), q_len=700, kv_len=523
+        packax.masks.block_sparse(chosen, (16, 64)) & packax.causal(), q_len=700, kv_len=523
     )
     of_rows, of_keys = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
-    sizes = tensor(700), tensor(523)
+    rows, keys = (blocks._replace(lists=Pointer(x.reshape(-1))) for x in (of_rows, of_keys))
+    scalars = lengths(700, 523)
     empty = 0
-    for b in range(batch):
+    for b in range(blocks.block_mask_batch):
         for head in range(3):
             for tile in range(6):
-                mask_args = (bits, Pointer(of_rows.reshape(-1)), batch, heads, *size)
                 listed, edges, core = block_lists.list_of_rows(
-                    mask_args, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                    rows, scalars, tensor(b), tensor(head), tensor(128 * tile)
                 )
                 want = of_rows[b, head % heads, tile]
                 none = want[:2].sum() == 0  # then one that the mask empties
@@ -319,15 +329,14 @@ def test_lists(heads):
                 for i in range(edges + core):
                     assert (listed + i).read() == want[2 + i] < 9
             for tile in range(5):
-                mask_args = (bits, Pointer(of_keys.reshape(-1)), batch, heads, *size)
-                listed, edges, core = block_lists.list_of_keys(
-                    mask_args, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                at = SimpleNamespace(
+                    mask_b=tensor(b), first_key=tensor(128 * tile), kv_head=tensor(0), group=3
                 )
+                listed, edges, core = block_lists.list_of_keys(keys, scalars, at, tensor(head))
                 want = of_keys[b, head % heads, tile]
                 assert (edges, core) == tuple(want[:2])
                 for i in range(edges + core):
                     assert (listed + i).read() == want[2 + i] < 11
-                place = (b, tensor(128 * tile), tensor(0), 3, None, None, None)
-                total = block_lists.blocks_of_lists((mask_args, tensor(b), *sizes), place)
+                total = block_lists.blocks_of_lists(keys, scalars, at)
                 assert total == sum(of_keys[b, h % heads, tile, :2].sum() for h in range(3))
     assert empty

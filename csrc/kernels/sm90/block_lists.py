@@ -6,6 +6,7 @@ thread finds its bits by shifts; the handlers give other sizes to the fallback k
 (csrc/ffi). A step is one block of the list. Bits are those of common.range_bits_asm.
 """
 
+from sm90.args import HeadMask
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,62 +18,53 @@ def shift_of(size):
 
 
 @gluon.jit
-def list_of_tile(lists, block_mask_heads, mask_b, head, tile, tiles, blocks):
+def list_of_tile(blocks, mask_b, head, tile, tiles, longest):
     """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many
     follow that need none."""
-    at = mask_b * block_mask_heads + gl.where(block_mask_heads > 1, head, 0)
-    listed = lists + (at.to(gl.int64) * tiles + tile) * (blocks + 2)
+    heads = blocks.block_mask_heads
+    at = mask_b * heads + gl.where(heads > 1, head, 0)
+    listed = blocks.lists + (at.to(gl.int64) * tiles + tile) * (longest + 2)
     return listed + 2, gl.load(listed), gl.load(listed + 1)
 
 
 @gluon.jit
-def list_of_rows(mask_args, mask_b, head, row, q_len, kv_len):
+def list_of_rows(blocks, scalars, mask_b, head, row):
     """That of a tile of 128 rows; one without any block gets one, which the mask empties."""
-    _, lists, _, block_mask_heads, _, _ = mask_args
-    tiles = (q_len + 127) // 128
+    tiles = (scalars.q_len + 127) // 128
     listed, partial, full_count = list_of_tile(
-        lists, block_mask_heads, mask_b, head, row // 128, tiles, (kv_len + 63) // 64
+        blocks, mask_b, head, row // 128, tiles, (scalars.kv_len + 63) // 64
     )
     return listed, gl.where(partial + full_count == 0, 1, partial), full_count
 
 
 @gluon.jit
-def list_of_keys(mask_args, mask_b, head, key, q_len, kv_len):
-    """That of a tile of 128 keys."""
-    _, lists, _, block_mask_heads, _, _ = mask_args
-    tiles = (kv_len + 127) // 128
-    return list_of_tile(
-        lists, block_mask_heads, mask_b, head, key // 128, tiles, (q_len + 63) // 64
-    )
+def list_of_keys(blocks, scalars, tile, g):
+    """That of a tile of 128 keys, for the group's g-th head."""
+    head = tile.kv_head * tile.group + g
+    tiles = (scalars.kv_len + 127) // 128
+    longest = (scalars.q_len + 63) // 64
+    return list_of_tile(blocks, tile.mask_b, head, tile.first_key // 128, tiles, longest)
 
 
 @gluon.jit
-def blocks_of_lists(listing, tile):
+def blocks_of_lists(blocks, scalars, tile):
     """How many blocks of rows the lists of a tile of keys have, of all heads of its group."""
-    mask_args, mask_b, q_len, kv_len = listing
-    _b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
     total = 0
-    for g in range(0, group):
-        _, partial, full_count = list_of_keys(
-            mask_args, mask_b, kv_head * group + g, first_key, q_len, kv_len
-        )
+    for g in range(0, tile.group):
+        _, partial, full_count = list_of_keys(blocks, scalars, tile, g)
         total += partial + full_count
     return total
 
 
 @gluon.jit
-def mask_of_head(mask_args, mask_b, head, q_len, kv_len):
-    """A head's block mask, rows of words; words in a row; shifts from a row and a key to their
-    blocks."""
-    block_mask, _, block_mask_batch, block_mask_heads, q_block, kv_block = mask_args
-    q_shift = shift_of(q_block)
-    kv_shift = shift_of(kv_block)
-    width = (((kv_len - 1) >> kv_shift) >> 5) + 1
-    at = gl.where(block_mask_batch > 1, mask_b, 0) * block_mask_heads + gl.where(
-        block_mask_heads > 1, head, 0
-    )
-    first = at.to(gl.int64) * (((q_len - 1) >> q_shift) + 1) * width
-    return block_mask + first, width, q_shift, kv_shift
+def mask_of_head(blocks, scalars, mask_b, head):
+    q_shift = shift_of(blocks.q_block)
+    kv_shift = shift_of(blocks.kv_block)
+    width = (((scalars.kv_len - 1) >> kv_shift) >> 5) + 1
+    heads = blocks.block_mask_heads
+    at = gl.where(blocks.block_mask_batch > 1, mask_b, 0) * heads + gl.where(heads > 1, head, 0)
+    first = at.to(gl.int64) * (((scalars.q_len - 1) >> q_shift) + 1) * width
+    return HeadMask(blocks.block_mask + first, width, q_shift, kv_shift)
 
 
 @gluon.constexpr_function
@@ -100,8 +92,9 @@ def bits_of_keys_asm():
 @gluon.jit
 def bits_of_keys(head_mask, rows, first_key, q_len):
     """Bits of the 64 keys from `first_key` on, a multiple of 64, for rows."""
-    words, width, q_shift, kv_shift = head_mask
-    row = words + (gl.minimum(rows, q_len - 1) >> q_shift).to(gl.int64) * width
+    kv_shift = head_mask.kv_shift
+    width = head_mask.width
+    row = head_mask.words + (gl.minimum(rows, q_len - 1) >> head_mask.q_shift).to(gl.int64) * width
     low = gl.load(row + ((first_key >> kv_shift) >> 5))
     high = gl.load(row + gl.minimum(((first_key + 32) >> kv_shift) >> 5, width - 1))
     return gl.inline_asm(
@@ -142,8 +135,10 @@ def bits_of_rows_asm():
 @gluon.jit
 def bits_of_rows(head_mask, keys, first_row, q_len):
     """Bits of the 64 rows from `first_row` on, a multiple of 64, for keys."""
-    words, width, q_shift, kv_shift = head_mask
-    pointers = words + gl.minimum((keys >> kv_shift) >> 5, width - 1)
+    q_shift = head_mask.q_shift
+    kv_shift = head_mask.kv_shift
+    width = head_mask.width
+    pointers = head_mask.words + gl.minimum((keys >> kv_shift) >> 5, width - 1)
     return gl.inline_asm(
         bits_of_rows_asm(),
         "=&r,=&r,r,r,l,l,r,r,r,r,r",

@@ -21,16 +21,32 @@ sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 hav
 own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
 """
 
+from sm90.args import (
+    BlockMask,
+    Exchange,
+    KernelScalars,
+    KeyTileMask,
+    KeyTileShared,
+    Maps,
+    RowStats,
+    StepRange,
+)
 from sm90.block_lists import blocks_of_lists
-from sm90.bwd_consumer import consume
+from sm90.bwd_consumer import BackwardArgs, consume
 from sm90.bwd_listed_producer import produce_listed
-from sm90.bwd_producer import ROWS, mask_mode_of_tile, produce, tile_of_program
+from sm90.bwd_producer import (
+    ROWS,
+    allocate_row_stats,
+    mask_mode_of_tile,
+    produce,
+    tile_of_program,
+)
 from sm90.config import constants
 from sm90.dq_reduce import sum_rows
 from sm90.lse_by_mma import COLUMNS
+from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -57,134 +73,85 @@ def backward_sm90(
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
-    dtype: gl.constexpr = query.dtype
-    row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
-    row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
-    k_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, QK_DIM], dtype)
-    v_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_DIM], dtype)
-    ds_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, QK_DIM], row_tile)
-    do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], row_tile_v)
-    k_s = gl.allocate_shared_memory(dtype, [1, 128, QK_DIM], k_tile)
-    v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile)
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
-    linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    if DQ:
-        ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
-        dq_s = gl.allocate_shared_memory(
-            gl.float32, [2, QK_DIM * (1 if DQ == 1 else 2), 32], linear
-        )
-    else:  # never touched
-        ds_s = q_s
-        dq_s = lse_s
-    delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
-    lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
-    hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
     gl.static_assert(
         not (LSE_BY_MMA and (config.SOFT_CAP or config.ALIBI or config.BLOCK_LISTS)),
         "scores must be multiplied by a scale alone",
     )
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, QK_DIM], get_layout([ROWS, QK_DIM], dtype))
+    do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], get_layout([ROWS, V_DIM], dtype))
+    k_s = gl.allocate_shared_memory(dtype, [1, 128, QK_DIM], get_layout([128, QK_DIM], dtype))
+    v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], get_layout([64, V_DIM], dtype))
+    row_stats = allocate_row_stats()
+    if DQ:
+        linear: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=0, element_bitwidth=32, rank=2
+        )
+        ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], get_layout([128, ROWS], dtype))
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, QK_DIM * DQ, 32], linear)
+    else:
+        ds_s = None
+        dq_s = None
     if LSE_BY_MMA:
         parts: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=32, element_bitwidth=16, rank=2
         )
-        lse_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
-        delta_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
-        row_stats_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        lse_parts = (lse_p, delta_p, row_stats_full)
+        lse_parts = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
+        delta_parts = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
+        row_stats_full = barriers(2)
     else:
-        lse_parts = ()
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(2):
-        if LSE_BY_MMA:
-            mbarrier.init(row_stats_full.index(j), 1)
-        mbarrier.init(kv_full.index(j), 1)
-        mbarrier.init(q_full.index(j), 1)
-        mbarrier.init(do_full.index(j), 1)
-        mbarrier.init(ds_full.index(j), 2)
-        mbarrier.init(ds_empty.index(j), 4 if DQ == 2 else 8)
-        mbarrier.init(q_empty.index(j), 8)
-        mbarrier.init(do_empty.index(j), 8)
+        lse_parts = None
+        delta_parts = None
+        row_stats_full = None
+    shared = KeyTileShared(
+        q_s, k_s, v_s, do_s, row_stats, lse_parts, delta_parts, row_stats_full,
+        kv_full=barriers(2), q_full=barriers(2), q_empty=barriers(2),
+        do_full=barriers(2), do_empty=barriers(2),
+    )  # fmt: skip
+    ds = Exchange(ds_s, full=barriers(2), empty=barriers(2))
+    init_barriers(
+        2,
+        (shared.row_stats_full, shared.kv_full, shared.q_full, shared.do_full, ds.full, ds.empty,
+            shared.q_empty, shared.do_empty),
+        (1, 1, 1, 1, 2, 4 if DQ == 2 else 8, 8, 8),
+    )  # fmt: skip
 
-    orders = (q_blocks, kv_blocks, kv_order)
-    pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads)
-    tile, q_range, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
-
+    scalars = KernelScalars(
+        mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap
+    )
+    blocks = BlockMask(
+        block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
+    )
+    mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
+    tile, q_range, mask = tile_of_program(mask, kv_order, scalars, 128)
     if config.BLOCK_LISTS:
-        mask_args = (
-            block_mask,
-            kv_block_lists,
-            block_mask_batch,
-            block_mask_heads,
-            q_block,
-            kv_block,
-        )
-        mask_b = gl.where(mask_batch > 1, tile[0], 0)
-        listing = (mask_args, mask_b, q_len, kv_len)
-        q_range = (0, blocks_of_lists(listing, tile), 0, 0, 0)
-    else:
-        listing = ()
-    maps = (query, key, value, dout)
-    row_stats = (lse2, delta, lo, hi)
-    grads = (dk, dv, dq_sum)
-    tiles_s = (q_s, k_s, v_s, do_s)
-    row_stats_s = (lse_s, delta_s, lo_s, hi_s)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty)
-    ds_barriers = (ds_full, ds_empty)
+        q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
-        flags = mask[4]
-        mask_mode = mask_mode_of_tile(flags, mask_mode, q_range[0], q_range[1], (q_len + 63) // 64)
-    if config.SOFT_CAP:
-        scalars = (mask_mode, q_len, kv_len, scale, soft_cap)
-    else:
-        scalars = (mask_mode, q_len, kv_len, scale, scale)
-    shared = (tiles_s, row_stats_s, lse_parts, ds_s, dq_s)
-    loaded = (tiles_s, row_stats_s)
-    consumed = (
-        grads, mask, own_blocks, listing, slopes, shared, barriers, ds_barriers, tile, q_range,
-    scalars, )  # fmt: skip
-    if config.BLOCK_LISTS:
-        gl.warp_specialize(
-            [
-                (consume, (0, consumed, config)),
-                (consume, (1, consumed, config)),
-                (produce_listed, (maps, row_stats, loaded, barriers, tile, listing, config)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif DQ == 2:
+        scalars = gl.aggregate_replace(scalars, mask_mode=mask_mode_of_tile(mask, q_range, scalars))
+    args = BackwardArgs(
+        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi),
+        dk=dk, dv=dv, dq_sum=dq_sum, slopes=slopes, blocks=blocks, mask=mask, shared=shared,
+        ds=ds, dq_s=dq_s, tile=tile, q_range=q_range, scalars=scalars,
+    )  # fmt: skip
+    if DQ == 2:
         third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
         gl.warp_specialize(
             [
-                (consume, (0, consumed, config)),
-                (consume, (1, consumed, config)),
-                (
-                    sum_rows,
-                    (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_barriers, tile, q_range, config),
-                ),
-                (produce, (maps, row_stats, loaded, barriers, tile, q_range, lse_parts, scale,
-            config)), ],
+                (consume, (0, args, config)),
+                (consume, (1, args, config)),
+                (sum_rows, (k_s.index(0), args, config)),
+                (produce, (args, config)),
+            ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, third, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, consumed, config)),
-                (consume, (1, consumed, config)),
-                (
-                    produce,
-                    (maps, row_stats, loaded, barriers, tile, q_range, lse_parts, scale, config),
-                ),
+                (consume, (0, args, config)),
+                (consume, (1, args, config)),
+                (produce_listed if config.BLOCK_LISTS else produce, (args, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -9,11 +9,20 @@ for dK but its last chunk. The softmax of one warp group runs under its own dP a
 the other. Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """
 
-from sm90.bwd_producer import ROWS, mask_bits, produce, rows_of_half, tile_of_program
+from sm90.args import KernelScalars, KeyTileArgs, KeyTileMask, KeyTileShared, Maps, RowStats
+from sm90.bwd_producer import (
+    ROWS,
+    allocate_row_stats,
+    mask_bits,
+    produce,
+    rows_of_half,
+    tile_of_program,
+)
 from sm90.chunked_mma import add_products, finished, half_of_keys, scores, zeros
 from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
 from sm90.config import constants
 from sm90.softmax import half_name, unpack
+from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -119,130 +128,121 @@ def clear_bits(x, bits):
 
 
 @gluon.jit
-def begin_scores(stage, phase, k, q_s, q_full, CHUNKS: gl.constexpr):
+def begin_scores(stage, phase, k, shared, CHUNKS: gl.constexpr):
     """Those of the block in `stage`."""
-    mbarrier.wait(q_full.index(stage), phase)
+    mbarrier.wait(shared.q_full.index(stage), phase)
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    return scores(k, q_s, stage, zero, CHUNKS)
+    return scores(k, shared.q_s, stage, zero, CHUNKS)
 
 
 @gluon.jit
 def add_block(
-    sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, row_stats_s, barriers, scalars,
-    V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    dk_sum, dv_sum, s, row, masked, stage, phase, k, v, keys, args, config: gl.constexpr
 ):  # fmt: skip
     """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the
     next. No product is under way where it branches."""
-    dk_sum, dv_sum = sums
-    k, v = kv
-    q_s, _, _, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = row_stats_s
-    _, q_full, q_empty, do_full, do_empty = barriers
-    scale2 = scalars[3] * LOG2E
-    dtype: gl.constexpr = q_s.dtype
+    shared = args.shared
+    CHUNKS: gl.constexpr = config.CHUNKS
+    scale2 = args.scalars.scale * LOG2E
+    dtype: gl.constexpr = shared.q_s.dtype
     half: gl.constexpr = half_name(dtype)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
-    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.V_DIM), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.QK_CHUNK), 2)
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    mbarrier.wait(do_full.index(stage), phase)
-    do = do_s.index(stage)
+    mbarrier.wait(shared.do_full.index(stage), phase)
+    do = shared.do_s.index(stage)
     bits = keys
     if masked:
-        bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, scalars)
+        bits = mask_bits(keys, row, stage, args)
         s = select_bits(s, bits, float("-inf"))
-    p = probabilities(s, scale2, lse_s.index(stage), half)
+    p = probabilities(s, scale2, shared.row_stats.lse2.index(stage), half)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     p_half = unpack(p, ROWS, p_layout, dtype)
     dv_token = warpgroup_mma(p_half, do, dv_sum, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = score_gradients(dp, p, delta_s.index(stage), half)
+    ds = score_gradients(dp, p, shared.row_stats.delta.index(stage), half)
     dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
     if masked:  # P is 0 there, dP may be anything
         ds = clear_bits(ds, bits)
     ds_half = unpack(ds, ROWS, ds_layout, dtype)
-    dk_tokens = add_products(ds_half, q_s, stage, dk_sum, CHUNKS)
+    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
     # the next scores begin under the last chunk: under more of them there are no registers
     dk_sum = finished(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
-    s_token = begin_scores(stage ^ 1, phase ^ stage, k, q_s, q_full, CHUNKS)
+    s_token = begin_scores(stage ^ 1, phase ^ stage, k, shared, CHUNKS)
     dk_sum = dk_sum + finished(dk_tokens[CHUNKS - 1 :], CHUNKS, 1)
-    warp_arrive(do_empty.index(stage))
-    warp_arrive(q_empty.index(stage))
+    warp_arrive(shared.do_empty.index(stage))
+    warp_arrive(shared.q_empty.index(stage))
     s = warpgroup_mma_wait(0, deps=(s_token,))
     return dk_sum, dv_sum, s
 
 
 @gluon.jit
-def skip_blocks(stage, phase, kv, tiles_s, barriers, CHUNKS: gl.constexpr):
+def skip_blocks(stage, phase, k, shared, CHUNKS: gl.constexpr):
     """A block of rows without a pair of this warp group's keys; the scores of the next."""
-    _, q_full, q_empty, do_full, do_empty = barriers
-    mbarrier.wait(do_full.index(stage), phase)
-    warp_arrive(do_empty.index(stage))
-    warp_arrive(q_empty.index(stage))
-    token = begin_scores(stage ^ 1, phase ^ stage, kv[0], tiles_s[0], q_full, CHUNKS)
+    mbarrier.wait(shared.do_full.index(stage), phase)
+    warp_arrive(shared.do_empty.index(stage))
+    warp_arrive(shared.q_empty.index(stage))
+    token = begin_scores(stage ^ 1, phase ^ stage, k, shared, CHUNKS)
     return warpgroup_mma_wait(0, deps=(token,))
 
 
 @gluon.jit
 def consume(W: gl.constexpr, args, config: gl.constexpr):
-    grads, mask, own_blocks, shared, barriers, tile, q_range, scalars = args
-    tiles_s, row_stats_s = shared
+    shared = args.shared
+    tile = args.tile
+    q_range = args.q_range
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
-    dk, dv = grads
-    q_s, k_s, v_s, _ = tiles_s
-    kv_full, q_full, _, _, _ = barriers
-    b, first_key, kv_head, group, _bh, _mask_row, _padded = tile
-    start, steps, partial, full_begin, full_end = q_range
-    _mask_mode, _q_len, kv_len, scale = scalars
-    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    dtype: gl.constexpr = dk.dtype
+    CHUNKS: gl.constexpr = config.CHUNKS
+    dtype: gl.constexpr = args.dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
-    keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
     dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
     dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
-    k = half_of_keys(k_s, 0, W, CHUNKS)
-    v = v_s.index(W)
-    if steps > 0:
-        own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
-        mbarrier.wait(q_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=(scores(k, q_s, 0, zero, CHUNKS),))
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(1), 0)
+    k = half_of_keys(shared.k_s, 0, W, CHUNKS)
+    v = shared.v_s.index(W)
+    if q_range.steps > 0:
+        own_start, own_end = rows_of_half(args.mask, tile.first_key // 64 + W, args.scalars.kv_len)
+        mbarrier.wait(shared.q_full.index(0), 0)
+        s = warpgroup_mma_wait(0, deps=(scores(k, shared.q_s, 0, zero, CHUNKS),))
         stage = 0
         phase = 0
         n = 0
-        for i in range(0, steps * group):  # partial blocks of every head, then the full ones
-            masked = i < partial * group
-            row = start + gl.where(n < full_begin, n, n + full_end - full_begin) * ROWS
-            kv_left = (
-                half_of_keys(k_s, rematerialized_zero(i, config.REMATERIALIZE), W, CHUNKS),
-                v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE)),
+        for i in range(0, q_range.steps * tile.group):  # partial blocks of all heads, then full
+            masked = i < q_range.partial * tile.group
+            row = q_range.start + q_range.nth_partial(n) * ROWS
+            k_left = half_of_keys(
+                shared.k_s, rematerialized_zero(i, config.REMATERIALIZE), W, CHUNKS
             )
-            if (i >= partial * group) | ((row < own_end) & (row + ROWS > own_start)):
+            v_left = shared.v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
+            if (i >= q_range.partial * tile.group) | ((row < own_end) & (row + ROWS > own_start)):
                 dk_sum, dv_sum, s = add_block(
-                    (dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s,
-                    row_stats_s, barriers, scalars, V_DIM, QK_CHUNK, CHUNKS,
+                    dk_sum, dv_sum, s, row, masked, stage, phase, k_left, v_left, keys, args,
+                    config,
                 )  # fmt: skip
             else:
-                s = skip_blocks(stage, phase, kv_left, tiles_s, barriers, CHUNKS)
+                s = skip_blocks(stage, phase, k_left, shared, CHUNKS)
             phase = phase ^ stage
             stage = stage ^ 1
             n += 1
-            n = gl.where(n == partial, 0, n)
+            n = gl.where(n == q_range.partial, 0, n)
     gl.barrier()  # dK and dV take the place of this warp group's keys and values
     for c in gl.static_range(CHUNKS):
-        k[c].store((dk_sum[c] * scale).to(dtype))
+        k[c].store((dk_sum[c] * args.scalars.scale).to(dtype))
     v.store(dv_sum.to(dtype))
     fence_async_shared()
     gl.barrier()
+    own_key = tile.first_key + W * 64
     for c in gl.static_range(CHUNKS):
-        dk_tile = k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], dk.layout)
+        dk_tile = shared.k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], args.dk.layout)
         dk_tile = dk_tile.slice(W * 64, 64, dim=1)
-        tma.async_store(dk, [b, first_key + W * 64, kv_head * QK_DIM + c * QK_CHUNK], dk_tile)
-    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], dv.layout)
-    tma.async_store(dv, [b, first_key + W * 64, kv_head * V_DIM], dv_tile)
+        tma.async_store(args.dk, [tile.b, own_key, tile.kv_head * QK_DIM + c * QK_CHUNK], dk_tile)
+    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], args.dv.layout)
+    tma.async_store(args.dv, [tile.b, own_key, tile.kv_head * V_DIM], dv_tile)
     tma.store_wait(0)
 
 
@@ -255,59 +255,42 @@ def backward_dkdv_sm90(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """As bwd.backward_sm90 without dQ."""
-    dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    qk_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([ROWS, V_DIM], dtype)
-    tiles_s = (
-        gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [CHUNKS, 128, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
-        gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
-    )
-    row_stats_s = (
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
-    )
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    for j in gl.static_range(2):
-        mbarrier.init(kv_full.index(j), 1)
-        mbarrier.init(q_full.index(j), 1)
-        mbarrier.init(do_full.index(j), 1)
-        mbarrier.init(q_empty.index(j), 8)
-        mbarrier.init(do_empty.index(j), 8)
-
-    orders = (q_blocks, kv_blocks, kv_order)
-    pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads)
-    tile, q_range, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
-
-    maps = (query, key, value, dout)
-    row_stats = (lse2, delta, lo, hi)
-    grads = (dk, dv)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty)
-    scalars = (mask_mode, q_len, kv_len, scale)
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, HALVES=2,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS, HALVES=2,
         REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
     )  # fmt: skip
-    shared = (tiles_s, row_stats_s)
-    consumed = (grads, mask, own_blocks, shared, barriers, tile, q_range, scalars)
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    qk_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
+    v_tile: gl.constexpr = get_layout([ROWS, V_DIM], dtype)
+    shared = KeyTileShared(
+        q_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
+        k_s=gl.allocate_shared_memory(dtype, [CHUNKS, 128, QK_CHUNK], qk_tile),
+        v_s=gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
+        do_s=gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
+        row_stats=allocate_row_stats(),
+        lse_parts=None, delta_parts=None, row_stats_full=None,
+        kv_full=barriers(2), q_full=barriers(2), q_empty=barriers(2),
+        do_full=barriers(2), do_empty=barriers(2),
+    )  # fmt: skip
+    init_barriers(
+        2,
+        (shared.kv_full, shared.q_full, shared.do_full, shared.q_empty, shared.do_empty),
+        (1, 1, 1, 8, 8),
+    )
+
+    scalars = KernelScalars(
+        mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, None
+    )
+    mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
+    tile, q_range, mask = tile_of_program(mask, kv_order, scalars, 128)
+    args = KeyTileArgs(
+        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
+        mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars,
+    )  # fmt: skip
     gl.warp_specialize(
-        [
-            (consume, (0, consumed, config)),
-            (consume, (1, consumed, config)),
-            (produce, (maps, row_stats, shared, barriers, tile, q_range, (), scale, config)),
-        ],
+        [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

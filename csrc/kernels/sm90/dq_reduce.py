@@ -147,33 +147,30 @@ def keys_read(W: gl.constexpr, DQ: gl.constexpr):
 
 
 @gluon.jit
-def sum_rows(
-    dq_sum, k, ds_s, dq_s, kv_full, ds_barriers, tile, q_range, config: gl.constexpr
-):  # fmt: skip
+def sum_rows(k, args, config: gl.constexpr):
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
     QK_DIM: gl.constexpr = config.QK_DIM
-    ds_full, ds_empty = ds_barriers
-    _b, _first_key, _kv_head, group, bh, _mask_row, padded = tile
-    start, steps, partial, full_begin, full_end = q_range
+    tile = args.tile
+    q_range = args.q_range
     CELLS: gl.constexpr = ROWS * QK_DIM
-    row_blocks = padded // ROWS
+    row_blocks = tile.padded // ROWS
     zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
+    mbarrier.wait(args.shared.kv_full.index(0), 0)
+    mbarrier.wait(args.shared.kv_full.index(1), 0)
     g = 0
     n = 0
-    for i in range(0, steps * group):
+    for i in range(0, q_range.steps * tile.group):
         stage = i % 2
-        in_partial = i < partial * group
-        masked = gl.where(n < full_begin, n, n + full_end - full_begin)
-        block = start // ROWS + gl.where(in_partial, masked, full_begin + n)
-        mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
-        ds_t = ds_s.index(stage).permute((1, 0))
+        in_partial = i < q_range.partial * tile.group
+        nth = gl.where(in_partial, q_range.nth_partial(n), q_range.full_begin + n)
+        block = q_range.start // ROWS + nth
+        mbarrier.wait(args.ds.full.index(stage), (i // 2) & 1)
+        ds_t = args.ds.tiles.index(stage).permute((1, 0))
         dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        warp_arrive(ds_empty.index(stage))
-        cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
-        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n, g = next_block(n, g, in_partial, q_range, group)
+        warp_arrive(args.ds.empty.index(stage))
+        cells = ((tile.bh + g) * row_blocks + block).to(gl.int64) * CELLS
+        add_staged(dq, args.dq_sum + cells, args.dq_s.index(stage), CELLS, 1)
+        n, g = next_block(n, g, in_partial, q_range, tile.group)
     keys_read(2, config.DQ)
     tma.store_wait(0)

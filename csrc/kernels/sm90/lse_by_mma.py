@@ -8,9 +8,10 @@ makes the parts.
 """
 
 from sm90.common import LOG2E, accumulator
+from sm90.tiles import load_line
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 COLUMNS = gl.constexpr(16)  # of parts: what one product takes; most are 0
 FAR = gl.constexpr(2.0**120)  # an LSE that makes every P 0, and stays finite in parts
@@ -48,14 +49,12 @@ def store_parts(line, tile):
 
 
 @gluon.jit
-def load_row_stats(row_stats, row_stats_s, full, at, slot):
-    lse2, delta, _, _ = row_stats
-    lse_s, delta_s, _, _ = row_stats_s
-    mbarrier.expect(full.index(slot), 64 * 8)
-    lse_line = lse_s.index(slot).reinterpret(gl.float32, [1, 1, 64], lse2.layout)
-    tma.async_load(lse2, [0, 0, at], full.index(slot), lse_line)
-    delta_line = delta_s.index(slot).reinterpret(gl.float32, [1, 1, 64], delta.layout)
-    tma.async_load(delta, [0, 0, at], full.index(slot), delta_line)
+def load_row_stats(args, at, slot):
+    lines = args.shared.row_stats
+    full = args.shared.row_stats_full.index(slot)
+    mbarrier.expect(full, 64 * 8)
+    load_line(args.row_stats.lse2, lines.lse2.index(slot), at, full)
+    load_line(args.row_stats.delta, lines.delta.index(slot), at, full)
 
 
 @gluon.jit

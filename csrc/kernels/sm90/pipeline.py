@@ -2,11 +2,13 @@
 tells, places in a ring of buffers, turns of the warp groups, and which pairs of a step the mask
 leaves."""
 
+from sm90.args import Mask, RowTile, StepRange
 from sm90.block_lists import bits_of_keys
 from sm90.common import (
     element_bits,
     named_barrier,
     opaque,
+    position_row,
     range_bits_asm,
     select_bits,
     warp_arrive,
@@ -35,12 +37,27 @@ def receive_tile_asm(outputs, inputs):
 
 
 @gluon.jit
-def receive_tile(plan):
-    """row, head, b, start, steps, partial, full_begin, full_end, checked."""
+def send_tile(work_s, tile):
+    kv_range = tile.kv_range
+    numbers = (
+        work_s, tile.row, tile.head_part, tile.b, kv_range.start, kv_range.steps,
+        kv_range.partial, kv_range.full_begin, kv_range.full_end, tile.checked,
+    )  # fmt: skip
+    gl.inline_asm(send_tile_asm, "r,r,r,r,r,r,r,r,r,r,~{memory}", numbers)
+
+
+@gluon.jit
+def receive_tile(shared, slot, phase):
+    mbarrier.wait(shared.work_full.index(slot), phase)
     i32: gl.constexpr = gl.int32
     types: gl.constexpr = (i32, i32, i32, i32, i32, i32, i32, i32, i32)
     constraints: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,~{memory}"
-    return gl.inline_asm(receive_tile_asm, constraints, (plan,), types)
+    row, head_part, b, start, steps, partial, full_begin, full_end, checked = gl.inline_asm(
+        receive_tile_asm, constraints, (shared.work_s.index(slot),), types
+    )
+    return RowTile(
+        row, head_part, b, StepRange(start, steps, partial, full_begin, full_end), checked
+    )
 
 
 @gluon.jit
@@ -57,44 +74,46 @@ def before(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pairs(rows, start, mask, checked, mask_mode, q_len, kv_len, N: gl.constexpr):
+def mask_of_batch_row(mask, mask_b, scalars):
+    mask_row = mask_b.to(gl.int64) * scalars.q_len
+    mask_key = mask_b.to(gl.int64) * scalars.kv_len
+    return Mask(
+        mask.kv_start + mask_row,
+        mask.kv_end + mask_row,
+        mask.q_ids + mask_row,
+        mask.kv_ids + mask_key,
+        mask.q_pos + position_row(mask_row, scalars.mask_mode),
+        mask.kv_pos + mask_key,
+    )
+
+
+@gluon.jit
+def pairs(rows, start, mask, checked, scalars, N: gl.constexpr):
     """Bits of common.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
-    kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos = mask
-    there = rows < q_len
-    lo = gl.load(kv_start + rows, mask=there, other=0)
-    hi = gl.load(kv_end + rows, mask=there, other=0)
+    there = rows < scalars.q_len
+    lo = gl.load(mask.kv_start + rows, mask=there, other=0)
+    hi = gl.load(mask.kv_end + rows, mask=there, other=0)
     bits = gl.inline_asm(
         range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
     )
     if checked != 0:
-        q_id = gl.load(q_ids + rows, mask=there, other=-1)
-        bits = bits & element_bits(q_id, kv_ids, start, kv_len, N, "eq")
-        if mask_mode > 1:
-            q_at = gl.load(q_pos + rows, mask=there, other=0)
-            bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
-            if mask_mode > 2:
-                q_from = gl.load(q_pos + (opaque(q_len) + rows), mask=there, other=0)
-                bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
+        kv_len = scalars.kv_len
+        q_id = gl.load(mask.q_ids + rows, mask=there, other=-1)
+        bits = bits & element_bits(q_id, mask.kv_ids, start, kv_len, N, "eq")
+        if scalars.mask_mode > 1:
+            q_at = gl.load(mask.q_pos + rows, mask=there, other=0)
+            bits = bits & element_bits(q_at, mask.kv_pos, start, kv_len, N, "le")
+            if scalars.mask_mode > 2:
+                q_from = gl.load(mask.q_pos + (opaque(scalars.q_len) + rows), mask=there, other=0)
+                bits = bits & element_bits(q_from, mask.kv_pos, start, kv_len, N, "ge")
     return bits
 
 
 @gluon.jit
-def masked(
-    s,
-    rows,
-    start,
-    mask,
-    checked,
-    mask_mode,
-    q_len,
-    kv_len,
-    head_mask,
-    N: gl.constexpr,
-    BLOCK_SPARSE: gl.constexpr,
-):
-    bits = pairs(rows, start, mask, checked, mask_mode, q_len, kv_len, N)
-    if BLOCK_SPARSE:
-        bits = bits & bits_of_keys(head_mask, rows, start, q_len)
+def masked(s, rows, start, mask, checked, scalars, head_mask, config: gl.constexpr):
+    bits = pairs(rows, start, mask, checked, scalars, config.BLOCK_N)
+    if config.BLOCK_LISTS:
+        bits = bits & bits_of_keys(head_mask, rows, start, scalars.q_len)
     return select_bits(s, bits, float("-inf"))
 
 
@@ -109,9 +128,11 @@ def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
+def place_of_values(stage, phase, config: gl.constexpr):
     """The place in the ring of values, and its parity, where that of keys is at `stage` and
     `phase`."""
+    V_STAGES: gl.constexpr = config.V_STAGES
+    STAGES: gl.constexpr = config.STAGES
     gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
     if V_STAGES == STAGES:
         place = stage, phase
@@ -121,27 +142,15 @@ def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def skip_blocks(
-    count,
-    W: gl.constexpr,
-    full,
-    empty,
-    stage,
-    phase,
-    V_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARP_GROUPS: gl.constexpr,
-):
+def skip_blocks(count, W: gl.constexpr, shared, stage, phase, config: gl.constexpr):
     """Steps in which this warp group has nothing to do but to take its turn."""
-    _, k_full, v_full = full
-    _, k_empty, v_empty = empty
     for _i in range(0, count):
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W)
-        ping_pong_pass(W, WARP_GROUPS)
-        warp_arrive(k_empty.index(stage))
-        v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        warp_arrive(v_empty.index(v_stage))
-        stage, phase = after(stage, phase, STAGES)
+        ping_pong_pass(W, config.WARP_GROUPS)
+        warp_arrive(shared.k_empty.index(stage))
+        v_stage, v_phase = place_of_values(stage, phase, config)
+        mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+        warp_arrive(shared.v_empty.index(v_stage))
+        stage, phase = after(stage, phase, config.STAGES)
     return stage, phase

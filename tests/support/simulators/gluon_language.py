@@ -8,6 +8,7 @@ tested in test_sm90_*.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -222,6 +223,13 @@ def anything(*_: Any, **__: Any) -> None:
     """Layouts are not modelled; a warp group is one thread, which needs no barrier for itself."""
 
 
+class Constexpr:
+    """What is not traced needs no wrapper."""
+
+    def __new__(cls, x: Any) -> Any:
+        return x
+
+
 def checked(condition: bool, message: str = "") -> None:
     assert condition, message
 
@@ -242,6 +250,7 @@ def modules() -> dict[str, types.ModuleType]:
         async_load=threads.async_load,
         async_store=threads.async_store,
         store_wait=threads.store_wait,
+        tensor_descriptor=threads.TensorMap,
     )
     hopper = module(
         "hopper", mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
@@ -264,7 +273,9 @@ def modules() -> dict[str, types.ModuleType]:
     )
     gl = module(
         "gl", **DTYPES, **dict.fromkeys((*layouts, "barrier"), anything),
-        constexpr=lambda x: x, static_range=range, static_assert=checked, NVMMASharedLayout=nvmma,
+        constexpr=Constexpr, tensor=Tile, shared_memory_descriptor=Shared,
+        aggregate_replace=dataclasses.replace,
+        static_range=range, static_assert=checked, NVMMASharedLayout=nvmma,
         allocate_shared_memory=threads.allocate, load=load, store=store,
         atomic_add=threads.atomic_add,
         inline_asm=inline_asm, warp_specialize=threads.warp_specialize,
@@ -280,7 +291,10 @@ def modules() -> dict[str, types.ModuleType]:
         zeros=lambda shape, dtype, _=None: tile(np.zeros(shape, dtype.numpy)),
         full=lambda shape, x, dtype, _=None: tile(np.full(shape, x).astype(dtype.numpy)),
     )  # fmt: skip
-    gluon = module("gluon", jit=lambda f: f, constexpr_function=constexpr_function, language=gl)
+    gluon = module(
+        "gluon", jit=lambda f: f, constexpr_function=constexpr_function, language=gl,
+        aggregate=dataclasses.dataclass(frozen=True),
+    )  # fmt: skip
     names = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language": gl}
     names |= {"triton.experimental.gluon.language.nvidia.hopper": hopper}
     names |= {"triton.experimental.gluon.language.nvidia.ampere": ampere}

@@ -119,7 +119,7 @@ class Shared:
     """A view of shared memory."""
 
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, DTYPE_OF[array.dtype]
+        self.array, self.dtype, self.shape = array, DTYPE_OF[array.dtype], array.shape
 
     def index(self, i: int) -> Shared:
         if not 0 <= i < len(self.array):
@@ -263,7 +263,7 @@ class MBarrier:
 
 class Barriers:
     def __init__(self, n: int):
-        self.all = [MBarrier() for _ in range(n)]
+        self.all, self.shape = [MBarrier() for _ in range(n)], (n, 1)
 
     def index(self, i: int) -> MBarrier:
         return self.all[i]

@@ -1,0 +1,96 @@
+"""The producer warp of the kernels whose programs walk over tiles of rows (forward, dQ)."""
+
+from sm90.args import RowTile, StepRange
+from sm90.block_lists import list_of_rows
+from sm90.common import key_range, place_of_tile, split
+from sm90.pipeline import after, place_of_values, send_tile
+from sm90.tiles import load_chunks
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def produce(args, config: gl.constexpr):
+    """Draws tiles, tells the consumers which, and loads their queries (with DOUT also their
+    cotangents), keys and values."""
+    maps = args.maps
+    shared = args.shared
+    scalars = args.scalars
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    V_PARTS: gl.constexpr = config.V_PARTS
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    ROWS: gl.constexpr = 64 * WARP_GROUPS
+    group = scalars.heads // scalars.kv_heads
+    tiles = (scalars.q_len + ROWS - 1) // ROWS
+    total = tiles * scalars.batch * scalars.heads * V_PARTS
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    nth = gl.program_id(0)
+    while nth < total:
+        head, kv_head, b, mask_b, row = place_of_tile(
+            nth // V_PARTS, args.q_order, scalars.batch, scalars.mask_batch, tiles, group,
+            scalars.kv_heads, ROWS, 1,
+        )  # fmt: skip
+        v_part = nth % V_PARTS
+        start, end, full_lo, full_hi, checked = key_range(
+            args.q_blocks, mask_b, row, scalars.q_len, ROWS
+        )
+        steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+        partial = steps - full_end + full_begin
+        if config.BLOCK_LISTS:
+            listed, partial, full_count = list_of_rows(args.blocks, scalars, mask_b, head, row)
+            steps = partial + full_count
+            block = gl.load(listed)
+        kv_range = StepRange(start, steps, partial, full_begin, full_end)
+        mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
+        send_tile(
+            shared.work_s.index(slot), RowTile(row, head * V_PARTS + v_part, b, kv_range, checked)
+        )
+        mbarrier.arrive(shared.work_full.index(slot))
+        for w in gl.static_range(WARP_GROUPS):
+            mbarrier.wait(shared.q_empty.index(w), q_phase ^ 1)
+            q_full = shared.q_full.index(w)
+            mbarrier.expect(q_full, 64 * (QK_DIM + V_DIM if config.DOUT else QK_DIM) * 2)
+            load_chunks(
+                maps.query, b, row + w * 64, head, q_full, shared.q_s, w * config.SLOTS,
+                CHUNKS,
+            )  # fmt: skip
+            if config.DOUT:
+                load_chunks(
+                    maps.dout, b, row + w * 64, head, q_full, shared.do_s, w * V_CHUNKS,
+                    V_CHUNKS,
+                )  # fmt: skip
+        for i in range(0, steps):
+            if config.BLOCK_LISTS:  # read a step ahead
+                at = block * BLOCK_N
+                block = gl.load(listed + gl.minimum(i + 1, steps - 1))
+            else:
+                at = kv_range.nth(i, BLOCK_N)
+            mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
+            k_full = shared.k_full.index(stage)
+            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2)
+            load_chunks(maps.key, b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
+            v_stage, v_phase = place_of_values(stage, phase, config)
+            mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
+            v_full = shared.v_full.index(v_stage)
+            mbarrier.expect(v_full, BLOCK_N * (V_DIM // V_PARTS) * 2)
+            kv_head_part = kv_head * V_PARTS + v_part
+            load_chunks(
+                maps.value, b, at, kv_head_part, v_full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS
+            )
+            stage, phase = after(stage, phase, config.STAGES)
+        nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+    # a tile of no steps ends the consumers
+    mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
+    send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
+    mbarrier.arrive(shared.work_full.index(slot))

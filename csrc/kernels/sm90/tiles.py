@@ -1,0 +1,43 @@
+"""Shared memory of the Hopper kernels: barriers, and tiles that the producers load by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def init_barriers(N: gl.constexpr, rings, arrivals):
+    """How many arrivals the barriers of each ring count; a ring has at most N, or is None."""
+    for n in gl.static_range(N):
+        for k in gl.static_range(len(rings)):
+            if rings[k] is not None and n < rings[k].shape[0]:
+                mbarrier.init(rings[k].index(n), arrivals[k])
+
+
+@gluon.jit
+def load_chunks(
+    source, b, row, head, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
+):
+    """A head's columns, in chunks (chunked_mma.py) from the first-th of tiles_s on, or of the
+    HALF-th 64 rows of them."""
+    ROWS: gl.constexpr = tiles_s.shape[1]
+    COLUMNS: gl.constexpr = tiles_s.shape[2]
+    for c in gl.static_range(CHUNKS):
+        chunk = tiles_s.index(first + c)
+        chunk = chunk.reinterpret(source.dtype, [1, ROWS, COLUMNS], source.layout)
+        if HALF is not None:
+            chunk = chunk.slice(HALF * 64, 64, dim=1)
+        at = [b, row, head * (CHUNKS * COLUMNS) + c * COLUMNS]
+        tma.async_load(source, at, full, chunk)
+
+
+@gluon.jit
+def load_line(source, line_s, at, full):
+    """Numbers of a block of rows."""
+    line = line_s.reinterpret(source.dtype, [1, 1, line_s.shape[0]], source.layout)
+    tma.async_load(source, [0, 0, at], full, line)
