@@ -1,6 +1,6 @@
-"""What the Hopper kernels hand from function to function, by name.
+"""The arguments of the Hopper kernels' functions, by name.
 
-A kernel fills these aggregates once. A field that it has no use for is None.
+A kernel fills these aggregates once. A field is None in kernels that do not use it.
 """
 
 from sm90.common import nth_step
@@ -63,8 +63,8 @@ class HeadMask:
 
 @gluon.aggregate
 class StepRange:
-    """The steps of a tile over keys, or over rows, from `start` on. Partial ones need the mask and
-    are on both sides of the full ones, which are those of [full_begin, full_end)."""
+    """The steps of a tile over keys, or over rows, from `start` on. Full steps are those of
+    [full_begin, full_end); the partial ones before and after them need the mask."""
 
     start: Number
     steps: Number
@@ -74,7 +74,7 @@ class StepRange:
 
     @gluon.jit
     def nth(self, i, STEP: gl.constexpr):
-        """Where the i-th step begins: partial ones come first."""
+        """Where the i-th step begins. Partial steps are taken first."""
         return (
             self.start
             + nth_step(i, self.steps, self.partial, self.full_begin, self.full_end) * STEP
@@ -82,7 +82,7 @@ class StepRange:
 
     @gluon.jit
     def nth_partial(self, n):
-        """The place of the n-th partial step among all, from the first to the last."""
+        """The place of the n-th partial step among all steps."""
         return gl.where(n < self.full_begin, n, n + self.full_end - self.full_begin)
 
 
@@ -114,7 +114,7 @@ class RowTile:
 
 @gluon.aggregate
 class RowTileShared:
-    """Shared memory. Barriers: `full` of what has been loaded, `empty` of what has been read."""
+    """Tiles, and barriers: *_full of tiles that are loaded, *_empty of tiles that are read."""
 
     q_s: Buffer
     do_s: Buffer
@@ -134,6 +134,8 @@ class RowTileShared:
 
 @gluon.aggregate
 class RowTileArgs:
+    """Of the kernels whose programs draw tiles of rows from `counter`."""
+
     q_blocks: Number
     mask: Mask
     blocks: BlockMask
@@ -150,7 +152,7 @@ class RowTileArgs:
 
 @gluon.aggregate
 class KeyTileMask:
-    """The mask's arrays of a tile's batch row; blocks: bounds of blocks of 64 rows or keys."""
+    """The mask's arrays, of a tile's batch row; *_blocks: bounds of blocks of 64 rows or keys."""
 
     q_ids: Number
     kv_ids: Number
@@ -187,7 +189,7 @@ class RowStats:
 
 @gluon.aggregate
 class KeyTileShared:
-    """Shared memory, as RowTileShared; *_parts: lse_by_mma.py."""
+    """As RowTileShared; *_parts and row_stats_full: lse_by_mma.py."""
 
     q_s: Buffer
     k_s: Buffer
@@ -206,7 +208,7 @@ class KeyTileShared:
 
 @gluon.aggregate
 class Exchange:
-    """Tiles that warp groups hand to each other."""
+    """Tiles that warp groups pass to each other."""
 
     tiles: Buffer
     full: Buffer
@@ -215,6 +217,8 @@ class Exchange:
 
 @gluon.aggregate
 class KeyTileArgs:
+    """Of the kernels whose programs compute dK and dV of one tile of keys."""
+
     maps: Maps
     row_stats: RowStats
     dk: Map

@@ -1,10 +1,10 @@
 """Forward attention on Hopper in Gluon: the same results as portable/fwd.py, its checked twin.
 
 A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp
-draws the next tile from a counter, tells the consumers what it is (the plan) and streams queries,
-keys and values through TMA, so that a tile's first loads run under the last products of the tile
-before. Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_i = q k_i^T
-and acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
+(row_producer.py) draws the next tile from a counter, tells the consumers which it is and streams
+queries, keys and values through TMA, so that a tile's first loads run under the last products of
+the tile before. Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_i =
+q k_i^T and acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
 (FlashAttention-3, arXiv 2407.08608, section 3.2); named barriers make the groups take turns at
 issuing (section 3.1). Masked steps come first, then one mask-free loop.
 
