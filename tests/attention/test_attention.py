@@ -74,7 +74,7 @@ def test_head_dims(mask, dims):
     oracle.check(got, true, oracle.plain(query, key, value, *others))
 
 
-@pytest.mark.parametrize("scale", some([-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)], 0, 2, 3))
+@pytest.mark.parametrize("scale", some([-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)], 0, 3))
 def test_any_sign_of_scale(mask, scale):
     """The kernels take positive ones only, so the sign goes into the query on every platform."""
 
@@ -188,7 +188,7 @@ def test_two_by_two_differences():
         np.testing.assert_allclose(jax.grad(total)(0.0), expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("axes", some([((0, None),), ((0, 0),), ((1, None),), ((None, 0),)], 0, 1))
+@pytest.mark.parametrize("axes", some([((0, None),), ((0, 0),), ((1, None),), ((None, 0),)], 1))
 def test_vmap_folds_into_the_batch(axes):
     """Over tensors, over ids, over both: as a Python loop, and with one kernel call."""
     tensor_axis, ids_axis = axes

@@ -104,7 +104,7 @@ def passes(monkeypatch, merged):
 
 @pytest.mark.parametrize(
     "kind,sizes",
-    some(itertools.product(KINDS, [(1, 9, "soft cap"), (13, 4, "lse")]), 0, 5, 8),
+    some(itertools.product(KINDS, [(1, 9, "soft cap"), (13, 4, "lse")]), 5, 8),
 )
 def test_results_and_gradients(kind, sizes):
     q_len, kv_len, option = sizes

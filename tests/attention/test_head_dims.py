@@ -6,6 +6,8 @@ fallback kernels are slower, head dims that only another GPU has, a scale of the
 and results that keep the padding.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, lowering, primitives
-from tiers import once_each, some
+from tiers import some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
@@ -231,7 +233,14 @@ def test_in_programs_with_sizes_that_are_not_known_yet(hopper):
 
 @pytest.mark.parametrize(
     "option,dims",
-    once_each(("plain", "lse", "soft cap", "frozen keys"), ((24, 24), (24, 40), (72, 8))),
+    some(
+        itertools.product(
+            ("plain", "lse", "soft cap", "frozen keys"), ((24, 24), (24, 40), (72, 8))
+        ),
+        4,
+        8,
+        9,
+    ),
     ids=str,
 )
 def test_results_and_gradients(monkeypatch, dims, option):

@@ -45,7 +45,6 @@ def test_sinks(name, dtype):
             ("gqa_4", "float32", {"scale": -0.7, "soft_cap": 5.0}),
             ("causal", "float32", {"scale": 0.0, "slopes": True}),
         ],
-        1,
         2,
         4,
     ),

@@ -18,6 +18,7 @@ import packax
 import pytest
 from decoding import CASES, Case
 from packax import kv_cache
+from tiers import once_each
 
 SCALE = 0.4
 FP8 = jnp.float8_e4m3fn
@@ -68,9 +69,12 @@ def test_shared_prefixes():
     )
 
 
-@pytest.mark.parametrize("page_size", [0, 8])
 @pytest.mark.parametrize(
-    "mapped", [("query",), ("key_scale", "value_scale"), ("key", "value", "key_scale"), ("value",)]
+    "mapped,page_size",
+    once_each(
+        [("query",), ("key_scale", "value_scale"), ("key", "value", "key_scale"), ("value",)],
+        [0, 8],
+    ),
 )
 def test_vmap(mapped, page_size):
     case = Case((20, 9), capacity=24, page_size=page_size)

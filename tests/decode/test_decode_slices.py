@@ -44,7 +44,7 @@ def attend(case, x, mesh, batch=None, heads=None, kv_heads=None, context="contex
 
 @pytest.mark.parametrize(
     ("name", "devices", "kind"),
-    some(itertools.product(DENSE, [4, 2], ["Auto", "Explicit"]), 0, 3),
+    some(itertools.product(DENSE, [4, 2], ["Auto", "Explicit"]), 0),
 )
 def test_equals_the_definition(name, devices, kind):
     case = DENSE[name]

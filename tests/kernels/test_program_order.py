@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import triton_interpreter as interpreter
 from paths import KERNEL_DIR, TUNE
-from tiers import some
+from tiers import once_each
 
 
 def walk_of_sm90():
@@ -63,11 +63,14 @@ def places(order, batch, mask_batch, group, kv_heads, block=128):
     )
 
 
-@pytest.mark.parametrize("tiles", some((1, 2, 3, 21), 0, 3))
-@pytest.mark.parametrize("group,kv_heads", some(((1, 1), (1, 3), (4, 2), (3, 5)), 1, 2, 3))
+@pytest.mark.parametrize(
+    "tiles,heads,block",
+    once_each((1, 2, 3, 21), ((1, 1), (1, 3), (4, 2), (3, 5)), (64, 128)),
+    ids=str,
+)
 @pytest.mark.parametrize("batch,mask_batch", ((1, 1), (3, 1), (2, 2)))
-@pytest.mark.parametrize("block", (128, 64))
-def test_every_tile_once(tiles, group, kv_heads, batch, mask_batch, block):
+def test_every_tile_once(tiles, heads, batch, mask_batch, block):
+    group, kv_heads = heads
     rng = np.random.default_rng(tiles)
     order = np.stack([rng.permutation(tiles) for _ in range(mask_batch)]).astype(np.int32)
     found = places(order, batch, mask_batch, group, kv_heads, block)

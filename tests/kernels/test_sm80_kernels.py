@@ -41,9 +41,7 @@ def sizes(p):
     return {**p.sizes(), "row_heads": p.heads, "scale": p.scale}
 
 
-@pytest.mark.parametrize(
-    "dims,case", some(FORWARD, *range(0, len(MASKS), 2), 8, 13, 17, 22), ids=str
-)
+@pytest.mark.parametrize("dims,case", some(FORWARD, 0, 6, 8, 13, 17, 22), ids=str)
 def test_forward(dims, case):
     check_forward(Problem(case, dims, heads=4, kv_heads=2), "forward")
 
@@ -69,7 +67,7 @@ OTHERS = (("ampere", 256), ("small", 128), ("ampere", 96), ("ampere", 192), ("sm
 BACKWARD += [(kind, dim, case) for kind, dim in OTHERS for case in SOME]
 
 
-@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, 2, 4, 9, 11, 14, 16, 19, 24, 26, 30))
+@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, 2, 4, 9, 14, 18, 21, 24, 26, 30))
 def test_backward(kind, dim, case):
     check_backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_sm80", kind)
 

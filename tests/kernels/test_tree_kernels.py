@@ -31,7 +31,6 @@ TREES = {
             TREES, [((128, 64), (64, 128), (64, 64)), ((64, 32), (32, 64), (64, 64))]
         ),
         0,
-        5,
     ),
 )
 def test_equal_the_oracle(name, tiles):
