@@ -243,6 +243,12 @@ def test_traffic():
     assert zigzag.traffic(2, 10, expression) == {"inside": 1280, "between": 1280}
     assert zigzag.traffic(4, 10, expression) == {"inside": 2560, "between": 0}
     assert zigzag.traffic(2, 10, CAUSAL) == zigzag.traffic(2, 10)
+    for ranks, permutes in ((2, 1), (4, 2), (8, 2)):  # two ranks send to each other at once
+        plan = packax.context_plan(expression, ranks=ranks, kind="zigzag")
+        halo = plan.halo(expression)
+        sends = [send for send in halo.sends(-1) if not send.is_local]
+        assert len(sends) == permutes and halo.fetched == 128 * permutes
+        assert plan.traffic(ranks, 1, expression)["inside"] == 128 * permutes
     balanced = packax.context_plan(expression, ranks=4, chunk=256)
     assert balanced.traffic(2, 10, expression) == {"inside": 5120, "between": 10240}
     with pytest.raises(ValueError, match="expression must be a mask expression, but is"):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.all_gather_kv import update_at
-from packax._src.context.halo import Halo, Stretch
+from packax._src.context.halo import Halo, Place, Stretch
 from packax._src.core.sharding import Layout, vary_together
 
 
@@ -69,8 +69,8 @@ def give_back(
         _together(x[:, :, : halo.before] for x in found),
         _together(x[:, :, end:] for x in found),
     )
-    function = functools.partial(_halos, halo, layout=layout, kv_plan=kv_plan)
-    last, first = jax.linear_transpose(function, *_edges(halo, chunks))(halos)
+    edges = _edges(halo, chunks)
+    last, first = _halos_back(halo, *halos, edges, layout=layout, kv_plan=kv_plan)
     for begin, more in ((halo.chunk - last.shape[2], last), (0, first)):
         if more.shape[2]:
             both = zip(chunks, _apart(more, chunks), strict=True)
@@ -108,31 +108,63 @@ def _halos(
     axes = layout.several(layout.kv_context)
     both = jnp.concatenate([last, first], 2)
     both = jax.lax.all_gather(both, axes, axis=1, tiled=True)
-    number, order = numbers(halo, layout, kv_plan), kv_plan[:, 1]
+    number, place_of = numbers(halo, layout, kv_plan), kv_plan[:, 1]
     found = []
     for way, part in ((-1, both[:, :, : halo.before]), (1, both[:, :, halo.before :])):
         # The first chunk has none before it, nor the last behind: another's, which is not read.
-        place = take_each(order, (number + way) % order.shape[1])
+        place = take_each(place_of, (number + way) % place_of.shape[1])
         found.append(take_each(part, place, unique=True))
     return found[0], found[1]
+
+
+def _halos_back(
+    halo: Halo, before: jax.Array, after: jax.Array, like: Any, *, layout: Layout, kv_plan: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `_halos`, whose operands are like these."""
+    if halo.placed != "balanced":
+        function = functools.partial(_halos, halo, layout=layout, kv_plan=kv_plan)
+        last, first = jax.linear_transpose(function, *like)((before, after))
+        return last, first
+    axes = layout.several(layout.kv_context)
+    chunk_at, place_of = kv_plan[:, 0], kv_plan[:, 1]
+    rank = jax.lax.axis_index(axes)
+    both = []
+    for way, x in ((-1, before), (1, after)):
+        # Of the halo of each place's next chunk, if that is on this rank. No scatter: it would need
+        # an array of zeros.
+        place = take_each(place_of, (chunk_at - way) % place_of.shape[1])
+        x, place, own = vary_together(x, place, rank)
+        part = take_each(x, place % halo.chunks)
+        there = (place // halo.chunks == own)[:, :, None, None]
+        both.append(jnp.where(there, part, jnp.zeros_like(part)))
+    sums = jax.lax.psum_scatter(jnp.concatenate(both, 2), axes, scatter_dimension=1, tiled=True)
+    return sums[:, :, : halo.before], sums[:, :, halo.before :]
 
 
 def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
     """Halos of (B, chunks, rows of an edge, ...): of each chunk, in the order of keys."""
     axes = layout.several(layout.kv_context)
     rank = jax.lax.axis_index(axes)
+
+    def where(places: list[Place], x: jax.Array, other: jax.Array) -> jax.Array:
+        """x on the ranks of these places."""
+        here = np.isin(np.arange(halo.ranks), [place.rank for place in places])
+        x, other, there = vary_together(x, other, jnp.asarray(here)[rank])
+        return jnp.where(there, x, other)
+
     hops: dict[tuple[int, int], jax.Array] = {}  # by hop and slot
     for send in halo.sends(way):
-        rows = x[:, send.source]
-        rows = rows[:, -send.rows :] if way < 0 else rows[:, : send.rows]
-        if send.is_local:
-            here = np.isin(np.arange(halo.ranks), [target for _, target in send.pairs])
-            rows, here = vary_together(rows, jnp.asarray(here)[rank])
-            rows = jnp.where(here, rows, jnp.zeros_like(rows))
-        else:
-            rows = jax.lax.ppermute(rows, axes, send.pairs)
-        at = send.hop, send.target
-        hops[at] = hops[at] + rows if at in hops else rows  # all but one are 0
+        edges = x[:, :, -send.rows :] if way < 0 else x[:, :, : send.rows]
+        sources, targets = (_by_slot(side) for side in zip(*send.pairs, strict=True))
+        rows, *others = (edges[:, slot] for slot in sources)
+        for other, places in zip(others, list(sources.values())[1:], strict=True):
+            rows = where(places, other, rows)
+        if not send.is_local:
+            pairs = [(source.rank, target.rank) for source, target in send.pairs]
+            rows = jax.lax.ppermute(rows, axes, pairs)
+        for slot, places in targets.items():
+            at = send.hop, slot
+            hops[at] = where(places, rows, hops.get(at, jnp.zeros_like(rows)))
     sizes = {send.hop: send.rows for send in halo.sends(way)}
     order = sorted(sizes, reverse=way < 0)
     chunks = []
@@ -140,6 +172,13 @@ def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
         parts = [hops.get((hop, slot), jnp.zeros_like(x[:, 0, : sizes[hop]])) for hop in order]
         chunks.append(jnp.concatenate([*parts, x[:, slot, :0]], 1))
     return jnp.stack(chunks, 1)
+
+
+def _by_slot(places: Iterable[Place]) -> dict[int, list[Place]]:
+    found: dict[int, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.slot, []).append(place)
+    return found
 
 
 def take_each(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:

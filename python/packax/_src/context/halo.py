@@ -24,19 +24,23 @@ def keys_of_halos(expression: Any, chunk: int) -> list[int]:
     return [TILE * ceil_div(x, TILE) for x in expression.reach(chunk) if x is not None]
 
 
+class Place(NamedTuple):
+    """Of a chunk: its rank, and which of the rank's chunks it is."""
+
+    rank: int
+    slot: int
+
+
 class Send(NamedTuple):
-    """A collective permute of rows at the end or start of chunks. A slot is the index of a chunk on
-    its rank."""
+    """A collective permute of rows at the end or start of chunks."""
 
     hop: int  # how many chunks away
-    source: int  # slot
-    target: int
     rows: int
-    pairs: tuple[tuple[int, int], ...]  # of ranks: from, to
+    pairs: tuple[tuple[Place, Place], ...]  # from, to; each rank at most once on each side
 
     @property
     def is_local(self) -> bool:
-        return all(source == target for source, target in self.pairs)
+        return all(source.rank == target.rank for source, target in self.pairs)
 
 
 class Stretch(NamedTuple):
@@ -71,7 +75,7 @@ class Halo(NamedTuple):
         if len(reach) < 2 or placed == "local" or (placed == "balanced" and sum(reach) >= chunk):
             return None
         halo = Halo(ranks, length // (ranks * chunk), chunk, reach[0], reach[1], placed)
-        return halo if halo.fetched < length - length // ranks else None
+        return halo if halo.saved > 0 else None
 
     @property
     def rows(self) -> int:
@@ -103,19 +107,18 @@ class Halo(NamedTuple):
 
     def sends(self, way: int) -> Iterator[Send]:
         """Of halos before the chunks (way -1) or behind (1), the nearest chunk first."""
-        places = self.places
-        rank_of = {number: (rank, slot) for (rank, slot), number in np.ndenumerate(places)}
+        place_of = {int(n): Place(*place) for place, n in np.ndenumerate(self.places)}
         left = self.before if way < 0 else self.after
-        for hop in range(1, places.size):
+        for hop in range(1, len(place_of)):
             if left <= 0:
                 return
-            pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-            for (rank, target), number in np.ndenumerate(places):
-                if int(number) + way * hop in rank_of:
-                    sender, source = rank_of[int(number) + way * hop]
-                    pairs.setdefault((source, target), []).append((sender, rank))
-            for (source, target), found in sorted(pairs.items()):
-                yield Send(hop, source, target, min(left, self.chunk), tuple(found))
+            pairs = [
+                (place_of[n + way * hop], target)
+                for n, target in place_of.items()
+                if n + way * hop in place_of
+            ]
+            for together in _at_once(pairs):
+                yield Send(hop, min(left, self.chunk), tuple(together))
             left -= self.chunk
 
     @property
@@ -126,6 +129,11 @@ class Halo(NamedTuple):
         both = itertools.chain(self.sends(-1), self.sends(1))
         return sum(send.rows for send in both if not send.is_local)
 
+    @property
+    def saved(self) -> int:
+        """How many fewer they are than all keys of others."""
+        return (self.ranks - 1) * self.chunks * self.chunk - self.fetched
+
     def traffic(self, ranks_per_host: int) -> tuple[int, int]:
         """Rows of keys that a rank fetches from its own host, and from others, each at most."""
         if self.placed == "balanced":
@@ -134,8 +142,28 @@ class Halo(NamedTuple):
         rows = np.zeros((2, self.ranks), int)
         for send in itertools.chain(self.sends(-1), self.sends(1)):
             for source, target in send.pairs:
-                if source != target:
-                    other = source // ranks_per_host != target // ranks_per_host
-                    rows[int(other), target] += send.rows
+                if source.rank != target.rank:
+                    other = source.rank // ranks_per_host != target.rank // ranks_per_host
+                    rows[int(other), target.rank] += send.rows
         inside, between = rows.max(axis=1)
         return int(inside), int(between)
+
+
+def _at_once(pairs: list[tuple[Place, Place]]) -> list[list[tuple[Place, Place]]]:
+    """The pairs, divided greedily into collective permutes, of which there should be few, and pairs
+    of one rank, which need none."""
+    found: list[list[tuple[Place, Place]]] = []
+    for pair in sorted(pairs, key=lambda pair: (pair[0].slot, pair[1].slot, pair)):
+        one, other = (place.rank for place in pair)
+        for group in found:
+            if all(
+                one != source.rank
+                and other != target.rank
+                and (one == other) == (source.rank == target.rank)
+                for source, target in group
+            ):
+                group.append(pair)
+                break
+        else:
+            found.append([pair])
+    return found
