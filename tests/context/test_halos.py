@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import packax
 import pytest
+from cases import positions_of
 from context import (
     BATCH,
     CONTEXT,
@@ -110,7 +112,6 @@ CASES = [  # expression, plan, chunk, ranks, keys of halos before and behind eac
     (UNION & DOCUMENTS, "zigzag", None, 2, (128, 0)),
     (window(100), "balanced", None, 4, None),  # chunks of 128
     (window(700), "zigzag", None, 2, None),
-    (packax.documents(ROWS, positions=np.arange(LENGTH)) & window(50), None, None, 2, None),
     (packax.masks.block_sparse(np.ones((8, 8), bool), 128) & window(50), None, None, 2, None),
 ]
 
@@ -255,21 +256,125 @@ def test_traffic():
         zigzag.traffic(2, 10, "window")
 
 
-def test_stacks():
-    """A layer picks its mask, not what it fetches: windows with other layers gather all keys."""
+def branches(function, *operands):
+    """The collectives of each branch of the conditionals in a program."""
+    found = []
 
-    def stacked():
+    def visit(jaxpr, names):
+        for equation in jaxpr.eqns:
+            names.add(equation.primitive.name)
+            if equation.primitive.name == "cond":
+                for branch in equation.params["branches"]:
+                    visit(branch.jaxpr, inside := set())
+                    found.append(inside & {"ppermute", "all_gather", "reduce_scatter"})
+            else:
+                for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                    visit(inner, names)
+
+    visit(jax.make_jaxpr(function)(*operands).jaxpr, set())
+    return found
+
+
+def test_stacks():
+    """A layer picks its mask, and fetches what that one needs."""
+
+    def alike_and_stack():
         build = functools.partial(packax.create_attention_mask, sharding=CONTEXT)
-        masks = [build(x & DOCUMENTS) for x in (window(100), window(70), CAUSAL)]
-        alike = packax.masks.stack_masks(masks[:2])[1]
-        assert alike.halo == masks[0].halo and alike.fetched == 128
-        assert len(alike.shared_parts) == 1
-        for mask in packax.masks.stack_masks(masks)[0], packax.masks.stack_masks(masks[::2])[0]:
-            assert mask.halo is None and mask.private_part is None
-            assert mask.fetched == LENGTH // 2
+        masks = [build(x & DOCUMENTS) for x in (window(100), window(70), window(200), CAUSAL)]
+        other = build(window(90) & packax.documents(ROWS, positions=np.arange(LENGTH)))
+        for known in masks[0], build(window(90), q_len=LENGTH, kv_len=LENGTH):
+            assert packax.masks.stack_masks([known, other])[1].halos_suffice is not None
+        return packax.masks.stack_masks(masks[:2])[1], packax.masks.stack_masks(masks)
+
+    def gradients(query, key, value):
+        mask = alike_and_stack()[1][0]
+        return jax.grad(lambda *x: packax.flash_attention(*x, mask).sum(), (0, 1, 2))(
+            query, key, value
+        )
 
     with jax.set_mesh(mesh_of(2, axes=("context",))):
-        jax.eval_shape(stacked)
+        alike, stack = jax.eval_shape(alike_and_stack)
+        assert alike.halo[3:5] == (128, 0) and alike.fetched == 128
+        assert len(alike.shared_parts) == 1 and alike.halos_suffice is None
+        assert stack.masks.halo == alike.halo and stack.masks.fetched == LENGTH // 2
+        kinds = jax.jit(lambda: alike_and_stack()[1].masks.halos_suffice)()
+        assert kinds.tolist() == [[1], [1], [0], [0]]
+        found = branches(gradients, *tensors()[:3])
+    halos, gathers, back = {"ppermute"}, {"all_gather"}, {"all_gather", "reduce_scatter"}
+    assert found == [gathers, halos, back, halos]
+
+
+@pytest.mark.parametrize("kind", some([None, "zigzag", "balanced"], 1))
+def test_layers_of_both_kinds_in_one_scan(kind):
+    ids = ROWS[2:3, :512]
+    kinds = [x & packax.documents(ids) for x in (window(100), CAUSAL)]
+    chunk = {"chunk": 256} if kind == "balanced" else {}
+    plan = kind and packax.context_plan(kinds[1], ranks=2, kind=kind, **chunk)
+    query, *_, dout, dlse = tensors(heads=1, kv_heads=1, batch=1, length=512)
+
+    def train(query, dout, masks):
+        stack = packax.masks.stack_masks(masks)
+
+        def layer(x, kind):
+            return x + packax.flash_attention(x, x, x, stack[kind]), None
+
+        out, pullback = jax.vjp(lambda x: jax.lax.scan(layer, x, jnp.array([0, 1, 0]))[0], query)
+        return out, *pullback(dout)
+
+    expected = jax.jit(train)(query, dout, [packax.create_attention_mask(x) for x in kinds])
+    (query, dout), _ = moved(plan, (query, dout), dlse)
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        masks = [packax.create_attention_mask(x, sharding=CONTEXT, plan=plan) for x in kinds]
+        assert [mask.halo is None for mask in masks] == [False, True]
+        got = jax.block_until_ready(jax.jit(train)(query, dout, masks))
+    for name, x, y in zip(("out", "gradient"), got, expected, strict=True):
+        x = x if plan is None else plan.unpermute(x)
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
+
+
+ONCE = np.where(ROWS[:, :90] == 5, 9, ROWS[:, :90])
+ONCE = np.concatenate([ONCE, ROWS[:, 90:]], 1)  # without the id that comes back
+IN_ORDER = np.stack([positions_of(row) for row in ONCE])
+
+
+@pytest.mark.parametrize(
+    "kind, ids, positions, suffice",
+    [
+        ("zigzag", ONCE, IN_ORDER + 7, True),
+        *some(
+            [
+                (None, ONCE, IN_ORDER // 2, False),
+                (None, ONCE, 3 * IN_ORDER, True),
+                (None, ROWS, IN_ORDER, False),
+                ("zigzag", ONCE, IN_ORDER[:, ::-1], False),
+                ("balanced", ONCE, IN_ORDER, True),
+            ]
+        ),
+    ],
+)
+def test_windows_of_positions(kind, ids, positions, suffice):
+    """Halos are enough for documents in order: the device decides whether they are."""
+    plan = plan_of(kind, 2, 256 if kind == "balanced" else None)
+    expected = None
+    for sharding in (None, CONTEXT):
+        *rows, dlse = tensors()
+        if sharding is not None:
+            rows, dlse = moved(plan, rows, dlse)
+
+        @jax.jit
+        def both(ids, positions, *inputs, sharding=sharding):
+            expression = window(100) & packax.documents(ids, positions=positions)
+            of = None if sharding is None else plan
+            mask = packax.create_attention_mask(expression, sharding=sharding, plan=of)
+            assert (mask.halo is None) == (sharding is None)
+            return mask.halos_suffice, all_results(*inputs, mask)
+
+        with jax.set_mesh(mesh_of(2 if sharding else 1, axes=("context",))):
+            there, got = jax.block_until_ready(both(ids, positions, *rows, dlse))
+        if sharding is None:
+            expected = got
+    assert there.tolist() == [suffice]
+    assert_same(in_order(plan, got), expected)
 
 
 def test_what_reads_all_keys():

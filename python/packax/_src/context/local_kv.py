@@ -59,7 +59,8 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, and what rows add to those of scale and slopes."""
     results = (out, lse, dout, dlse)
-    many = mask.fetched > _HALVES * key.shape[1]
+    fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
+    many = fetched > _HALVES * key.shape[1]
     private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results, many)
     own, others = Gradients(), []
     halves = iter(range(private.groups.number))

@@ -94,10 +94,15 @@ def _forward(spec: AttentionSpec, *operands: Any) -> list[jax.Array]:
 
 def _kernels(direction: str) -> Callable[..., Any]:
     """The pass for keys that are all gathered, or only partly."""
+    every, some = (getattr(module, direction) for module in (rank_passes, local_kv))
 
     def kernels(spec: AttentionSpec, *operands: Any) -> Any:
         mask = next(x for x in operands if isinstance(x, AttentionMask))
-        ranks = rank_passes if mask.private_part is None else local_kv
-        return getattr(ranks, direction)(spec, *operands)
+        if mask.private_part is None:
+            return every(spec, *operands)
+        if mask.halos_suffice is None:
+            return some(spec, *operands)
+        passes = (functools.partial(x, spec) for x in (some, every))
+        return jax.lax.cond(mask.halos_suffice[0] != 0, *passes, *operands)
 
     return kernels

@@ -112,6 +112,8 @@ class AttentionMask(NotAnArray):
     private_part: AttentionMask | None = None
     # (B,), 1: that plan was made from other segment ids, so results are NaN. None: known to match.
     plan_mismatch: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
+    # (1,), 1: ranks fetch halos; 0: they gather all keys. None: known from `halo`.
+    halos_suffice: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
     q_len: int
     kv_len: int
@@ -231,7 +233,7 @@ class AttentionMask(NotAnArray):
             return self
         every = self.kv_len // self.shards * (self.shards - 1)
         no_parts: dict[str, Any] = {"private_part": None, "shared_parts": (), "halo": None}
-        return dataclasses.replace(self, **no_parts, fetched=every)
+        return dataclasses.replace(self, **no_parts, halos_suffice=None, fetched=every)
 
     def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
         """The function applied to each part, if there are parts."""

@@ -36,7 +36,7 @@ from packax._src.masks.expressions import (
     documents_of,
     instead_of_array,
 )
-from packax._src.masks.halo_mask import halo_of, halo_parts, masks_of, specs_of
+from packax._src.masks.halo_mask import halo_parts, halos_of, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
 from packax._src.masks.rank_rows import RankRows
@@ -166,7 +166,7 @@ def create_attention_mask(
         layout=layout,
         permuted_keys=bool(permuted_keys),
         of_plan=of_plan,
-        halo=halo_of(expression, plan, layout, q_len, kv_len, permuted_keys),
+        halos=halos_of(expression, plan, layout, q_len, kv_len, permuted_keys),
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
         shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
@@ -221,14 +221,14 @@ def _check_plan(
     jax.jit,
     static_argnames=(
         *("batch", "q_len", "kv_len", "block_size", "implementation"),
-        *("sharding", "layout", "permuted_keys", "of_plan", "halo"),
+        *("sharding", "layout", "permuted_keys", "of_plan", "halos"),
     ),
     inline=True,
 )
 def _build(
     document, interval, ranges, block_mask, tree, plan, *,
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
-    halo,
+    halos,
 ) -> AttentionMask:  # fmt: skip
     """document: the arrays of `Document`; interval: the And of all intervals; of_plan: see
     `made_of`.
@@ -275,8 +275,8 @@ def _build(
 
     def arrays(numbers: Any, held: Rows, kv_ids: Any, *others: Any) -> dict[str, Any]:
         parts = None
-        if halo is not None:
-            parts = halo_parts(halo, numbers, held.ids, kv_ids, implementation)
+        if halos is not None:
+            parts = halo_parts(halos, ranks, numbers, held.ids, kv_ids, implementation)
         return whole(held, kv_ids, *others, parts=parts)
 
     whole: Any = functools.partial(
@@ -308,15 +308,15 @@ def _build(
                 for name in ("q_block_lists", "kv_block_lists")
             }
             out["block_mask"] = bits
-        if halo is not None:
-            out["parts"] = specs_of(halo, ranks, mode)
+        if halos is not None:
+            out |= specs_of(halos, ranks, mode)
         return (ranks.chunks_spec, rows, keys, keys, bits), out
 
     computed: dict[str, Any] = {"q_pos": None}
-    numbers = None if halo is None else ranks.chunks()
+    numbers = None if halos is None else ranks.chunks()
     computed |= ranks.shard_mapped(arrays, specs)(numbers, held, kv_ids, kv_pos, block_mask)
-    if halo is not None:
-        computed |= masks_of(halo, computed.pop("parts"), mode, q_len, sharding, ranks)
+    if halos is not None:
+        computed |= masks_of(halos, computed.pop("parts"), mode, q_len, sharding, ranks)
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
@@ -332,8 +332,8 @@ def _build(
     fetched: Any = 0
     if layout is not None and layout.size(layout.kv_context) > 1:
         fetched = kv_len - kv_len // layout.size(layout.kv_context)
-        if halo is not None:
-            fetched = halo.fetched
+        if halos is not None:
+            fetched = halos.halo.fetched if halos.known else fetched
         elif ranks.plan is not None and "private_part" in computed:
             fetched = ranks.plan.fetched
     without_ids = kv_ids is None or shared_ids

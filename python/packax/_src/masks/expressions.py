@@ -154,6 +154,10 @@ class MaskExpression(NotAnArray):
         attend to keys before it."""
         return None, None
 
+    def without_positions(self) -> MaskExpression:
+        """The same, of documents without positions."""
+        return self
+
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
 
     def __and__(self, other: MaskExpression) -> MaskExpression:
@@ -262,6 +266,9 @@ class Documents(MaskExpression):
             held.append(("segment_ids", self.q_ids, "kv"))
         return [(name, x, side) for name, x, side in held if x is not None]
 
+    def without_positions(self) -> Documents:
+        return dataclasses.replace(self, q_pos=None, kv_pos=None)
+
     def places(self, q_len: int, kv_len: int) -> Positions | None:
         if self.q_pos is None:
             return None
@@ -318,6 +325,9 @@ class And(Interval):
         sides = zip(*(member.reach(chunk) for member in self.members), strict=True)
         before, after = (min((x for x in side if x is not None), default=None) for side in sides)
         return before, after
+
+    def without_positions(self) -> And:
+        return And(tuple(member.without_positions() for member in self.members))
 
 
 @pytree(static=("number",))

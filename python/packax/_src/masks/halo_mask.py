@@ -1,12 +1,15 @@
 """The masks of a rank that fetches halos: of rows that attend to its own keys, and of the others.
 
 Row ranges are those of whole sequences, moved: a row's keys are all of one stretch of the rank's.
+If windows compare positions of documents, that is so for documents in order, whose positions do not
+decrease or repeat; other documents need all keys. The device decides which they are.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +26,41 @@ from packax._src.masks.row_ranges import bounds_of
 from packax._src.ops.primitives import BLOCK_ARRAYS
 
 
-def halo_of(
+class Halos(NamedTuple):
+    """The keys that ranks fetch for a mask."""
+
+    halo: Halo
+    known: bool  # to hold all keys that rows attend
+
+
+def halos_of(
     expression: MaskExpression, plan: ContextPlan | None, layout: Layout | None,
     q_len: Any, kv_len: Any, permuted_keys: Any,
-) -> Halo | None:  # fmt: skip
-    """The keys that ranks fetch for such a mask; None: all."""
+) -> Halos | None:  # fmt: skip
+    """The halos for such a mask; None: all keys."""
     if layout is None or layout.size(layout.kv_context) == 1 or q_len != kv_len:
         return None
     if not isinstance(q_len, int) or (plan is not None and not permuted_keys):
         return None
-    if plan is not None:
-        return plan.halo(expression)
     ranks = layout.size(layout.context)
-    return Halo.of(expression, "in order", ranks, q_len, q_len // ranks)
+    for known, of in ((True, expression), (False, expression.without_positions())):
+        if plan is not None:
+            halo = plan.halo(of)
+        else:
+            halo = Halo.of(of, "in order", ranks, q_len, q_len // ranks)
+        if halo is not None:
+            return Halos(halo, known)
+    return None
 
 
 def halo_parts(
-    halo: Halo, numbers: jax.Array, ids: Any, kv_ids: Any, implementation: Any
+    halos: Halos, ranks: RankRows, numbers: jax.Array, ids: Any, kv_ids: Any, implementation: Any
 ) -> Callable[..., dict[str, Any]]:
     """What makes the arrays of a rank's parts, from the ranges of its rows. numbers: of its
     chunks, (1 or B, chunks)."""
+    halo = halos.halo
 
-    def of(stretch: Stretch, lo: Any, hi: Any, checked: Any) -> dict[str, Any]:
+    def of(stretch: Stretch, lo: Any, hi: Any, checked: Any) -> tuple[dict[str, Any], Any]:
         numbers_, lo, hi, checked = vary_together(numbers, lo, hi, checked)
         first = (numbers_ * halo.chunk - stretch.before)[:, :, None]
         slot = (jnp.arange(halo.chunks, dtype=jnp.int32) * stretch.keys)[None, :, None]
@@ -52,39 +68,45 @@ def halo_parts(
         def rows(x: Any) -> Any:
             return x.reshape(len(x), halo.chunks, halo.chunk)[:, :, : stretch.rows]
 
-        lo, hi = (jnp.clip(rows(x) - first, 0, stretch.keys) for x in (lo, hi))
-        there = (lo < hi) & (jnp.arange(stretch.rows)[None, None] >= stretch.first)
-        moved = (jnp.where(there, x, 0) for x in (lo + slot, hi + slot, rows(checked)))
+        lo, hi, checked = rows(lo) - first, rows(hi) - first, rows(checked)
+        own = (lo < hi) & (jnp.arange(stretch.rows)[None, None] >= stretch.first)
+        outside = own & ((lo < 0) | (hi > stretch.keys) | (checked != 0))
+        lo, hi = (jnp.clip(x, 0, stretch.keys) for x in (lo, hi))
+        moved = (jnp.where(own & (lo < hi), x, 0) for x in (lo + slot, hi + slot, checked))
         lo, hi, checked = (x.reshape(len(x), -1) for x in moved)
         made = {"kv_start": lo, "kv_end": hi}
-        if ids is not None:
+        if halos.known and ids is not None:
             made["q_ids"] = rows(ids).reshape(len(ids), -1)
             made["kv_ids"] = take_each(kv_ids, index(halo, stretch, numbers))
         kv_len = halo.chunks * stretch.keys
-        return made | bounds_of(lo, hi, checked, kv_len, implementation)
+        return made | bounds_of(lo, hi, checked, kv_len, implementation), outside.any()
 
     def parts(*ranges: Any) -> dict[str, Any]:
-        return {"parts": [of(stretch, *ranges) for _, stretch in halo.parts]}
+        made, outside = zip(*(of(stretch, *ranges) for _, stretch in halo.parts), strict=True)
+        found: dict[str, Any] = {"parts": list(made)}
+        if not halos.known:
+            suffice = 1 - functools.reduce(jnp.logical_or, outside).astype(jnp.int32)
+            axes = ranks.mask_batch + ranks.context
+            found["halos_suffice"] = jax.lax.pmin(suffice, axes)[None]
+        return found
 
     return parts
 
 
-def specs_of(halo: Halo, ranks: RankRows, mode: MaskMode) -> list[dict[str, Any]]:
+def specs_of(halos: Halos, ranks: RankRows, mode: MaskMode) -> dict[str, Any]:
     """Of those arrays."""
     assert ranks.layout is not None
-    names = [
-        "kv_start",
-        "kv_end",
-        *BLOCK_ARRAYS,
-        *(["q_ids", "kv_ids"] if mode >= MaskMode.IDS else []),
-    ]
+    names = ["kv_start", "kv_end", *BLOCK_ARRAYS]
+    if halos.known and mode >= MaskMode.IDS:
+        names += ["q_ids", "kv_ids"]
     axes, layout = ranks.mask_batch, ranks.layout
     of = {x: layout.spec(*dims_of(x, (), mode, axes, layout.context)) for x in names}
-    return [of for _ in halo.parts]
+    found: dict[str, Any] = {"parts": [of for _ in halos.halo.parts]}
+    return found if halos.known else found | {"halos_suffice": layout.spec()}
 
 
 def masks_of(
-    halo: Halo,
+    halos: Halos,
     made: list[dict[str, Any]],
     mode: MaskMode,
     q_len: int,
@@ -92,6 +114,7 @@ def masks_of(
     ranks: RankRows,
 ) -> dict[str, Any]:
     """`private_part`, `shared_parts` and `halo` of a mask."""
+    halo = halos.halo
     private, *shared = (
         AttentionMask(
             **{"q_ids": None, "kv_ids": None} | arrays,
@@ -99,7 +122,7 @@ def masks_of(
             kv_pos=None,
             q_len=q_len // halo.chunk * stretch.rows,
             kv_len=halo.chunks * stretch.keys,
-            mask_mode=mode,
+            mask_mode=mode if halos.known else MaskMode.NO_CHECK,
             sharding=sharding,
             shards=ranks.pieces,
             permuted=ranks.plan is not None,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.halo import Halo
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import vary_together
@@ -50,8 +51,9 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
     For models whose layers alternate, for example between a window and all keys, in one `scan` over
     layers. Masks with and without documents, positions, or limits on both sides hold different
     arrays; here all get those of the most general mask. Attention is bit-identical. Under context
-    parallelism, a layer selects its mask at run time, but not which keys are fetched: all keys are
-    gathered for each layer, unless all masks have halos of the same size.
+    parallelism, layers with a window fetch only halos, and other layers gather all keys. If windows
+    differ in size, only the halos of one size are used, and layers with another window gather all
+    keys, too.
 
     Args:
         masks: from `create_attention_mask`, with the same lengths, sharding and plan. Either all or
@@ -79,9 +81,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             raise ValueError(
                 f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
             )
-    if len({(mask.halo, mask.mask_mode) for mask in masks}) > 1:
-        masks = [mask.without_halos() for mask in masks]
-    alike = _with_same_arrays(masks)
+    alike = _with_same_arrays(_with_same_halos(masks))
     structures: list[Any] = [jax.tree.structure(mask) for mask in alike]
     for n, other in enumerate(structures):
         if other != structures[0]:
@@ -129,6 +129,40 @@ def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
         dataclasses.replace(mask, private_part=part, shared_parts=tuple(x[n] for x in shared))
         for n, (mask, part) in enumerate(zip(made, private, strict=True))
     ]
+
+
+def _with_same_halos(masks: list[AttentionMask]) -> list[AttentionMask]:
+    """The masks, all with parts for halos of one size, the one for which they fetch the fewest keys
+    together. A mask without halos, or with others, gets parts that no layer reads."""
+    sizes = [mask.halo and (mask.halo, _part(mask).mask_mode) for mask in masks]
+    of_plan = any(mask.halo is None and mask.private_part is not None for mask in masks)
+    known = {mask.halos_suffice is None for mask in masks}
+    if of_plan or (len(set(sizes)) == 1 and len(known) == 1):
+        return masks
+    saved = {size: 0 for size in sizes if size is not None}
+    for size in saved:
+        saved[size] = sum(Halo(*size[0]).saved for other in sizes if other == size)
+    kept = max(saved, key=lambda size: saved[size])
+    like = masks[sizes.index(kept)]
+    every = like.kv_len // like.shards * (like.shards - 1)
+    no_rows = jax.tree.map(jnp.zeros_like, (like.private_part, like.shared_parts))
+
+    def changed(mask: AttentionMask, size: Any) -> AttentionMask:
+        private, shared = no_rows
+        suffice = jnp.zeros(1, jnp.int32)
+        if size == kept:
+            private, shared = mask.private_part, mask.shared_parts
+            suffice = suffice + 1 if mask.halos_suffice is None else mask.halos_suffice
+        return dataclasses.replace(
+            mask,
+            private_part=private,
+            shared_parts=shared,
+            halo=like.halo,
+            halos_suffice=suffice,
+            fetched=every,
+        )
+
+    return [changed(mask, size) for mask, size in zip(masks, sizes, strict=True)]
 
 
 def _part(mask: AttentionMask) -> AttentionMask:
