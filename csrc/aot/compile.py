@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--assemblers", default="", help="e.g. 12.9 (default: all)")
     args = parser.parse_args()
     archs = names(args.archs.replace("sm_", ""), table.ARCHS, "--archs", table.PROXIES)
-    dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES + table.FLOAT32), "--dtypes")
+    dtypes = names(args.dtypes, dict.fromkeys(table.ALL_DTYPES), "--dtypes")
     known = {f"{a}x{b}": (a, b) for a, b in table.ALL_DIMS}
     dims = names(
         re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims"

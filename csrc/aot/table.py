@@ -61,6 +61,7 @@ DTYPES = ("bf16", "f16")
 # the fallback kernels and those of decoding have them.
 FLOAT32 = ("f32", "tf32")
 FP8 = "e4m3"  # of keys and values in a cache; the query has either dtype of 16 bits
+ALL_DTYPES = (*DTYPES, *FLOAT32, FP8)
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query and key, value)
 ALL_DIMS = tuple(dict.fromkeys((*HEAD_DIMS, *SM80_DIMS, *HOPPER_DIMS)))
 
@@ -290,10 +291,8 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
 
 
 def fp8_decoding(
-    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+    archs: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    if not dtypes:
-        return
     for arch in one_set(archs):
         for dims in FP8_DIMS:
             for kernel, tiles in FP8_DECODE_TILES.items():
@@ -461,16 +460,17 @@ def sm80(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
 
 def variants(
     archs: tuple[str, ...] = tuple(ARCHS),
-    dtypes: tuple[str, ...] = DTYPES + FLOAT32,
+    dtypes: tuple[str, ...] = ALL_DTYPES,
     head_dims: tuple[tuple[int, int], ...] = ALL_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     yield from float32(archs, dtypes, head_dims)
     yield from with_bias(archs, dtypes, head_dims)
+    if FP8 in dtypes:
+        yield from fp8_decoding(archs, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)
-    yield from fp8_decoding(archs, dtypes, head_dims)
     for name, dtype, dims in itertools.product(archs, dtypes, head_dims):
         yield from sm80(find_arch(name), dtype, *dims)
     for arch in archs:
