@@ -464,10 +464,11 @@ def variants(
     head_dims: tuple[tuple[int, int], ...] = ALL_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
-    yield from float32(archs, dtypes, head_dims)
-    yield from with_bias(archs, dtypes, head_dims)
     if FP8 in dtypes:
         yield from fp8_decoding(archs, head_dims)
+    dtypes = tuple(dtype for dtype in dtypes if dtype != FP8)
+    yield from float32(archs, dtypes, head_dims)
+    yield from with_bias(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)
