@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import table
 
 # Where no variable and no GPU says what is wanted: what most models run on A100 and H100, compiled
-# within minutes. All masks, options and decoding are in it; float32, caches in FP8, other head dims,
+# within minutes. All masks, options and decoding are in it; float32, FP8 caches, other head dims,
 # and Hopper's kernels once more by the assembler for newer drivers are not.
 DEFAULT = {
     "archs": ["80", "90a"],

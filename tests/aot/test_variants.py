@@ -132,8 +132,9 @@ def test_caches_in_fp8() -> None:
         ptx = {v.ptx_arch.name for v in mine}
         assert ptx == ({table.exact(arch).name} if converts else {"sm_80"})
         assert {dict(v.constants)["NATIVE_FP8"] for v in mine} == {int(converts)}
-    assert not [v for v in table.variants(dtypes=("f32", "tf32")) if v.dtype == table.FP8]
-    few = [v for v in table.variants(("80",), ("bf16",)) if v.dtype == table.FP8]
+    others = (*table.DTYPES, *table.FLOAT32)
+    assert not [v for v in table.variants(dtypes=others) if v.dtype == table.FP8]
+    few = [v for v in table.variants(("80",), ("e4m3",)) if v.dtype == table.FP8]
     assert len(few) == len(table.FP8_DIMS)
 
 
