@@ -80,6 +80,7 @@ assert wrong({"out": float("nan")}) == ["out"]
     )
 
 
+@pytest.mark.exhaustive
 def test_the_cases():
     script(
         SMALL

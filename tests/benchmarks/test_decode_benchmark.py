@@ -6,9 +6,11 @@ import importlib.util
 import json
 import sys
 
+import pytest
 from paths import BENCHMARKS
 
 
+@pytest.mark.exhaustive
 def test_benchmark(tmp_path, monkeypatch, capsys):
     """Every column; a wrong result is not timed and fails the run."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -60,6 +60,7 @@ def test_windows_by_halo_and_by_all_keys_agree(tmp_path):
     assert max(gather["differences"].values()) < 1e-4 and whole["ms"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_way_is_not_timed():
     """Attention across documents, in the place of a peer."""
     script("""

@@ -101,6 +101,7 @@ def test_plain_jit(shape):
     assert got[0].sharding.is_equivalent_to(spec, 4)
 
 
+@pytest.mark.exhaustive
 def test_a_shard_map_of_the_callers():
     """Over batch and heads, whose indices packax knows from sharding=."""
     whole = inputs((1, HEADS, LENGTH))

@@ -90,6 +90,7 @@ def test_a_mesh_of_one_rank(mesh):
     np.testing.assert_array_equal(plan.unpermute(x), x)
 
 
+@pytest.mark.exhaustive
 def test_inside_a_shard_map_of_the_callers():
     """Whole sequences go in, this rank's rows come out."""
     mesh = mesh_of(2, 4, axes=("data", "context"))

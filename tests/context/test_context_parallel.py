@@ -97,7 +97,9 @@ EXHAUSTIVE = pytest.mark.exhaustive
         pytest.param((2, 2, 1, 2), FULL, "documents", None, marks=EXHAUSTIVE),
         pytest.param((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced", marks=EXHAUSTIVE),
         pytest.param((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None, marks=EXHAUSTIVE),
-        ((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"),
+        pytest.param(
+            *((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"), marks=EXHAUSTIVE
+        ),
         pytest.param((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced", marks=EXHAUSTIVE),
     ],
 )

@@ -112,7 +112,7 @@ PARTIAL_HANGS = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "names,inside",
     [
-        (AXES, True),
+        pytest.param(AXES, True, marks=pytest.mark.exhaustive),
         pytest.param(("context",), False, marks=[PARTIAL_HANGS, pytest.mark.exhaustive]),
     ],
 )

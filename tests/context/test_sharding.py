@@ -72,7 +72,7 @@ HEADS_SPLIT = P("data", None, "model")
 
 
 @pytest.mark.parametrize("check_vma", some([True, False], 0))
-@pytest.mark.parametrize("kind", ["batch", "one mask for all", "built inside"])
+@pytest.mark.parametrize("kind", some(["batch", "one mask for all", "built inside"], 0))
 def test_shard_map(kind, check_vma):
     """Batch over data, query heads over model: keys and values are replicated over model."""
     mask, spec, function = build(IDS), P("data"), attention

@@ -105,7 +105,7 @@ REMOVED = *((True, "Auto", name) for name in CASES), (True, "Explicit", "no cont
 
 
 @pytest.mark.parametrize(
-    ("removed", "kind", "name"), some([*NAMED, *REMOVED], 1, 6), indirect=["removed"]
+    ("removed", "kind", "name"), some([*NAMED, *REMOVED], 6), indirect=["removed"]
 )
 def test_equals_one_device(name, kind, removed):
     sizes, query_spec, kv_spec = CASES[name]

@@ -143,6 +143,7 @@ def test_the_whole_demo(tmp_path, monkeypatch, capsys):
         assert (tmp_path / name).stat().st_size > 0
 
 
+@pytest.mark.exhaustive
 def test_a_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "standard_library", lambda: DOCUMENTS)
     monkeypatch.setattr(run, "train", lambda rows, chosen: train.train(rows, chosen, quiet=True))

@@ -111,6 +111,7 @@ def gathered_rows(plan):
     return [max(int(n) for n in shape.split(",")) for shape in shapes]
 
 
+@pytest.mark.exhaustive
 def test_a_local_plan_fetches_no_more_than_its_share():
     local, balanced = plan_of("local", shared=0.5), plan_of("balanced")
     assert 0 < local.shared < LENGTH // RANKS

@@ -41,7 +41,7 @@ def build(kind):
     return packax.create_attention_mask(KINDS[kind][0], q_len=S, kv_len=S)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 0, 2, 4, 6, 8))
 def test_as_array_and_text(kind):
     mask = build(kind)
     expected = np.asarray(KINDS[kind][0].as_array(S, S))
