@@ -169,17 +169,18 @@ def flash_attention(
             are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
             if a rank has at least as many private rows as the shared part has keys. In other cases,
             None selects the groups that were fastest in measurements, separately for the forward
-            and the backward pass. It has no effect if no keys or only halos are fetched, and never
-            changes results.
+            and the backward pass. It has no effect if ranks fetch no keys, or only the keys next to
+            their rows, and it never changes results.
         checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:
-        out, (B, Sq, H, Dv) in query's dtype; with return_lse or return_max_logits a tuple: out,
-        then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
-        (float64 for float64). Inside a `shard_map` of the caller, max_logits covers the rows of all
-        ranks only with `sharding`. A row that attends to nothing has out 0, lse -inf (also with a
-        sink) and gradients 0, and its incoming cotangents are ignored. An empty batch or no query
-        rows give empty results; with no keys every row attends to nothing.
+        out, (B, Sq, H, Dv) in query's dtype. With return_lse or return_max_logits, a tuple of out
+        and what they ask for, in this order: lse (B, H, Sq), max_logits (B, H). Both are float32
+        (float64 for float64), and -inf where nothing is attended. Inside a `shard_map` of the
+        caller, max_logits covers the rows of all ranks only with `sharding`. A row that attends to
+        nothing has out 0, lse -inf (also with a sink) and gradients 0, and its incoming cotangents
+        are ignored. An empty batch or no query rows give empty results; with no keys every row
+        attends to nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,

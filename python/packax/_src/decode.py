@@ -201,7 +201,7 @@ def decode_attention(
 def checked_scales(
     key: jax.Array, key_scale: Any, value_scale: Any, *, paged: bool
 ) -> tuple[jax.Array, ...]:
-    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32. (): no cache in FP8."""
+    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32; () without FP8."""
     given = {"key_scale": key_scale, "value_scale": value_scale}
     rows, _, heads, _ = key.shape
     arrays = []
@@ -217,7 +217,7 @@ def checked_scales(
 
 
 def checked_kv_scale(name: str, given: Any, rows: Any, heads: int, *, paged: bool) -> jax.Array:
-    """A scale as (1, heads) or (rows, heads) float32; None: 1."""
+    """The scale as (1, heads) or (rows, heads) float32; if it is None, ones."""
     scale = as_array(name, 1.0 if given is None else given)
     if not jnp.issubdtype(scale.dtype, jnp.floating) and scale.ndim:
         raise ValueError(f"{name} must be a number or an array of floats, but is {scale.dtype}")

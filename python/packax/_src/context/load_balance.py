@@ -329,7 +329,7 @@ def positive(name: str, number: Any) -> int:
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """x, with only its first axis sharded in its type."""
+    """x, resharded so that its type shards no axis but the first."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec[1:]):
         return x

@@ -69,8 +69,8 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
 
     For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), an
     indexer's choice of keys, any boolean map. The attention is exact, and visits only blocks of 64
-    keys in which a tile of 128 rows attends to something, in both passes. Blocks are of row and key
-    indices, whatever the positions of documents(...).
+    keys in which a tile of 128 rows attends to something, in both passes. Blocks are counted in row
+    and key indices, even if documents(...) has positions.
 
     Args:
         block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), where H is the number

@@ -62,9 +62,9 @@ def create_attention_mask(
             joined by `&` and `|`.
         q_len: number of query rows; needed only if no array of the expression determines it.
         kv_len: number of keys; needed only if no array of the expression determines it.
-        sharding: how the attention is sharded. The row ranges are sharded as the query rows are,
-            and every rank has the block bounds of its rows. The mask stores the sharding, so do not
-            pass it to `flash_attention` again. With windows and chunks whose sizes are known when
+        sharding: how the attention is sharded. The arrays of the mask that describe query rows are
+            sharded as these rows are. The mask stores the sharding, so do not pass it to
+            `flash_attention` again. With windows and chunks whose sizes are known when
             tracing, ranks fetch only the keys next to their rows.
         plan: the `ContextPlan` by which the query rows were permuted. The expression and its arrays
             are in the order of the sequence: this function permutes the rows. With a plan of kind

@@ -55,7 +55,8 @@ def documents(
         kv_segment_ids: (B, Skv) or (Skv,), the keys' ids; None: the same as segment_ids.
         positions: like segment_ids. Expressions joined with this one, such as `causal()`, compare
             them instead of indices; all do except documents(...), ranges(...) and
-            block_sparse(...). By themselves they have no effect.
+            block_sparse(...). Without an expression that compares them, positions have no
+            effect.
         kv_positions: like kv_segment_ids; None: the same as positions. Must be passed if both
             positions and kv_segment_ids are.
 

@@ -221,7 +221,8 @@ class Interval(MaskExpression):
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets o such that every row's interval certainly contains its position + o; None: all.
+        """Offsets that certainly lead from each row's position to a position in its interval;
+        None: every offset does.
 
         `|` uses this and `unbounded` to make sure that a union is one interval, and refuses most
         other unions.

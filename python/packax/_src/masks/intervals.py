@@ -63,11 +63,11 @@ class _Offset(Interval):
 
 
 def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None:
-    """Warns if rows that follow a cache are not, or probably not, offset by its length.
+    """Warns if offsets are wrong, or probably wrong, for rows that follow a cache.
 
     Each interval has a separate offset: in causal(n) & sliding_window(w), that of the window is 0.
-    And if there are fewer rows than keys and no offset, the rows are the first of the sequence, not
-    the last.
+    If there are fewer rows than keys and no offset, the rows are the first of the sequence, not the
+    last.
     """
     members = [part for part in expression.walk() if isinstance(part, _Offset)]
     for part in expression.walk():
@@ -370,7 +370,8 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
         lengths: an integer, (B,), or (B, Sq) with the length for each row; int32.
 
     Raises:
-        ValueError: another rank or dtype, values that do not fit int32, or lengths that differ.
+        ValueError: another rank or dtype, values that do not fit int32, or axes of `lengths` whose
+            sizes are not those of the batch and the rows.
 
     Examples:
         >>> packax.prefix(2).as_array(3, 3).astype(int)

@@ -93,8 +93,8 @@ def context_plan(
         kind: "balanced", "zigzag" or "local".
         chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
             largest power of two times 128 that gives a rank at least 16 chunks, or else 128. With a
-            window, 4 chunks are enough, if both halos of such a chunk together are at most half as
-            long as the chunk.
+            window, 4 chunks are enough if the keys to fetch before and after such a chunk are at
+            most half as many as its rows.
         shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
             0.0 to 1.0, rounded up to a multiple of 128 rows) or a number of rows (an int). With
             levels, a tuple with one size per level, such as (1 / 16, 1 / 2): first the rows that

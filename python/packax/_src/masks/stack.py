@@ -51,9 +51,9 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
     For models whose layers alternate, for example between a window and all keys, in one `scan` over
     layers. Masks with and without documents, positions, or limits on both sides hold different
     arrays; here all get those of the most general mask. Attention is bit-identical. Under context
-    parallelism, layers with a window fetch only halos, and other layers gather all keys. If windows
-    differ in size, only the halos of one size are used, and layers with another window gather all
-    keys, too.
+    parallelism, layers with a window fetch only halos (the keys next to a rank's rows), and other
+    layers gather all keys. If windows differ in size, only the halos of one size are used, and
+    layers with another window gather all keys, too.
 
     Args:
         masks: from `create_attention_mask`, with the same lengths, sharding and plan. Either all or
