@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -268,8 +267,9 @@ def branches(function, *operands):
                     visit(branch.jaxpr, inside := set())
                     found.append(inside & {"ppermute", "all_gather", "reduce_scatter"})
             else:
-                for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                    visit(inner, names)
+                for x in jax.tree.leaves(list(equation.params.values())):
+                    if hasattr(inner := getattr(x, "jaxpr", x), "eqns"):
+                        visit(inner, names)
 
     visit(jax.make_jaxpr(function)(*operands).jaxpr, set())
     return found
