@@ -26,7 +26,7 @@ import table
 # and Hopper's kernels once more by the assembler for newer drivers are not.
 DEFAULT = {
     "archs": ["80", "90a"],
-    "head-dims": ["64", "128"],
+    "head-dims": ["128"],
     "dtypes": ["bf16"],
     "assemblers": ["12.9"],
 }

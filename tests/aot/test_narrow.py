@@ -79,7 +79,7 @@ def test_the_version_of_the_whole_table_is_plain():
 
 
 def test_the_version_of_the_default_set_says_what_it_is():
-    assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.64.128.ptxas12.9"
+    assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.128.ptxas12.9"
 
 
 def test_one_line_says_why():
@@ -88,7 +88,7 @@ def test_one_line_says_why():
     asked = {"PACKAX_ARCHS": "90a"}
     assert "PACKAX_* variables" in narrow.reason(asked, narrow.chosen(asked, []), [])
     assert narrow.reason({}, narrow.chosen({}, []), []) == (
-        "packax: no GPU here: a part of the kernels (archs 80 90a, head-dims 64 128, dtypes bf16, "
+        "packax: no GPU here: a part of the kernels (archs 80 90a, head-dims 128, dtypes bf16, "
         "assemblers 12.9); PACKAX_ARCHS=all builds all"
     )
     assert narrow.reason({}, {}) == ""
@@ -124,5 +124,5 @@ def test_the_driver_is_asked(tmp_path, capability, arch):
 def test_without_a_driver_the_default_set(tmp_path):
     (tmp_path / "libcuda.so.1").write_text("not a library")
     done = run({"LD_LIBRARY_PATH": str(tmp_path)})
-    assert done.stdout == "--archs=80,90a\n--head-dims=64,128\n--dtypes=bf16\n--assemblers=12.9\n"
+    assert done.stdout == "--archs=80,90a\n--head-dims=128\n--dtypes=bf16\n--assemblers=12.9\n"
     assert "no GPU here" in done.stderr
