@@ -137,10 +137,10 @@ def flash_attention(
             softmax's probabilities that become 0; the others are divided by 1 - dropout_rate.
             The log-sum-exp and the largest logits are computed before dropout. 0 or None: no
             dropout.
-        dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different key for
-            each layer and step. What is dropped depends only on the key and on the indices of batch
-            row, head, row and key, so all implementations, meshes and passes drop the same
-            probabilities.
+        dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different
+            dropout_key for each layer and step. Whether a probability is dropped depends only on
+            dropout_key and on four indices: of the batch row, the head, the query row and the key.
+            All implementations, meshes and passes therefore drop the same probabilities.
         return_lse: also return the log-sum-exp (natural logarithm) of each row's logits. It is
             differentiable, and includes the sink.
         return_max_logits: also return the largest logit of each head, as it enters the softmax,
@@ -176,11 +176,11 @@ def flash_attention(
     Returns:
         out, (B, Sq, H, Dv) in query's dtype. With return_lse or return_max_logits, a tuple of out
         and what they ask for, in this order: lse (B, H, Sq), max_logits (B, H). Both are float32
-        (float64 for float64), and -inf where nothing is attended. Inside a `shard_map` of the
-        caller, max_logits covers the rows of all ranks only with `sharding`. A row that attends to
-        nothing has out 0, lse -inf (also with a sink) and gradients 0, and its incoming cotangents
-        are ignored. An empty batch or no query rows give empty results; with no keys every row
-        attends to nothing.
+        (float64 for float64), and -inf where nothing is attended. Inside your own `shard_map`,
+        max_logits covers the rows of all ranks if the attention has a sharding, and otherwise only
+        the rows of this rank. A row that attends to nothing has out 0, lse -inf (also with a sink)
+        and gradients 0, and its incoming cotangents are ignored. An empty batch or no query rows
+        give empty results; with no keys every row attends to nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,

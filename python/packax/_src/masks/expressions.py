@@ -221,8 +221,8 @@ class Interval(MaskExpression):
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets that certainly lead from each row's position to a position in its interval;
-        None: every offset does.
+        """Offsets n for which position + n is certainly in the interval of a row at that position,
+        for every row; None: all offsets.
 
         `|` uses this and `unbounded` to make sure that a union is one interval, and refuses most
         other unions.

@@ -178,8 +178,9 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
     Args:
         group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may be
             anywhere.
-        answer_ids: like group_ids; -1 for the tokens of the prompt, which come first, if any; other
-            values differ between consecutive answers.
+        answer_ids: like group_ids. -1 marks the tokens of the prompt, which come before the answers
+            of their group; a group may have no prompt. All tokens of an answer have one id, which
+            differs from those of the answers before and after it in the group.
 
     A group, and an answer within it, is a run of equal ids, ignoring padding: an id that reappears
     later is another group or answer.
