@@ -6,8 +6,9 @@
 Every output and gradient is first compared with one float32 reference; a wrong one is not timed and
 makes the program exit 1. In every round each implementation runs a burst of about 120 ms, in
 another order every round (lib/turns.py); ratios are of medians. FLOPs are those of attended pairs:
-4 * H * D per pair forward, 2.5 times that backward. The backward is timed separately (the pullback,
-residuals in memory). Cases of the group `short` run LOOP times inside one jitted call.
+4 * H * D per pair forward, 2.5 times that backward (192/128: as performance.md says). The backward
+is timed separately (the pullback, residuals in memory). Cases of the group `short` run LOOP times
+inside one jitted call.
 
 --peers: cuDNN; FA3 from flash-attn3-jax; `deterministic`, packax with deterministic=True, whose
 second run must have the same bits; `fallback`, packax without padded head dims. --fa4 and --fa2
