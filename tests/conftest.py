@@ -1,6 +1,7 @@
 """Which tests run, on which devices; compiling is cheap (xla_flags.py) and memory stays small.
 
 Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`.
+PACKAX_TEST_PART="2/3": the second third of the files alone.
 What jax compiled for a module's tests is dropped after it. The last lines of a run say how much
 memory each worker took at most, and the processor time of each folder.
 """
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if part := os.environ.get("PACKAX_TEST_PART"):
+        nth, parts = map(int, part.split("/"))
+        files = sorted({item.path for item in items})[nth - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:

@@ -42,6 +42,7 @@ else:
 """)
 
 
+@pytest.mark.exhaustive
 def test_the_reference_against_the_oracle():
     script(f"""
 import sys
@@ -254,6 +255,7 @@ assert len(calls) == 5, calls
 """)
 
 
+@pytest.mark.exhaustive
 def test_decoding_is_timed_in_a_loop():
     """LOOP passes in a call, none hoisted out of the loop."""
     script("""
@@ -275,6 +277,7 @@ assert len(calls) == LOOP, calls
 """)
 
 
+@pytest.mark.exhaustive
 def test_the_program_that_times_kvax_traces():
     result = subprocess.run(
         [sys.executable, "compare/versus_kvax.py", "--trace"],

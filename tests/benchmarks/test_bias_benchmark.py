@@ -47,7 +47,7 @@ print(biases.table(results, biases.ORDER))
 ALL_WRONG = ("right", "no bias", "no gradient", "other heads", "no dropout", "halved")
 
 
-@pytest.mark.parametrize("names", some([(("right", "no gradient"),), (ALL_WRONG,)], 0))
+@pytest.mark.parametrize("names", some([(("right", "no gradient"),), (ALL_WRONG,)]))
 def test_what_is_wrong_is_seen(names):
     script(
         SMALL

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from benchmark_scripts import script
 from paths import BENCHMARKS
 
@@ -145,6 +146,7 @@ with tempfile.TemporaryDirectory() as folder:
     ]
 
 
+@pytest.mark.exhaustive
 def test_power_limit_says_what_each_burst_took():
     """By a meter that reads one thing: times are the functions' own, energy is power times time."""
     script("""

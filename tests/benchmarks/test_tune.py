@@ -123,6 +123,7 @@ assert cubin.view((4096,), [1, 64, 32]) == [1, 128, 32]
     )
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_candidate_is_named_and_not_timed(tmp_path):
     shown = script(
         tmp_path,

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 
+import pytest
 from paths import BENCHMARKS, COMPARE, importing
 
 WORKER = """
@@ -145,6 +146,7 @@ def test_every_round_has_an_order_of_its_own():
     assert ran == orders[0] + orders[1]
 
 
+@pytest.mark.exhaustive
 def test_a_folder_without_packax(tmp_path):
     result = subprocess.run(
         [sys.executable, "attention.py", "--before", tmp_path, "--out", tmp_path],

@@ -52,7 +52,7 @@ def one_device(joined, batch):
             ("causal", (1, 8, 1), "Auto", "local", 1),
             ("window", (2, 4, 1), "Auto", None, 1),
         ],
-        *(1,),
+        *(3,),
     ),
 )
 def test_results_are_those_of_one_device(joined, sizes, kind, plan, batch):

@@ -69,7 +69,7 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
             ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
             ("union", (1, 2, 4, 1), LEVELS, None),
         ],
-        3,
+        0,
     ),
 )
 def test_equals_one_device(kind, sizes, sharding, groups):

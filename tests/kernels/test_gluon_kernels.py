@@ -187,7 +187,7 @@ def test_queries_alone(dims, case):
 
 
 @pytest.mark.parametrize(
-    "dims,case", some(itertools.product([(64, 64), *WIDE_FORWARD], SOME), 0, 4, 11, 13)
+    "dims,case", some(itertools.product([(64, 64), *WIDE_FORWARD], SOME), 0, 4)
 )
 def test_largest_logits(dims, case):
     forward(Problem(case, dims, "_max_logits"), {})

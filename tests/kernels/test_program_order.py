@@ -112,6 +112,7 @@ def test_no_program_waits():
     assert found["causal_4k_d128 backward"][1] < 0.67
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_has_this_order():
     sizes = ((1, 1), (5, 6), (50, 8), (300, 8))
     orders = benchmark(f"[list(ORDERS['phases'](*n)) for n in {sizes}]")

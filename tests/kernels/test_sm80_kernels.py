@@ -41,7 +41,7 @@ def sizes(p):
     return {**p.sizes(), "row_heads": p.heads, "scale": p.scale}
 
 
-@pytest.mark.parametrize("dims,case", some(FORWARD, 0, 6, 8, 13, 17, 22), ids=str)
+@pytest.mark.parametrize("dims,case", some(FORWARD, 0, 6, 13, 17, 22), ids=str)
 def test_forward(dims, case):
     check_forward(Problem(case, dims, heads=4, kv_heads=2), "forward")
 
@@ -85,7 +85,7 @@ def test_one_stage(case):
     check_backward(p, "backward_sm80", "small", STAGES=1)
 
 
-@pytest.mark.parametrize("dim,case", some(list(itertools.product((64, 128), SOME)), 0, 4))
+@pytest.mark.parametrize("dim,case", some(list(itertools.product((64, 128), SOME)), 4))
 def test_soft_cap(dim, case):
     p = Problem(case, (dim, dim), "_soft_cap", heads=4, kv_heads=2)
     check_forward(p, "forward_sm80_soft_cap")
