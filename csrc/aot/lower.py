@@ -24,8 +24,8 @@ from typing import Any
 import checks
 import table
 
-# "e4m3": bytes, and the bits of a query in 16 bits, since only some GPUs know the type
-TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32", "e4m3": "u8"}
+# "e4m3": pairs of elements, and the bits of a query in 16 bits, since only some GPUs know the type
+TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32", "e4m3": "i16"}
 PTX_ISA = 88  # of the older assembler; every other takes it, too
 # In the descriptor of tcgen05's products of kind f16: the types of both operands, and bfloat16's.
 OPERAND_TYPES, BFLOAT16_OPERANDS = 7 << 7 | 7 << 10, 1 << 7 | 1 << 10
@@ -92,8 +92,6 @@ def triton_types(
         kind = kinds.get(name, "constexpr")
         if kind == "tma":
             types[name] = tensor_map_type(dtype, table.TENSOR_MAPS[kernel][name], constants)
-        elif kind == "ptr" and (name, dtype) == ("query", "e4m3"):
-            types[name] = "*i16"
         elif kind == "ptr":
             types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
         else:

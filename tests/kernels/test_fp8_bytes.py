@@ -1,4 +1,4 @@
-"""The assembly that makes float16 of bytes of float8_e4m3fn: every byte, in every place of four."""
+"""The assembly that makes float16 of pairs of float8_e4m3fn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import pytest
 import triton_launch  # noqa: F401  imports the kernels
 from ptx_warp import LANES, Warp
 
@@ -40,20 +41,38 @@ class Bits(Warp):
         return a >> b.astype(np.uint32)
 
     @staticmethod
+    def shl_b32(a, b):
+        return a << b.astype(np.uint32)
+
+    @staticmethod
     def mov_b32(a):
         return a
 
+    @staticmethod
+    def cvt_rn_f16x2_e4m3x2(pair):
+        both = np.stack([pair & 0xFF, pair >> np.uint32(8)]).astype(np.uint8)
+        low, high = both.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16)
+        return high.astype(np.uint32) << np.uint32(16) | low
 
-def test_every_byte() -> None:
+    def step(self, line, values):
+        if not line.startswith("mov.b32 {low, high}, "):
+            return super().step(line, values)
+        word = self.value(line.rpartition(" ")[2], values)
+        values["low"], values["high"] = word & np.uint32(0xFFFF), word >> np.uint32(16)
+        return None
+
+
+@pytest.mark.parametrize("name,unit", [("BITS", 256), ("NATIVE", 1)])
+def test_every_byte(name: str, unit: int) -> None:
+    """In every place of two pairs."""
     every = np.arange(256, dtype=np.uint8)
-    want = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 256
-    assembly = sys.modules["portable.fp8"].BITS.value.replace("$", "r")
-    for turn in range(4):  # so that every byte has every place
-        words = np.roll(every, turn).view(np.uint32).reshape(2, LANES)
-        made = []
-        for word in words:
-            values = Bits().run(assembly, {"r2": word})
-            made.append(np.stack([values["r0"], values["r1"]], -1).astype(np.uint32))
-        got = np.roll(np.concatenate(made).view(np.float16).ravel(), -turn)
-        np.testing.assert_array_equal(got.astype(np.float32), want)
-        assert np.array_equal(np.signbit(got), np.signbit(want))
+    assembly = getattr(sys.modules["portable.fp8"], name).value.replace("$", "r")
+    for turn in range(4):
+        for words in np.roll(every, turn).view(np.uint32).reshape(2, LANES):
+            values = Bits().run(assembly, {"r2": words})
+            made = np.stack([values[f"r{i}"].astype(np.uint32) for i in range(2)])
+            got = made.view(np.float16).reshape(2, LANES, 2)  # byte of a pair, lane, pair
+            given = words.copy().view(np.uint8).reshape(LANES, 2, 2).transpose(2, 0, 1)
+            want = given.copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) / unit
+            np.testing.assert_array_equal(got.astype(np.float32), want)
+            assert np.array_equal(np.signbit(got), np.signbit(want))

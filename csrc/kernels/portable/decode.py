@@ -16,17 +16,17 @@ Head dims are known at run time only, in eighths, which tells the compiler that 
 multiples of 16 bytes; the tile's columns behind them are not read. A row whose range ends behind
 the cache, or meets a page that is not there, is NaN.
 
-Of a cache in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`) keys and values are bytes, and become
-float16 in registers (fp8.py). Their scales are (scale_rows, kv_heads): of all keys, of a sequence
-or, of pages, of each page. Those of a sequence multiply its scores and its sums. Those of pages
-multiply every key's score and probability.
+Keys and values in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`) are pairs of elements, which
+become two tiles of float16 in registers (fp8.py): the even columns and the odd ones. The query and
+the sums have the same two parts; other dtypes have one. Scales are (scale_rows, kv_heads): of all keys, of a sequence or, of pages, of each page. Those of a sequence multiply its
+scores and its sums. Those of pages multiply every key's score and probability.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.fp8 import bytes_to_float16, rows_to_float16, unit_of_bytes
+from portable.fp8 import pairs_to_float16, rows_to_float16, unit_of_bytes
 from portable.kv_ranges import EMPTY_MIN, columns
 from portable.score_mods import LOG2E, dot, tanh
 
@@ -119,9 +119,25 @@ def pages_there(block_table, begin, stop, pages, page_size):
     return tl.max(lost, 0) == 0
 
 
+@triton.constexpr_function
+def parts_of(native_fp8):
+    """How many parts a tile of the cache is cut into."""
+    return 1 if native_fp8 is None else 2
+
+
+@triton.jit
+def scaled(acc, factor):
+    """The two parts, times a number of each row."""
+    parts = ()
+    for i in tl.static_range(2):
+        parts = parts + (acc[i] * factor[:, None],)  # noqa: RUF005
+    return parts
+
+
 class Cache(NamedTuple):
     """One head of a sequence in the cache, or in pages. Key j is row first_row + j, or in the page
-    that `block_table` says; `pages` are there in all."""
+    that `block_table` says; `pages` are there in all.
+    In FP8, keys and values are pairs, which their dims count."""
 
     key: tl.tensor
     value: tl.tensor
@@ -149,21 +165,22 @@ def attend(
     that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
     and no scale near 0 or below.
 
-    `scale` is one number, or one of each row for a cache in FP8 (NATIVE is not None). With scales
-    of keys, `acc` is divided by `top`, a row's largest weight so far: float16 holds no weight below
-    2^-24."""
+    `q` and `acc` are tuples of a tile's parts. `scale` is one number, or one of each row for a cache
+    in FP8 (NATIVE is not None). With scales of keys, `acc` is divided by `top`, a row's largest
+    weight so far: float16 holds no weight below 2^-24."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
     BY_KEY: tl.constexpr = NATIVE is not None and PAGED
+    PARTS: tl.constexpr = parts_of(NATIVE)
     scale2 = scale * LOG2E
     of_scores = scale2
     if NATIVE is not None:
         of_scores = scale2[:, None]
     cap2 = tl.where(soft_cap > 0, soft_cap, 1.0) * LOG2E
     cols = tl.arange(0, BLOCK_N)
-    qk_dims = columns(QK_DIM)
-    v_dims = columns(V_DIM)
+    qk_dims = columns(QK_DIM // PARTS)
+    v_dims = columns(V_DIM // PARTS)
     k_ptr = cache.key + cache.kv_head.to(tl.int64) * cache.qk_dim + qk_dims[None, :]
     v_ptr = cache.value + cache.kv_head.to(tl.int64) * cache.v_dim + v_dims[None, :]
     k_row = cache.kv_heads.to(tl.int64) * cache.qk_dim
@@ -185,12 +202,17 @@ def attend(
             else:
                 page = tl.load(cache.block_table + entry)
             row = page.to(tl.int64) * cache.page_size + (keys - entry * cache.page_size)
-        k = load_columns(k_ptr + row[:, None] * k_row, readable, cache.qk_dim, QK_DIM)
-        v = load_columns(v_ptr + row[:, None] * v_row, readable, cache.v_dim, V_DIM)
+        k = load_columns(k_ptr + row[:, None] * k_row, readable, cache.qk_dim, QK_DIM // PARTS)
+        v = load_columns(v_ptr + row[:, None] * v_row, readable, cache.v_dim, V_DIM // PARTS)
         if NATIVE is not None:
-            k = bytes_to_float16(k, NATIVE, True)
-            v = bytes_to_float16(v, NATIVE, False)
-        s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
+            k = pairs_to_float16(k, NATIVE)
+            v = pairs_to_float16(v, NATIVE)
+        else:
+            k = (k,)
+            v = (v,)
+        s = None
+        for i in tl.static_range(PARTS):
+            s = dot(q[i], tl.trans(k[i]), s, FLOAT32_PRODUCTS)
         if BY_KEY:
             of_page = page.to(tl.int64) * cache.scale_stride
             s *= load_scales(cache.key_scale + of_page, readable)[None, :]
@@ -223,7 +245,11 @@ def attend(
             top = tl.maximum(tl.maximum(fading, tl.max(tl.abs(p), 1)), TINY)
             p *= (1.0 / top)[:, None]
             alpha = fading / top
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
+        sums = ()
+        for i in tl.static_range(PARTS):
+            part = dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None], FLOAT32_PRODUCTS)
+            sums = sums + (part,)  # noqa: RUF005
+        acc = sums
         m = m_new
     if not MASKED:
         m = tl.where(m == float("-inf"), m, m * scale2)
@@ -241,12 +267,15 @@ def share(
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
     FP8: tl.constexpr = NATIVE_FP8 is not None
+    PARTS: tl.constexpr = parts_of(NATIVE_FP8)
     if FP8:  # multiples of 16, for whole 16 bytes
-        qk_dim = qk_eighths // 2 * 16
-        v_dim = v_eighths // 2 * 16
+        qk_part = qk_eighths // 2 * 8
+        v_part = v_eighths // 2 * 8
     else:
-        qk_dim = qk_eighths * 8
-        v_dim = v_eighths * 8
+        qk_part = qk_eighths * 8
+        v_part = v_eighths * 8
+    qk_dim = qk_part * PARTS
+    v_dim = v_part * PARTS
     tiles = tl.cdiv(q_len * group, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -284,9 +313,15 @@ def share(
     if begin >= stop:
         tl.store(sums + left, nothing, mask=there)
     else:
-        qk_dims = columns(QK_DIM)
-        v_dims = columns(V_DIM)
-        q = load_columns(query + row[:, None] * qk_dim + qk_dims[None, :], some, qk_dim, QK_DIM)
+        q_ptr = query + row[:, None] * qk_dim + PARTS * columns(QK_DIM // PARTS)[None, :]
+        v_dims = PARTS * columns(V_DIM // PARTS)
+        q = ()
+        acc = ()
+        for i in tl.static_range(PARTS):
+            part = load_columns(q_ptr + i, some, qk_part, QK_DIM // PARTS)
+            q = q + (part,)  # noqa: RUF005
+            zero = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
+            acc = acc + (zero,)  # noqa: RUF005
         of_rows = scale
         scale_stride = None
         if FP8:
@@ -302,7 +337,6 @@ def share(
             of_rows = scale * unit
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
         full_lo = tl.max(tl.where(some, lo, 0), 0)
         full_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
         before = tl.cdiv(tl.maximum(full_lo - begin, 0), BLOCK_N) * BLOCK_N
@@ -318,8 +352,8 @@ def share(
         if page_size > 0:
             table = block_table + b.to(tl.int64) * table_width
             cache = Cache(
-                key, value, table, b.to(tl.int64) * 0, kv_head, pages, page_size, kv_heads, qk_dim,
-                v_dim, key_scale, value_scale, scale_stride,
+                key, value, table, b.to(tl.int64) * 0, kv_head, pages, page_size, kv_heads,
+                qk_part, v_part, key_scale, value_scale, scale_stride,
             )  # fmt: skip
             top = None
             if FP8:
@@ -338,11 +372,11 @@ def share(
                 True, True,
             )  # fmt: skip
             if FP8:
-                acc *= top[:, None]
+                acc = scaled(acc, top)
         else:
             cache = Cache(
                 key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,
-                kv_heads, qk_dim, v_dim, key_scale, value_scale, scale_stride,
+                kv_heads, qk_part, v_part, key_scale, value_scale, scale_stride,
             )  # fmt: skip
             if not FLOAT32_PRODUCTS:
                 acc, m, l, _ = attend(
@@ -356,14 +390,15 @@ def share(
                 False, True,
             )  # fmt: skip
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
-        result = acc / tl.where(met, l, 1.0)[:, None]
-        if FP8:
-            result *= of_sums
-        tl.store(
-            partial + left[:, None] * v_dim + v_dims[None, :],
-            result,
-            mask=there[:, None] & (v_dims[None, :] < v_dim),
-        )
+        for i in tl.static_range(PARTS):
+            result = acc[i] / tl.where(met, l, 1.0)[:, None]
+            if FP8:
+                result *= of_sums
+            tl.store(
+                partial + left[:, None] * v_dim + (v_dims + i)[None, :],
+                result,
+                mask=there[:, None] & (v_dims[None, :] < v_dim),
+            )
         tl.store(sums + left, tl.where(met, m + tl.log2(l), float("-inf")), mask=there)
 
 

@@ -11,11 +11,14 @@ import triton.language as tl
 LARGEST = tl.constexpr(14)  # the exponent of a row's largest element, in float16
 LEAST = tl.constexpr(15)  # exponents of rows, in float32's bits, at least
 
-# Four bytes to four float16. From compute capability 8.9 on the GPU converts:
+# Two pairs of bytes to two pairs of float16: the first bytes of both, and the second ones. From
+# compute capability 8.9 on the GPU converts:
 NATIVE = tl.constexpr(
     """{
+    .reg .b32 x;
     .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
+    prmt.b32 x, $2, 0, 0x3120;
+    mov.b32 {low, high}, x;
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
@@ -26,22 +29,21 @@ NATIVE = tl.constexpr(
 BITS = tl.constexpr(
     """{
     .reg .b32 x, y, t, n;
-    prmt.b32 x, $2, 0, 0x1404;
-    and.b32 t, x, 0x7f007f00;
+    shl.b32 x, $2, 8;
+    mov.b32 y, $2;
+"""
+    + "".join(
+        f"""
+    and.b32 t, {half}, 0x7f007f00;
     shr.u32 t, t, 1;
     add.u32 n, t, 0x00800080;
     and.b32 n, n, 0x40004000;
     or.b32 t, t, n;
-    and.b32 x, x, 0x80008000;
-    or.b32 x, x, t;
-    prmt.b32 y, $2, 0, 0x3424;
-    and.b32 t, y, 0x7f007f00;
-    shr.u32 t, t, 1;
-    add.u32 n, t, 0x00800080;
-    and.b32 n, n, 0x40004000;
-    or.b32 t, t, n;
-    and.b32 y, y, 0x80008000;
-    or.b32 y, y, t;
+    and.b32 {half}, {half}, 0x80008000;
+    or.b32 {half}, {half}, t;"""
+        for half in "xy"
+    )
+    + """
     mov.b32 $0, x;
     mov.b32 $1, y;
     }"""
@@ -50,35 +52,47 @@ BITS = tl.constexpr(
 
 @triton.jit
 def unit_of_bytes(IS_NATIVE: tl.constexpr):
-    """What `bytes_to_float16` divides by."""
+    """What `pairs_to_float16` divides by."""
     return 1.0 if IS_NATIVE else 256.0
 
 
 @triton.jit
-def bytes_to_float16(x, IS_NATIVE: tl.constexpr, IS_PURE: tl.constexpr):
-    """Bytes of float8_e4m3fn as float16, divided by `unit_of_bytes`.
+def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
+    """Two tiles of float16, divided by `unit_of_bytes`: the first bytes of all pairs, and the
+    second ones.
 
-    Not IS_PURE: in the layout of their load. Otherwise Triton converts in the layout of the
-    product, and of keys by rows would read every byte alone from shared memory.
+    Pairs are as wide as float16, so their tile has the layout of a product's operand as it comes
+    from shared memory. One tile of float16 would have to pass through shared memory again.
     """
     ASM: tl.constexpr = NATIVE if IS_NATIVE else BITS
-    return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float16, is_pure=IS_PURE, pack=4)
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
 
 
 @triton.jit
 def rows_to_float16(bits, bfloat16):
-    """Rows of bfloat16 (`bfloat16` not 0) or float16, given as int16, as float16; and the power of
-    two that each row was divided by.
+    """Rows of bfloat16 (`bfloat16` not 0) or float16, given as two tiles of int16, as float16; and
+    the power of two that each row was divided by.
 
     What is lost of an element is below 2^-38 of the row's largest.
     """
-    x = tl.where(
-        bfloat16 != 0,
-        (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),
-        bits.to(tl.float16, bitcast=True).to(tl.float32),
-    )
-    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, LEAST), 254)
+    parts = ()
+    for i in tl.static_range(2):
+        x = tl.where(
+            bfloat16 != 0,
+            (bits[i].to(tl.int32) << 16).to(tl.float32, bitcast=True),
+            bits[i].to(tl.float16, bitcast=True).to(tl.float32),
+        )
+        parts = parts + (x,)  # noqa: RUF005
+        largest = tl.max(tl.abs(x), 1)
+        if i > 0:
+            largest = tl.maximum(largest, before)
+        before = largest
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, LEAST), 254)
     up = ((254 - exponent + LARGEST) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - LARGEST) << 23).to(tl.float32, bitcast=True)
-    return (x * up[:, None]).to(tl.float16), down
+    rows = ()
+    for i in tl.static_range(2):
+        rows = rows + ((parts[i] * up[:, None]).to(tl.float16),)  # noqa: RUF005
+    return rows, down

@@ -22,12 +22,15 @@ def unrounded(x):
 
 
 @triton.jit
-def bytes_to_float16(x, IS_NATIVE: tl.constexpr, IS_PURE: tl.constexpr):
-    """For fp8.bytes_to_float16, where no GPU converts: the number / 256."""
-    bits = x.to(tl.int16)
-    magnitude = (bits & 0x7F) << 7
-    bits = magnitude | ((magnitude + 0x80) & 0x4000) | ((bits & 0x80) << 8)
-    return bits.to(tl.float16, bitcast=True)
+def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
+    """For fp8.pairs_to_float16, where no GPU converts: the number / 256."""
+    parts = ()
+    for i in tl.static_range(2):
+        bits = (pairs >> (8 * i)) & 0xFF
+        magnitude = (bits & 0x7F) << 7
+        bits = magnitude | ((magnitude + 0x80) & 0x4000) | ((bits & 0x80) << 8)
+        parts = parts + (bits.to(tl.float16, bitcast=True),)  # noqa: RUF005
+    return parts
 
 
 @triton.jit

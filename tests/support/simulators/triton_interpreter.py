@@ -222,7 +222,7 @@ def decode(
     more, sizes, constants = (), (), {}
     if scales is not None:
         more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
-        query, key, value = query.view(np.int16), key.view(np.uint8), value.view(np.uint8)
+        query, key, value = query.view(np.int16), key.view(np.int16), value.view(np.int16)
         constants = {"NATIVE_FP8": 0}
     programs = shares + batch if shares else batch * splits
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)

@@ -53,7 +53,7 @@ def load_kernels() -> dict[str, Any]:
         ]
         modules.append(importlib.import_module("interpreted"))
         importlib.import_module("portable.score_mods").to_tf32 = modules[-1].to_tf32
-        importlib.import_module("portable.decode").bytes_to_float16 = modules[-1].bytes_to_float16
+        importlib.import_module("portable.decode").pairs_to_float16 = modules[-1].pairs_to_float16
     finally:
         sys.path.pop(0)
         if before is None:
