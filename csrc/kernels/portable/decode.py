@@ -18,8 +18,9 @@ the cache, or meets a page that is not there, is NaN.
 
 Keys and values in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`) are pairs of elements, which
 become two tiles of float16 in registers (fp8.py): the even columns and the odd ones. The query and
-the sums have the same two parts; other dtypes have one. Scales are (scale_rows, kv_heads): of all keys, of a sequence or, of pages, of each page. Those of a sequence multiply its
-scores and its sums. Those of pages multiply every key's score and probability.
+the sums have the same two parts; other dtypes have one. Scales are (scale_rows, kv_heads): of all
+keys, of a sequence or, of pages, of each page. Those of a sequence multiply its scores and its
+sums. Those of pages multiply every key's score and probability.
 """
 
 from typing import NamedTuple
@@ -125,15 +126,6 @@ def parts_of(native_fp8):
     return 1 if native_fp8 is None else 2
 
 
-@triton.jit
-def scaled(acc, factor):
-    """The two parts, times a number of each row."""
-    parts = ()
-    for i in tl.static_range(2):
-        parts = parts + (acc[i] * factor[:, None],)  # noqa: RUF005
-    return parts
-
-
 class Cache(NamedTuple):
     """One head of a sequence in the cache, or in pages. Key j is row first_row + j, or in the page
     that `block_table` says; `pages` are there in all.
@@ -165,9 +157,9 @@ def attend(
     that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
     and no scale near 0 or below.
 
-    `q` and `acc` are tuples of a tile's parts. `scale` is one number, or one of each row for a cache
-    in FP8 (NATIVE is not None). With scales of keys, `acc` is divided by `top`, a row's largest
-    weight so far: float16 holds no weight below 2^-24."""
+    `q` and `acc` are tuples of a tile's parts. `scale` is one number, or one of each row for a
+    cache in FP8 (NATIVE is not None). With scales of keys, `acc` is divided by `top`, a row's
+    largest weight so far: float16 holds no weight below 2^-24."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
@@ -372,7 +364,7 @@ def share(
                 True, True,
             )  # fmt: skip
             if FP8:
-                acc = scaled(acc, top)
+                acc = (acc[0] * top[:, None], acc[1] * top[:, None])
         else:
             cache = Cache(
                 key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,

@@ -71,28 +71,25 @@ def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
 
 
 @triton.jit
+def to_float32(bits, bfloat16):
+    """Bits of bfloat16 (`bfloat16` not 0) or float16."""
+    return tl.where(
+        bfloat16 != 0,
+        (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),
+        bits.to(tl.float16, bitcast=True).to(tl.float32),
+    )
+
+
+@triton.jit
 def rows_to_float16(bits, bfloat16):
-    """Rows of bfloat16 (`bfloat16` not 0) or float16, given as two tiles of int16, as float16; and
-    the power of two that each row was divided by.
+    """Rows in two tiles of bits, as float16; and the power of two that each row was divided by.
 
     What is lost of an element is below 2^-38 of the row's largest.
     """
-    parts = ()
-    for i in tl.static_range(2):
-        x = tl.where(
-            bfloat16 != 0,
-            (bits[i].to(tl.int32) << 16).to(tl.float32, bitcast=True),
-            bits[i].to(tl.float16, bitcast=True).to(tl.float32),
-        )
-        parts = parts + (x,)  # noqa: RUF005
-        largest = tl.max(tl.abs(x), 1)
-        if i > 0:
-            largest = tl.maximum(largest, before)
-        before = largest
+    even = to_float32(bits[0], bfloat16)
+    odd = to_float32(bits[1], bfloat16)
+    largest = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, LEAST), 254)
-    up = ((254 - exponent + LARGEST) << 23).to(tl.float32, bitcast=True)
+    up = ((254 - exponent + LARGEST) << 23).to(tl.float32, bitcast=True)[:, None]
     down = ((exponent - LARGEST) << 23).to(tl.float32, bitcast=True)
-    rows = ()
-    for i in tl.static_range(2):
-        rows = rows + ((parts[i] * up[:, None]).to(tl.float16),)  # noqa: RUF005
-    return rows, down
+    return ((even * up).to(tl.float16), (odd * up).to(tl.float16)), down
