@@ -87,13 +87,15 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.score_mods", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient
+        ("portable.row_tile", ["portable.fwd", "portable.bwd_dq"]),
+        ("portable.scoring", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.bias", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.dropout", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.bwd_dq", ["portable.bwd_dq"]),
         ("portable.bwd_dbias", DBIAS),
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
-    ], *(0, 1, 3, 4, 12, 14, 20, 23, 28, 29)),
+    ], *(0, 1, 3, 4, 12, 14, 20, 23, 30, 31)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
     """Kernels, or of one that has two files the second."""

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.bias import bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
-from portable.dropout import dropout_of, negative_where_dropped
+from portable.dropout import negative_where_dropped
 from portable.kv_ranges import (
+    Segments,
     columns,
     keep,
     load_rows,
+    row_pointers,
     row_range,
     segments_of,
     size_of,
@@ -29,20 +30,14 @@ from portable.kv_ranges import (
     tile_of_program,
 )
 from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
-from portable.score_mods import (
-    bias_positions_of,
-    distances,
-    dot,
-    load_positions,
-    logits,
-    score_mods_of,
-    slope_of,
-    through_cap,
-)
+from portable.score_mods import dot
+from portable.scoring import logits, of_head, scoring_of, terms_of, through_cap
 from portable.steps import (
+    TilePair,
     full_place,
     full_steps,
     in_one_loop,
+    load_pair,
     pair_of,
     partial_place,
     partial_steps,
@@ -51,11 +46,28 @@ from portable.steps import (
 )
 
 
-class RowOperands(NamedTuple):
-    """What a step reads of its rows. `first_lse` (row_sums.py) and `first_delta` are those of the
-    group's first head at the walk's origin, one head `stat_head` behind the other; `flags` says of
-    a block of 64 rows whether they are segment-checked."""
+class KeyTile(NamedTuple):
+    """`keys`, from `first_key` on, of a key/value head, and what their mask is read from. The first
+    query head that reads them is `first_head`, of `heads` in the call. `b` is the batch row, and
+    `mask_b` the batch row of the mask."""
 
+    first_head: tl.tensor
+    heads: tl.tensor
+    b: tl.tensor
+    mask_b: tl.tensor
+    first_key: tl.tensor
+    keys: tl.tensor
+    segments: Segments
+    block_mask: BlockMask
+
+
+class RowOperands(NamedTuple):
+    """What a step reads of its rows: `pair` are query and cotangents. `first_lse` (row_sums.py) and
+    `first_delta` are those of the group's first head at the walk's origin, one head `stat_head`
+    behind the other; `flags` says of a block of 64 rows whether they are segment-checked. No row
+    from `end` on attends any of the keys."""
+
+    pair: TilePair
     first_lse: tl.tensor
     first_delta: tl.tensor
     stat_head: tl.tensor
@@ -64,17 +76,6 @@ class RowOperands(NamedTuple):
     end: tl.tensor
     flags: tl.tensor
     row_blocks: tl.tensor
-
-
-class Scoring(NamedTuple):
-    """What turns scores of the tile's keys into logits, and what is dropped of them."""
-
-    mods: tl.tensor
-    slopes: tl.tensor
-    bias_pos: tl.tensor
-    kv_at: tl.tensor
-    bias: tl.tensor
-    dropout: tl.tensor
 
 
 @triton.jit
@@ -113,38 +114,39 @@ def backward_delta(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, kv, q, do, stats, attended, inside, far, slope, scoring, head, rows, first_row, keys,
-    first_key, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    grads, kv, qdo, stats, attended, inside, tile, scoring, first_row, rows,
+    FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
     in registers. `stats`: pointers to the sums and delta of the rows, which are read where they are
-    needed: earlier they would take registers; `attended`: those that are read, None for all."""
+    needed: earlier they would take registers; `attended`: those that are read, None for all.
+    `inside` is None where all keys are attended."""
+    dk, dv = grads
     k, v = kv
+    q, do = qdo
     lse_ptr, delta_ptr = stats
-    mods, bias, dropout = scoring.mods, scoring.bias, scoring.dropout
-    KEYS: tl.constexpr = keys.shape[0]
-    added = bias_tile(bias, head, first_row, first_key, rows.shape[0], KEYS, 1)
-    capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope, mods)
-    if added is not None:
-        x += added
-    p = probabilities(x, row_sums(load_sums(lse_ptr, attended, bias.array), bias.array), 0)
-    if MASKED:
+    bias, dropout = scoring.bias.array, scoring.dropout
+    ROWS: tl.constexpr = rows.shape[0]
+    KEYS: tl.constexpr = k.shape[0]
+    terms = terms_of(scoring, first_row, tile.first_key, rows, ROWS, KEYS, 1)
+    capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), terms, scoring)
+    p = probabilities(x, row_sums(load_sums(lse_ptr, attended, bias), bias), 0)
+    if inside is not None:
         p = tl.where(inside, p, 0.0)
     if dropout.threshold is None:
         dv = dot(p.to(do.dtype), do, dv, FLOAT32_PRODUCTS)
         dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
     else:  # a sign says what is dropped: one tile to keep
-        p = negative_where_dropped(p, dropout, head, rows, first_key, KEYS, 1)
+        p = negative_where_dropped(p, dropout, scoring.head, rows, tile.first_key, KEYS, 1)
         dv = dot(tl.where(p < 0, 0.0, p).to(do.dtype), do, dv, FLOAT32_PRODUCTS)
         dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
         dp = tl.where(p < 0, 0.0, dp * dropout.inverse_keep)
         p = tl.abs(p)
     dlt = tl.load(delta_ptr, mask=attended, other=None if attended is None else 0.0)
-    ds = through_cap(p * (dp - dlt[None, :]), capped, mods)
-    if MASKED:
+    ds = through_cap(p * (dp - dlt[None, :]), capped, scoring)
+    if inside is not None:
         ds = tl.where(inside, ds, 0.0)
-    dk = dot(ds.to(q.dtype), q, dk, FLOAT32_PRODUCTS)
-    return dk, dv
+    return dot(ds.to(q.dtype), q, dk, FLOAT32_PRODUCTS), dv
 
 
 @triton.jit
@@ -159,82 +161,75 @@ def checked_rows(operands, first_row, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def stat_at(first, operands, g, place, walk):
-    """Pointers to the LSE or delta of a step's rows, for the g-th head."""
-    return first + g * operands.stat_head + place * walk.unit
+def stats_at(operands, g, place, walk):
+    """Pointers to the LSE and delta of a step's rows, for the g-th head."""
+    lse = operands.first_lse + g * operands.stat_head + place * walk.unit
+    return lse, operands.first_delta + g * operands.stat_head + place * walk.unit
 
 
 @triton.jit
-def dkdv_of_heads(
-    dk, dv, kv, keys, first_key, walk, pair, operands, segments, scoring, mask, mask_b, b,
-    first_head, group_head, members, heads, qk, v,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+def over_rows(
+    grads, kv, tile, walk, operands, scoring, first_member, members,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """`members` query heads from the `first_head`-th of the group on, whose walk this is."""
+    """Adds to `grads` the gradients from all blocks of rows of `members` query heads of the group,
+    from `first_member` on. They have this walk."""
     cols = tl.arange(0, BLOCK_M)
-    mods, slopes, bias_pos, kv_at = scoring.mods, scoring.slopes, scoring.bias_pos, scoring.kv_at
+    KEYS: tl.constexpr = tile.keys.shape[0]
     bias = scoring.bias.array
     if bias is not None and STAGES == 1:
         walk = in_one_loop(walk)
     partial = partial_steps(walk)
     for i in tl.range(0, members * partial, num_stages=1):
         g = i // partial
-        place = partial_place(walk, mask, i - g * partial, BLOCK_M)
-        g = first_head + g
+        place = partial_place(walk, i - g * partial, BLOCK_M)
+        g = first_member + g
         first_row = walk.origin + place * walk.unit
         rows = first_row + cols
-        there = rows < segments.q_len
+        there = rows < tile.segments.q_len
         lo = tl.load(operands.lo + rows, mask=there, other=0)
         hi = tl.load(operands.hi + rows, mask=there, other=0)
         # rows past the hull are not read: a block may reach over its end
         attended = (hi > lo) & (rows < operands.end)
-        lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
-        delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
-        if mask.bits is not None:  # none of a row's keys may be in it
-            attended &= attending(row_sums(load_sums(lse_ptr, attended, bias), bias))
-        q_ptr = pair.first + place * pair.first_step + g * qk
-        q = load_rows(q_ptr, attended[:, None], pair.qk_dim, QK_DIM)
-        do_ptr = pair.second + place * pair.second_step + g * v
-        do = load_rows(do_ptr, attended[:, None], pair.v_dim, V_DIM)
+        stats = stats_at(operands, g, place, walk)
+        if tile.block_mask.bits is not None:  # none of a row's keys may be in it
+            attended &= attending(row_sums(load_sums(stats[0], attended, bias), bias))
+        qdo = load_pair(operands.pair, place, g, attended[:, None], QK_DIM, V_DIM)
         checked = checked_rows(operands, first_row, BLOCK_M)
-        inside = keep(rows, keys, lo, hi, checked, segments, 1)
-        own = mask_of_head(mask, mask_b, group_head + g)
-        inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 1)
-        slope = slope_of(slopes, mods.bias_batch, b, heads, group_head + g, bias)
-        far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
-        dk, dv = dkdv_step(
-            dk, dv, kv, q, do, (lse_ptr, delta_ptr), attended, inside, far, slope, scoring,
-            group_head + g, rows, first_row, keys, first_key, True, FLOAT32_PRODUCTS,
+        inside = keep(rows, tile.keys, lo, hi, checked, tile.segments, 1)
+        head = tile.first_head + g
+        head_mask = mask_of_head(tile.block_mask, tile.mask_b, head)
+        inside = keep_in_block_mask(
+            inside, tile.block_mask, head_mask, rows, tile.keys, tile.first_key, KEYS, 1
+        )
+        head_scoring = of_head(scoring, tile.b, tile.heads, head)
+        grads = dkdv_step(
+            grads, kv, qdo, stats, attended, inside, tile, head_scoring, first_row, rows,
+            FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if bias is None or STAGES > 1:
+    if walk.full_begin is not None:
         full = full_steps(walk)
         if walk.listed is not None:
-            place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
+            place = full_place(walk, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
         for i in tl.range(0, members * full, num_stages=STAGES):
             g = i // full
             if walk.listed is None:
                 place = walk.full_begin + i - g * full
-            g = first_head + g
-            q_ptr = pair.first + place * pair.first_step + g * qk
-            q = load_rows(q_ptr, None, pair.qk_dim, QK_DIM)
-            do_ptr = pair.second + place * pair.second_step + g * v
-            do = load_rows(do_ptr, None, pair.v_dim, V_DIM)
-            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
-            delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
-            slope = slope_of(slopes, mods.bias_batch, b, heads, group_head + g, bias)
+            g = first_member + g
+            qdo = load_pair(operands.pair, place, g, None, QK_DIM, V_DIM)
+            stats = stats_at(operands, g, place, walk)
+            head_scoring = of_head(scoring, tile.b, tile.heads, tile.first_head + g)
             first_row = walk.origin + place * walk.unit
-            rows = first_row + cols
-            far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
-            dk, dv = dkdv_step(
-                dk, dv, kv, q, do, (lse_ptr, delta_ptr), None, None, far, slope, scoring,
-                group_head + g, rows, first_row, keys, first_key, False, FLOAT32_PRODUCTS,
+            grads = dkdv_step(
+                grads, kv, qdo, stats, None, None, tile, head_scoring, first_row, first_row + cols,
+                FLOAT32_PRODUCTS,
             )  # fmt: skip
             if walk.listed is not None:
                 step = (i + 1) % full
                 ranged = walk.start + (walk.full_begin + step) * BLOCK_M
-                place = full_place(walk, mask, step, ranged, BLOCK_M)
-    return dk, dv
+                place = full_place(walk, step, ranged, BLOCK_M)
+    return grads
 
 
 @triton.jit
@@ -260,14 +255,12 @@ def backward_dkdv(
 
     keys = first_key + tl.arange(0, BLOCK_N)
     present = (keys < kv_len)[:, None]
-    qk_dims = columns(QK_DIM)
-    v_dims = columns(V_DIM)
-    qk = size_of(qk_dim, QK_DIM)
-    v = size_of(v_dim, V_DIM)
+    qk_dims, v_dims = columns(QK_DIM), columns(V_DIM)
     kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + kv_head
-    local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-    k_tile = load_rows(key + kv_first * qk + local * qk + qk_dims[None, :], present, qk_dim, QK_DIM)
-    v_tile = load_rows(value + kv_first * v + local * v + v_dims[None, :], present, v_dim, V_DIM)
+    k_ptr = row_pointers(key, kv_first, kv_heads, qk_dims, qk_dim, QK_DIM, BLOCK_N)
+    k = load_rows(k_ptr, present, qk_dim, QK_DIM)
+    v_ptr = row_pointers(value, kv_first, kv_heads, v_dims, v_dim, V_DIM, BLOCK_N)
+    kv = (k, load_rows(v_ptr, present, v_dim, V_DIM))
 
     mask_row = mask_b.to(tl.int64) * q_len
     kv_start += mask_row
@@ -275,48 +268,42 @@ def backward_dkdv(
     segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
     row_blocks = tl.cdiv(q_len, 64)
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
-
-    mask = BlockMask(
+    block_masks = BlockMask(
         block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
         kv_len,
     )  # fmt: skip
-    tile = first_key // 128
-    tiles = tl.cdiv(kv_len, 128)
+    nth, tiles = first_key // 128, tl.cdiv(kv_len, 128)
     walk = steps_of(
-        start, steps, full_begin, full_end, mask, mask_b, kv_head * group, tile, tiles, row_blocks,
-        BLOCK_M,
+        start, steps, full_begin, full_end, block_masks, mask_b, kv_head * group, nth, tiles,
+        row_blocks, BLOCK_M,
     )  # fmt: skip
-    cols = tl.arange(0, BLOCK_M)
+
     q_heads = size_of(row_heads, heads)
+    cols = tl.arange(0, BLOCK_M)
     q_first = (b.to(tl.int64) * q_len + walk.origin) * q_heads + kv_head * group
+    first_head = kv_head * group
+    tile = KeyTile(first_head, heads, b, mask_b, first_key, keys, segments, block_masks)
     pointers = pointers_of(query, dout, q_first, q_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_M)
-    stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + walk.origin
+    stat = (b.to(tl.int64) * heads + first_head) * q_len + walk.origin
     first_lse = pointer_to_sums(lse, bias) + stat + cols
     first_delta = delta + stat + cols
     pair = pair_of(pointers, q_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
     operands = RowOperands(
-        first_lse, first_delta, q_len.to(tl.int64), kv_start, kv_end, end, flags,
-        row_blocks,
+        pair, first_lse, first_delta, q_len.to(tl.int64), kv_start, kv_end, end, flags, row_blocks
+    )
+    scoring = scoring_of(
+        scale, scales, scales_batch, soft_cap, slopes, bias_batch, q_bias_pos, kv_bias_pos, bias,
+        bias_kind, bias_axes, dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch,
+        inverse_keep, b, heads, None, keys, q_len, kv_len, 1,
     )  # fmt: skip
-
-    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
-    bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
-    kv_at = load_positions(bias_pos.kv, bias_pos.kv_count, keys)
-    added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
-    dropout = dropout_of(
-        dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep, b,
-        heads, q_len,
-    )  # fmt: skip
-    scoring = Scoring(mods, slopes, bias_pos, kv_at, added, dropout)
 
     dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
-    kv = (k_tile, v_tile)
+    grads = (dk_acc, dv_acc)
     if block_mask is None:
-        dk_acc, dv_acc = dkdv_of_heads(
-            dk_acc, dv_acc, kv, keys, first_key, walk, pair, operands, segments, scoring, mask,
-            mask_b, b, 0, kv_head * group, group, heads, qk, v,
-            QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+        grads = over_rows(
+            grads, kv, tile, walk, operands, scoring, 0, group,
+            QK_DIM, V_DIM, BLOCK_M, STAGES, FLOAT32_PRODUCTS,
         )  # fmt: skip
     else:
         # heads with block masks of their own one after the other, else all in one loop
@@ -324,18 +311,19 @@ def backward_dkdv(
         members = tl.where(alone, 1, group)
         for turn in tl.range(0, tl.where(alone, group, 1)):
             own_walk = steps_of(
-                start, steps, full_begin, full_end, mask, mask_b, kv_head * group + turn, tile,
+                start, steps, full_begin, full_end, block_masks, mask_b, first_head + turn, nth,
                 tiles, row_blocks, BLOCK_M,
             )  # fmt: skip
-            dk_acc, dv_acc = dkdv_of_heads(
-                dk_acc, dv_acc, kv, keys, first_key, own_walk, pair, operands, segments, scoring,
-                mask, mask_b, b, turn, kv_head * group, members, heads, qk, v,
-                QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+            grads = over_rows(
+                grads, kv, tile, own_walk, operands, scoring, turn, members,
+                QK_DIM, V_DIM, BLOCK_M, STAGES, FLOAT32_PRODUCTS,
             )  # fmt: skip
 
+    dk_acc, dv_acc = grads
     if dropout_threshold is not None:
         dv_acc *= inverse_keep
-    dk_out = dk + kv_first * qk + local * qk + qk_dims[None, :]
-    dv_out = dv + kv_first * v + local * v + v_dims[None, :]
-    store_rows(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), present, qk_dim, QK_DIM)
+    dk_out = row_pointers(dk, kv_first, kv_heads, qk_dims, qk_dim, QK_DIM, BLOCK_N)
+    dv_out = row_pointers(dv, kv_first, kv_heads, v_dims, v_dim, V_DIM, BLOCK_N)
+    dk_acc = (dk_acc * scoring.scale).to(dk.dtype.element_ty)
+    store_rows(dk_out, dk_acc, present, qk_dim, QK_DIM)
     store_rows(dv_out, dv_acc.to(dv.dtype.element_ty), present, v_dim, V_DIM)

@@ -12,18 +12,11 @@ import triton
 import triton.language as tl
 from portable.bias import FLOAT32, as_float32, bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
-from portable.dropout import drop, dropout_of
-from portable.kv_ranges import columns, keep, key_range, load_rows, segments_of, size_of
+from portable.dropout import drop
+from portable.kv_ranges import columns, keep, key_range, load_rows, row_pointers, segments_of
 from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
-from portable.score_mods import (
-    bias_positions_of,
-    distances,
-    dot,
-    load_positions,
-    logits,
-    score_mods_of,
-    slope_of,
-)
+from portable.score_mods import dot
+from portable.scoring import Terms, distances_of, logits, scoring_of
 
 
 @triton.jit
@@ -59,11 +52,8 @@ def backward_dbias(
     keys = first_key + tl.arange(0, BLOCK_N)
     present = keys < kv_len
     local_rows = tl.arange(0, BLOCK_M)
-    qk_dims = columns(QK_DIM)
-    v_dims = columns(V_DIM)
-    qk = size_of(qk_dim, QK_DIM)
-    v = size_of(v_dim, V_DIM)
-    mask = BlockMask(
+    qk_dims, v_dims = columns(QK_DIM), columns(V_DIM)
+    block_masks = BlockMask(
         block_mask, block_mask, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
         kv_len,
     )  # fmt: skip
@@ -89,55 +79,40 @@ def backward_dbias(
             sums = load_sums(pointer_to_sums(lse, bias) + stat, real, bias)
             dlt = tl.load(delta + stat, mask=real, other=0.0)
             first = (b.to(tl.int64) * q_len + row) * heads + head
-            local = local_rows[:, None].to(tl.int64) * heads
-            q = load_rows(
-                query + first * qk + local * qk + qk_dims[None, :], real[:, None], qk_dim, QK_DIM
-            )
-            do = load_rows(
-                dout + first * v + local * v + v_dims[None, :], real[:, None], v_dim, V_DIM
-            )
+            q_ptr = row_pointers(query, first, heads, qk_dims, qk_dim, QK_DIM, BLOCK_M)
+            q = load_rows(q_ptr, real[:, None], qk_dim, QK_DIM)
+            do_ptr = row_pointers(dout, first, heads, v_dims, v_dim, V_DIM, BLOCK_M)
+            do = load_rows(do_ptr, real[:, None], v_dim, V_DIM)
             kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + head // group
-            kv_local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-            k = load_rows(
-                key + kv_first * qk + kv_local * qk + qk_dims[None, :], present[:, None], qk_dim,
-                QK_DIM,
-            )  # fmt: skip
+            k_ptr = row_pointers(key, kv_first, kv_heads, qk_dims, qk_dim, QK_DIM, BLOCK_N)
+            k = load_rows(k_ptr, present[:, None], qk_dim, QK_DIM)
             if bias_kind is None:
-                value_rows = load_rows(
-                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
-                    V_DIM,
-                )  # fmt: skip
+                v_ptr = row_pointers(value, kv_first, kv_heads, v_dims, v_dim, V_DIM, BLOCK_N)
+                v = load_rows(v_ptr, present[:, None], v_dim, V_DIM)
             sums = row_sums(sums, bias)
             attended = (hi > lo) & attending(sums)
             added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
             added = bias_tile(added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
             x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
-            _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
-            slope = slope_of(slopes, bias_batch, b, heads, head, bias)
-            at = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
-            far = distances(
-                load_positions(at.q, at.q_count, rows), load_positions(at.kv, at.kv_count, keys)
-            )
-            _capped, x = logits(x, far, slope, mods)
-            x += added
+            scoring = scoring_of(
+                scale, scales, scales_batch, soft_cap, slopes, bias_batch, q_bias_pos, kv_bias_pos,
+                bias, bias_kind, bias_axes, dropout_streams, dropout_rows, dropout_threshold,
+                dropout_rows_batch, inverse_keep, b, heads, head, rows, q_len, kv_len, 0,
+            )  # fmt: skip
+            terms = Terms(distances_of(scoring.positions, keys), added)
+            _capped, x = logits(x, terms, scoring)
             p = probabilities(x, sums, 1)
             if bias_kind is not None:  # later: float32 would spill
-                value_rows = load_rows(
-                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
-                    V_DIM,
-                )  # fmt: skip
-            dp = dot(do, tl.trans(value_rows), None, FLOAT32_PRODUCTS)
-            dropout = dropout_of(
-                dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep,
-                b, heads, q_len,
-            )  # fmt: skip
+                v_ptr = row_pointers(value, kv_first, kv_heads, v_dims, v_dim, V_DIM, BLOCK_N)
+                v = load_rows(v_ptr, present[:, None], v_dim, V_DIM)
+            dp = dot(do, tl.trans(v), None, FLOAT32_PRODUCTS)
             if dropout_threshold is not None:
                 dp *= inverse_keep
-            dp = drop(dp, dropout, head, rows, first_key, BLOCK_N, 0)
+            dp = drop(dp, scoring.dropout, head, rows, first_key, BLOCK_N, 0)
             segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
             inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
-            own = mask_of_head(mask, mask_b, head)
-            inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 0)
+            own = mask_of_head(block_masks, mask_b, head)
+            inside = keep_in_block_mask(inside, block_masks, own, rows, keys, first_key, BLOCK_N, 0)
             inside &= attended[:, None]
             acc += tl.where(inside, p * (dp - dlt[:, None]), 0.0)
 

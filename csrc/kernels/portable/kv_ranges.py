@@ -84,6 +84,15 @@ def store_rows(pointers, tile, there, dim, DIM: tl.constexpr):
 
 
 @triton.jit
+def row_pointers(array, first, heads, cols, dim, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """To the columns `cols` of ROWS rows, `heads` heads apart, from the `first`-th on, counted in
+    heads."""
+    size = size_of(dim, DIM)
+    local = tl.arange(0, ROWS)[:, None].to(tl.int64) * heads
+    return array + first * size + local * size + cols[None, :]
+
+
+@triton.jit
 def scheduler_phases(tiles, heads):
     """Where the second and the last phase begin, in tiles by work, for so many key/value heads of
     all batch rows. The second may be empty, and of one tile the last is."""

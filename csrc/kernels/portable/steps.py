@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.block_lists import counts_of_list, list_of_tile, listed_place
+from portable.block_lists import BlockMask, counts_of_list, list_of_tile, listed_place
 from portable.kv_ranges import columns, load_rows, partial_step, size_of
 
 
 class Steps(NamedTuple):
-    """`full_begin` and `full_end` number steps of the range that begins at `start`; `partial` and
-    `full` say how many there are, of the list (`listed`) if there is one.
+    """`full_begin` and `full_end` number steps of the range that begins at `start`, None in kernels
+    of one loop, whose steps are all partial; `partial` and `full` say how many there are, of the
+    list (`listed`) if there is one.
 
     A place is a key (or row): origin + place * unit. Ranges count whole steps from `start`, lists
     single keys.
@@ -28,6 +29,7 @@ class Steps(NamedTuple):
     steps: tl.tensor
     full: tl.tensor
     listed: tl.tensor
+    block_mask: BlockMask
     origin: tl.tensor
     unit: tl.tensor
 
@@ -52,13 +54,13 @@ def steps_of(
     """The walk of the tile-th of `tiles` tiles of 128, which meets at most `blocks` blocks of
     64."""
     if block_mask.bits is None:
-        walk = Steps(start, full_begin, full_end, steps, None, None, start, STEP)
+        walk = Steps(start, full_begin, full_end, steps, None, None, block_mask, start, STEP)
     else:
         listed = list_of_tile(block_mask, mask_b, head, tile, tiles, blocks)
         partial, full = counts_of_list(
             listed, block_mask, steps - full_end + full_begin, full_end - full_begin, STEP
         )
-        walk = Steps(start, full_begin, full_end, partial, full, listed, 0, 1)
+        walk = Steps(start, full_begin, full_end, partial, full, listed, block_mask, 0, 1)
     return walk
 
 
@@ -80,14 +82,16 @@ def in_one_loop(walk):
     steps = walk.steps  # without lists that is all of them
     if walk.listed is not None:
         steps += walk.full
-    return Steps(walk.start, 0, 0, steps, 0, walk.listed, walk.origin, walk.unit)
+    return Steps(
+        walk.start, None, None, steps, None, walk.listed, walk.block_mask, walk.origin, walk.unit
+    )
 
 
 @triton.jit
 def partial_steps(walk):
     """How many steps are partial."""
     count = walk.steps
-    if walk.listed is None:
+    if walk.listed is None and walk.full_begin is not None:
         count = walk.steps - walk.full_end + walk.full_begin
     return count
 
@@ -102,25 +106,26 @@ def full_steps(walk):
 
 
 @triton.jit
-def partial_place(walk, block_mask, i, STEP: tl.constexpr):
+def partial_place(walk, i, STEP: tl.constexpr):
     """Where the i-th partial step is."""
-    place = partial_step(i, walk.full_begin, walk.full_end)
+    place = i
+    if walk.full_begin is not None:
+        place = partial_step(i, walk.full_begin, walk.full_end)
     if walk.listed is not None:
-        place = listed_place(
-            walk.listed, block_mask, i, walk.steps, walk.start + place * STEP, STEP
-        )
+        ranged = walk.start + place * STEP
+        place = listed_place(walk.listed, walk.block_mask, i, walk.steps, ranged, STEP)
     return place
 
 
 @triton.jit
-def full_place(walk, block_mask, i, otherwise, STEP: tl.constexpr):
+def full_place(walk, i, otherwise, STEP: tl.constexpr):
     """Where the i-th full step of a list is; `otherwise` without one.
 
     A loop carries it from step to step: loads of an address loaded in the same one are not
     pipelined as far ahead.
     """
-    partial = walk.steps
-    return listed_place(walk.listed, block_mask, partial + i, partial + walk.full, otherwise, STEP)
+    step, steps = walk.steps + i, walk.steps + walk.full
+    return listed_place(walk.listed, walk.block_mask, step, steps, otherwise, STEP)
 
 
 @triton.jit
@@ -147,8 +152,15 @@ def pair_of(pointers, row_heads, qk_dim, v_dim, unit, QK_DIM: tl.constexpr, V_DI
 
 
 @triton.jit
-def load_pair(pair, place, there, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """Both tiles at a place; rows that are not `there` (N, 1) are 0."""
-    first = load_rows(pair.first + place * pair.first_step, there, pair.qk_dim, QK_DIM)
-    second = load_rows(pair.second + place * pair.second_step, there, pair.v_dim, V_DIM)
+def load_pair(pair, place, head, there, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Both tiles at a place, of the head-th head from the first on (None: that); rows that are not
+    `there` (N, 1) are 0."""
+    first_ptr = pair.first + place * pair.first_step
+    if head is not None:
+        first_ptr += head * size_of(pair.qk_dim, QK_DIM)
+    first = load_rows(first_ptr, there, pair.qk_dim, QK_DIM)
+    second_ptr = pair.second + place * pair.second_step
+    if head is not None:
+        second_ptr += head * size_of(pair.v_dim, V_DIM)
+    second = load_rows(second_ptr, there, pair.v_dim, V_DIM)
     return first, second
