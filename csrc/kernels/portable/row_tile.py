@@ -81,8 +81,8 @@ def over_keys(
     V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Calls `step` for every block of keys, and returns the last `state`. The steps that need a mask
-    come first: `inside` (rows, keys) is their mask, and None for the other steps."""
+    """Calls `step` for every block of keys, and returns the last `state`. The steps that need a
+    mask come first: `inside` (rows, keys) is their mask, and None for the other steps."""
     walk = tile.walk
     cols = tl.arange(0, BLOCK_N)
     for i in tl.range(0, partial_steps(walk), num_stages=1):

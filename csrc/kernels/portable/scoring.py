@@ -12,8 +12,8 @@ plain kernels know when they are compiled that there is a positive scale and not
 have not is None.
 
 A new option is an argument of the kernels and of `scoring_of`, a field of `Scoring`, and a line in
-`logits`, with its derivative in `through_cap`. If it reads something for each row and key, that is a
-field of `Terms`.
+`logits`, with its derivative in `through_cap`. If it reads something for each row and key, that is
+a field of `Terms`.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from portable.score_mods import tanh
 
 
 class Positions(NamedTuple):
-    """For ALiBi: the positions of the tile's rows (for dK and dV, of its keys), and a pointer to the
-    `count` positions of what they are compared with. `count` is 0 in calls without slopes."""
+    """For ALiBi: the positions of the tile's rows (for dK and dV, of its keys), and a pointer to
+    the `count` positions of what they are compared with. `count` is 0 in calls without slopes."""
 
     tile: tl.tensor
     others: tl.tensor
@@ -38,8 +38,9 @@ class Positions(NamedTuple):
 class Scoring(NamedTuple):
     """What turns the scores of a query head into logits, and which probabilities are dropped.
 
-    `factor` is `scale` in the base of the logits. `scales` is None in kernels whose scale is
-    positive, `bias_batch` is 0 in calls without slopes.
+    `head` and `slope` come first: `of_head` replaces these two. `factor` is `scale` in the base of
+    the logits. `scales` is None in kernels whose scale is positive, and `bias_batch` is 0 in calls
+    without slopes.
     """
 
     head: tl.tensor
