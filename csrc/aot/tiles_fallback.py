@@ -88,7 +88,7 @@ FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
 
 # The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
 # all of compute capability 8.x (it fits 99 KiB), 256 serves what 192/128 would, and above that XLA
-# does. f32 multiplies without tensor cores (score_mods.dot), the same on every GPU. Chosen for no
+# does. f32 multiplies without tensor cores (arithmetic.dot), the same on every GPU. Chosen for no
 # or few spills; nobody has timed them.
 FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))
 FLOAT32_TILES = {

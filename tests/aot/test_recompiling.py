@@ -84,7 +84,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.decode", DECODE),
         ("portable.fp8", DECODE),
-        ("portable.score_mods", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
+        ("portable.arithmetic", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient
         ("portable.row_tile", ["portable.fwd", "portable.bwd_dq"]),

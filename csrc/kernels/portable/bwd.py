@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.arithmetic import dot
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.dropout import negative_where_dropped
 from portable.kv_ranges import (
@@ -30,7 +31,6 @@ from portable.kv_ranges import (
     tile_of_program,
 )
 from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
-from portable.score_mods import dot
 from portable.scoring import logits, of_head, scoring_of, terms_of, through_cap
 from portable.steps import (
     TilePair,

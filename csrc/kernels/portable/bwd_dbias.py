@@ -10,12 +10,12 @@ run. Scores are made a third time, since neither other kernel meets all that a t
 
 import triton
 import triton.language as tl
+from portable.arithmetic import dot
 from portable.bias import FLOAT32, as_float32, bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.dropout import drop
 from portable.kv_ranges import columns, keep, key_range, load_rows, row_pointers, segments_of
 from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
-from portable.score_mods import dot
 from portable.scoring import Terms, distances_of, logits, scoring_of
 
 

@@ -9,6 +9,7 @@ that they attend nothing (lse -inf) are not read.
 
 import triton
 import triton.language as tl
+from portable.arithmetic import dot
 from portable.block_lists import BlockMask
 from portable.dropout import drop
 from portable.kv_ranges import (
@@ -21,7 +22,6 @@ from portable.kv_ranges import (
 )
 from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
 from portable.row_tile import over_keys, row_tile, tile_pointers
-from portable.score_mods import dot
 from portable.scoring import logits, scoring_of, terms_of, through_cap
 from portable.steps import pair_of, pointers_of
 

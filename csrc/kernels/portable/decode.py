@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.arithmetic import LOG2E, dot, tanh
 from portable.fp8 import pairs_to_float16, rows_to_float16, unit_of_bytes
 from portable.kv_ranges import EMPTY_MIN, columns
-from portable.score_mods import LOG2E, dot, tanh
 
 LN2 = tl.constexpr(0.6931471805599453)
 ENTRIES = tl.constexpr(128)  # of a block table, at once

@@ -17,6 +17,7 @@ a kernel has not is None (csrc/aot/tiles_fallback.py).
 
 import triton
 import triton.language as tl
+from portable.arithmetic import dot
 from portable.block_lists import BlockMask
 from portable.dropout import drop
 from portable.kv_ranges import (
@@ -29,7 +30,6 @@ from portable.kv_ranges import (
 )
 from portable.row_sums import LEAST, power, store_sums
 from portable.row_tile import over_keys, row_tile, tile_pointers
-from portable.score_mods import dot
 from portable.scoring import logits, scoring_of, terms_of
 from portable.steps import pair_of, pointers_of
 

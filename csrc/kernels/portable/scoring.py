@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.arithmetic import tanh
 from portable.bias import bias_of, bias_tile
 from portable.dropout import dropout_of
 from portable.row_sums import in_base
-from portable.score_mods import tanh
 
 
 class Positions(NamedTuple):

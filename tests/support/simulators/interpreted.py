@@ -9,7 +9,7 @@ from portable.kv_ranges import EMPTY_MIN, tile_of_program
 
 @triton.jit
 def to_tf32(x):
-    """For score_mods.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
+    """For arithmetic.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
     off."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)

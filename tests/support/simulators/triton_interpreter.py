@@ -203,8 +203,8 @@ def decode(
     (rows, kv_heads), of keys and values in float8_e4m3fn, for which a query is in 16 bits and `out`
     in float32."""
     if exact is None:
-        score_mods = sys.modules["portable.score_mods"]
-        with unittest.mock.patch.object(score_mods, "to_tf32", KERNELS["unrounded"]):
+        arithmetic = sys.modules["portable.arithmetic"]
+        with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
             return decode(
                 query, key, value, kv_start, kv_end, table, sinks, scale, soft_cap, splits,
                 kernel=kernel, room=room,

@@ -44,7 +44,7 @@ def load_kernels() -> dict[str, Any]:
                 "portable.bwd",
                 "portable.bwd_dq",
                 "portable.bwd_dbias",
-                "portable.score_mods",
+                "portable.arithmetic",
                 "portable.block_lists",
                 "mask.segments",
                 "mask.block_bounds",
@@ -52,7 +52,7 @@ def load_kernels() -> dict[str, Any]:
             )
         ]
         modules.append(importlib.import_module("interpreted"))
-        importlib.import_module("portable.score_mods").to_tf32 = modules[-1].to_tf32
+        importlib.import_module("portable.arithmetic").to_tf32 = modules[-1].to_tf32
         importlib.import_module("portable.decode").pairs_to_float16 = modules[-1].pairs_to_float16
     finally:
         sys.path.pop(0)

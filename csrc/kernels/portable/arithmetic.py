@@ -1,4 +1,4 @@
-"""Operations on scores that attention and decoding share: products, and tanh."""
+"""Arithmetic that attention and decoding share: products, and tanh."""
 
 import triton
 import triton.language as tl
