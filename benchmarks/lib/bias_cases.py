@@ -75,7 +75,7 @@ class BiasCase:
 
 
 # AlphaFold 3: tokens of a complex, 16 heads, one bias of pairs for all diffusion samples; T5 large;
-# dropout in training of a decoder.
+# dropout in training of a decoder; the kernels above head dim 128.
 CASES = (
     BiasCase("pair_768_d24", 48, 768, 16, 16, 24, "array"),
     BiasCase("pair_2k_d32", 4, 2048, 16, 16, 32, "array"),
@@ -84,6 +84,8 @@ CASES = (
     BiasCase("t5_causal_4k_d64", 2, 4096, 16, 16, 64, "array", causal=True),
     BiasCase("dropout_4k_d64", 2, 4096, 16, 16, 64, causal=True, dropout=0.1),
     BiasCase("dropout_16k_d128", 1, 16384, 32, 8, 128, causal=True, dropout=0.1),
+    BiasCase("array_4k_d256", 1, 4096, 16, 16, 256, "array"),
+    BiasCase("dropout_8k_d256", 1, 8192, 16, 8, 256, causal=True, dropout=0.1),
 )
 DROPOUT_KEY = jax.random.key(11)
 

@@ -4,6 +4,7 @@ asked for are not there.
 Guards against an implementation that is not the one asked for.
 """
 
+import functools
 import re
 
 import jax
@@ -55,6 +56,40 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
     assert f"available: {', '.join(listed)}, and all smaller multiples of 8." in text
     assert 'implementation="xla" takes any head dim, and float64' in text
     text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("with_bias,rate", [(True, 0.0), (False, 0.1), (True, 0.1)])
+def test_a_bias_or_dropout_above_its_head_dims(monkeypatch, with_bias, rate, direction):
+    """The error names the arguments, the head dims and the largest that are accepted."""
+    if direction == "backward":  # a table with a wider forward
+        (row,) = (
+            row
+            for row in Extension.variants()
+            if (row["kernel"], row["dtype"], row["qk_dim"]) == ("forward_bias", "bf16", 256)
+        )
+        rows = [*Extension.variants(), row | {"qk_dim": 512, "v_dim": 512}]
+        monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
+    options = {"dropout_rate": rate, "dropout_key": jax.random.key(0)} if rate else {}
+    bias = jnp.zeros((1, 1, 1, 300), jnp.bfloat16) if with_bias else None
+
+    def gradient(*x, implementation=None):
+        return jax.grad(loss)(*x, MASK, bias=bias, implementation=implementation, **options)
+
+    for dims in ((136, 128), (192, 192), (192, 128), (256, 256), (8, 200)):
+        text = text_of(gradient, *abstract(jnp.bfloat16, *dims))
+        assert [call[0] for call in calls(text)] == ["packax_forward_v1", "packax_backward_v1"]
+    arguments = " and ".join(["bias="] * with_bias + ["dropout_rate="] * (rate > 0))
+    args = abstract(jnp.bfloat16, 264, 128)
+    with pytest.raises(NotImplementedError) as error:
+        text_of(gradient, *args)
+    listed = "bfloat16 256/256, float16 256/256, float32 256/256"
+    assert str(error.value) == (
+        f"no {direction} kernel for {arguments} in bfloat16 with head dims 264/128 (query and key "
+        f"/ value); available: {listed}, and all smaller multiples of 8. "
+        'implementation="xla" takes any head dim, and float64'
+    )
+    text_of(functools.partial(gradient, implementation="xla"), *args)
 
 
 def test_a_part_of_the_kernels_says_how_to_build_all(monkeypatch):

@@ -142,9 +142,9 @@ def draw(seed: int) -> tuple[str, str, Any]:
         arrays["sinks"] = jnp.asarray(rng.standard_normal(heads), jnp.float32)
     if rng.random() < 0.15:
         arrays["slopes"] = jnp.asarray(2.0 ** -rng.integers(1, 9, heads), jnp.float32)
-    elif rng.random() < 0.25 and max(qk_dim, v_dim) <= 128:
+    elif rng.random() < 0.25 and max(qk_dim, v_dim) <= 256:
         arrays["bias"] = draw_bias(rng, batch, heads, q_len, kv_len, dtype)
-    if rng.random() < 0.15 and max(qk_dim, v_dim) <= 128:
+    if rng.random() < 0.15 and max(qk_dim, v_dim) <= 256:
         options |= {"dropout_rate": 0.25, "dropout_key": jax.random.key(seed)}
     extras = sorted({*arrays, *options} - {"query", "key", "value", "deterministic", "dropout_key"})
     extras += ["deterministic"] * options["deterministic"]

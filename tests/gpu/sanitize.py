@@ -35,8 +35,9 @@ LIMIT = {
 }  # (of TF32) ‖x - reference‖ / ‖reference‖
 
 
-def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes):
-    """Output and gradients in float64; attends is (batch, queries, keys)."""
+def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes, bias):
+    """Output and gradients in float64; attends is (batch, queries, keys), bias (1, heads, queries,
+    keys) or None."""
     batch, q_len = query.shape[:2]
     kv_heads = key.shape[2]
     q, do = (x.reshape(batch, q_len, kv_heads, -1, x.shape[-1]) for x in (query, cotangent))
@@ -48,53 +49,64 @@ def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes):
     if slopes is not None:
         far = np.abs(np.arange(q_len)[:, None] - np.arange(key.shape[1]))
         scores = scores - slopes.reshape(1, kv_heads, -1, 1, 1) * far
+    if bias is not None:
+        scores = scores + bias.reshape(1, kv_heads, -1, *bias.shape[2:])
     scores = np.where(attends[:, None, None], scores, -np.inf)
     top = np.max(scores, -1, keepdims=True)
     p = np.exp(scores - np.where(np.isfinite(top), top, 0))
     p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
     out = np.einsum("bhgqk,bkhd->bqhgd", p, value)
     dp = np.einsum("bqhgd,bkhd->bhgqk", do, value)
-    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) * fade * scale
+    dlogits = p * (dp - np.sum(p * dp, -1, keepdims=True))
+    ds = dlogits * fade * scale
     dq = np.einsum("bhgqk,bkhd->bqhgd", ds, key).reshape(query.shape)
     dk = np.einsum("bhgqk,bqhgd->bkhd", ds, q)
     dv = np.einsum("bhgqk,bqhgd->bkhd", p, do)
-    return out.reshape(*query.shape[:3], -1), dq, dk, dv
+    dbias = () if bias is None else (dlogits.sum(0).reshape(bias.shape),)
+    return out.reshape(*query.shape[:3], -1), dq, dk, dv, *dbias
 
 
 def run(
     name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False,
-    soft_cap=None, alibi=False,
+    soft_cap=None, alibi=False, bias_dtype=None,
 ) -> bool:  # fmt: skip
     rng = np.random.default_rng(0)
     qk, v = dims
     shapes = [(q_len, heads, qk), (kv_len, kv_heads, qk), (kv_len, kv_heads, v), (q_len, heads, v)]
     arrays = [jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes]
     slopes = 2.0 ** -np.arange(1, heads + 1, dtype=np.float32) if alibi else None
+    biases = []  # an array that all batch rows share
+    if bias_dtype is not None:
+        biases = [jnp.asarray(rng.normal(size=(1, heads, q_len, kv_len)), bias_dtype)]
 
     @jax.jit
-    def both(query, key, value, cotangent):
+    def both(query, key, value, cotangent, *biases):
         mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
         out, pullback = jax.vjp(
-            lambda *x: packax.flash_attention(
-                *x,
+            lambda query, key, value, bias=None: packax.flash_attention(
+                query,
+                key,
+                value,
                 mask,
                 implementation="cuda",
                 deterministic=deterministic,
                 soft_cap=soft_cap,
-                bias=packax.alibi(slopes) if alibi else None,
+                bias=packax.alibi(slopes) if alibi else bias,
             ),
             query,
             key,
             value,
+            *biases,
         )
         return (out, *pullback(cotangent))
 
-    results = [np.asarray(x, np.float64) for x in both(*arrays)]
+    results = [np.asarray(x, np.float64) for x in both(*arrays, *biases)]
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = attends.reshape(-1, q_len, kv_len)  # a map may have an axis of heads, of one
     attends = np.broadcast_to(attends, (batch, q_len, kv_len))
+    bias = np.asarray(biases[0], np.float64) if biases else None
     exact = reference(
-        *(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5, soft_cap, slopes
+        *(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5, soft_cap, slopes, bias
     )
     errors = [
         np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
@@ -169,6 +181,8 @@ def main() -> int:
     # 700 rows: more blocks than any ring has stages, masked ones and a core; two heads a program
     long = causal & packax.documents(packed(90, -3, 550, 57)[None])
     documents = causal & packax.documents(packed_rows)
+    # keys that are a multiple of 8, which Hopper's kernels for a bias alone need
+    eights = causal & packax.documents(packed(90, -3, 150, 29)[None])
     # rows that choose blocks of keys; the first half of a block of rows chooses none
     chosen = np.random.default_rng(2).random((1, 1, 700, 11)) < 0.4
     chosen[..., :350, :] |= chosen[..., 350:, :]
@@ -184,6 +198,9 @@ def main() -> int:
             good &= run(f"cap {cap}", long, 1, 700, 700, 2, 1, dims, "bfloat16", soft_cap=cap)
         good &= run("cap", documents, 3, 213, 213, 4, 2, dims, "bfloat16", True, soft_cap=3.0)
         good &= run("alibi", long, 1, 700, 700, 2, 1, dims, "bfloat16", alibi=True)
+        for kind in ("bfloat16", "float32"):
+            good &= run("bias", tested, 1, 137, 137, 2, 2, dims, "bfloat16", bias_dtype=kind)
+        good &= run("bias alone", eights, 1, 272, 272, 2, 1, dims, "bfloat16", bias_dtype="bfloat16")
         # at head dim 64 few tiles have a separate forward kernel
         good &= run("many heads", long, 1, 700, 700, 48, 12, dims, "bfloat16")
         good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")

@@ -56,6 +56,13 @@ def check(name, dtype, dims, axes, bias_dtype, rate, soft_cap=None):
         ("ids_reappear", (40, 72), (1, 1, 1), None, 0.1, None),
         ("padding", (128, 128), None, None, 0.3, None),
         ("gqa_4", (64, 64), None, None, 0.9, None),
+        ("documents_odd", (256, 256), (0, 1, 1), "float32", 0.0, None),
+        ("batch_of_three", (192, 128), (1, 0, 0), None, 0.2, None),
+        ("cross_positions", (192, 192), (0, 0, 1), "float32", 0.5, 2.0),
+        ("causal_wide", (256, 256), (0, 0, 0), None, 0.0, None),
+        ("ids_reappear", (136, 200), (1, 1, 1), None, 0.1, None),
+        ("padding", (256, 256), None, None, 0.3, None),
+        ("gqa_4", (192, 128), None, None, 0.9, None),
     ],
 )
 def test_options(name, dims, axes, bias_dtype, rate, soft_cap, dtype):
@@ -74,13 +81,14 @@ def packed_case(kind):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (24, 40)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (24, 40), (256, 256), (136, 72)], ids=str)
 @pytest.mark.parametrize(
     "kind,axes",
     [("odd", (0, 1, 1)), ("padding", (1, 0, 1)), ("reappear", (1, 1, 0)), ("full", (0, 1, 1))],
 )
 def test_a_bias_alone(kind, axes, dims, dtype):
-    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it."""
+    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it, up
+    to head dim 128."""
     case = packed_case(kind)
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)
@@ -107,15 +115,16 @@ def test_a_bias_alone(kind, axes, dims, dtype):
 
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 @pytest.mark.parametrize("axes,rate", [((0, 1, 1), 0.0), ((1, 0, 1), 0.2), (None, 0.4)])
-def test_float32(axes, rate, precision):
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128)], ids=str)
+def test_float32(dims, axes, rate, precision):
     with jax.default_matmul_precision(precision):
-        check("documents_odd", "float32", (64, 64), axes, "float32", rate)
+        check("documents_odd", "float32", dims, axes, "float32", rate)
 
 
-@pytest.mark.parametrize("length", [500, 4097])
-def test_the_bits_are_those_of_xla(length):
+@pytest.mark.parametrize("length,dim", [(500, 64), (4097, 64), (500, 256)])
+def test_the_bits_are_those_of_xla(length, dim):
     """Rows of zeros keep sums of ones: a bit that differs is a difference of 1 / length."""
-    query = jnp.zeros((2, length, 3, 64), jnp.float16)
+    query = jnp.zeros((2, length, 3, dim), jnp.float16)
     value = jnp.ones_like(query)
 
     def run(implementation):
@@ -128,9 +137,10 @@ def test_the_bits_are_those_of_xla(length):
     np.testing.assert_allclose(x, y, atol=1e-3)
 
 
-def test_the_same_bits_each_run():
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_same_bits_each_run(dim):
     case = cases.BY_NAME["batch_of_three"]
-    query, key, value, dout, _ = case.tensors("bfloat16", 128, 128)
+    query, key, value, dout, _ = case.tensors("bfloat16", dim, dim)
     rng = np.random.default_rng(0)
     bias = jnp.asarray(rng.standard_normal((1, 1, case.q_len, case.kv_len)), jnp.bfloat16)
 
@@ -166,7 +176,9 @@ HIDDEN = {"full": packax.full(), "packed": packax.causal() & packax.documents(ID
         ("float32", "float32", {}),
     ],
 )
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (40, 72), (256, 256), (192, 128)], ids=str
+)
 @pytest.mark.parametrize(
     "name,axes,times", [("full", (1, 1), 1), ("packed", (2, 264), 0), ("packed", (1, 264), 1)]
 )
@@ -201,7 +213,7 @@ def test_additive_masks(name, axes, times, dims, dtype, bias_dtype, options):
 
 @pytest.mark.parametrize("value", ["-1e9", "least", "0.7 least", "most"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_one_number_on_all_keys_shifts_nothing(dim, dtype, value):
     query = jnp.ones((1, 256, 1, dim), dtype)
     bias = jnp.full((1, 1, 1, 256), additive_masks.values_of(dtype)[value], dtype)

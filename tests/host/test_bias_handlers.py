@@ -62,8 +62,18 @@ def portable(tmp_path, driver):
         choose=lambda m: (
             has("forward_bias")(m)
             and not has("forward_bias_alone")(m)
-            and max(m.variant["qk_dim"], m.variant["v_dim"]) <= 128
+            and max(m.variant["qk_dim"], m.variant["v_dim"]) <= 256
         ),
+    )
+
+
+@pytest.fixture
+def wide(tmp_path, driver):
+    """A machine with kernels for biases above head dim 128."""
+    return make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.ext.find("forward_bias", m.variant["cc"], m.variant["dtype"], 256, 256),
     )
 
 
@@ -138,6 +148,37 @@ def test_a_bias_and_more_on_hopper(hopper, direction, more):
     more = dict(more)
     call = bias_alone(direction, hopper, more.pop("s", None), **more)
     assert kernels_of(hopper, call) == KERNELS[f"{direction}_bias"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("dims", [(136, 64), (192, 128), (72, 200), (256, 256)], ids=str)
+def test_above_head_dim_128(wide, direction, dims, alone):
+    """All of them take the kernels of 256, on Hopper those of a bias alone, too."""
+    s, (dtype, cc) = Sizes(kv_len=704), (wide.variant[name] for name in ("dtype", "cc"))
+    wide.variant = wide.variant | {"qk_dim": 256, "v_dim": 256}  # which serve these
+    kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
+    if alone:
+        call = bias_alone(direction, wide, s, dims=dims)
+    else:
+        call = MAKE[direction](wide, s, dims, dtype=kind)
+    assert wide.run(call) is None
+    launches = wide.launches()
+    assert [launch["kernel"] for launch in launches] == KERNELS[f"{direction}_bias"]
+    for launch in launches:
+        name = wide.ext.find(launch["kernel"], cc, dtype, 256, 256)
+        (row,) = (row for row in wide.ext.variants() if row["name"] == name)
+        assert launch["shared"] == row["shared"]
+        assert launch["grid"] == [*grids_of(s, direction)[launch["kernel"]](row["block"]), 1, 1]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("dims", [(264, 64), (256, 264), (512, 512)], ids=str)
+def test_above_their_head_dims(wide, direction, dims):
+    failure = wide.run(MAKE[direction](wide, Sizes(), dims))
+    assert failure.code == "Unimplemented" and not wide.launches()
+    assert failure.message.startswith(f"packax_{direction}_v1: no {direction}")
+    assert f"head dims {dims[0]}x{dims[1]} (query and key x value)" in failure.message
 
 
 @pytest.mark.parametrize("direction", MAKE)

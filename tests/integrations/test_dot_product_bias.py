@@ -196,21 +196,22 @@ def text_of(q, k, v, **options):
     return lowered.text_of(both, q, k, v, jax.ShapeDtypeStruct((1, 8, *length), jnp.float32))
 
 
-def test_kernels_that_are_called(extension):
+@pytest.mark.parametrize("dim", [64, 256])
+def test_kernels_that_are_called(extension, dim):
     """Both passes of the kernels with a bias, and the bias is never expanded over the batch."""
-    text = text_of(*lowered.abstract(), is_causal=True)
+    text = text_of(*lowered.abstract(dim=dim, v_dim=dim), is_causal=True)
     assert {"packax_forward_v1", "packax_backward_v1"} <= set(re.findall(r"packax_\w+_v1", text))
     assert "2x8x300x300" not in text and "8x300x300" in text
 
 
 def test_no_kernels_for_a_bias(extension, monkeypatch):
-    """Above head dim 128: jax.nn's own, with one warning, with its gradient."""
+    """Above head dim 256: jax.nn's own, with one warning, with its gradient."""
     monkeypatch.setattr(packax.integrations.fallback, "_said", set())
-    wide = lowered.abstract(dim=256, v_dim=256)
-    with pytest.warns(FallbackWarning, match=r"a bias, bfloat16 and head dim 256: runs on"):
+    wide = lowered.abstract(dim=264, v_dim=264)
+    with pytest.warns(FallbackWarning, match=r"a bias, bfloat16 and head dim 264: runs on"):
         text = text_of(*wide)
     assert "packax" not in text
-    with pytest.raises(NotImplementedError, match=r"256: there is no kernel for it, and impl"):
+    with pytest.raises(NotImplementedError, match=r"264: there is no kernel for it, and impl"):
         text_of(*wide, implementation="cuda")
 
 

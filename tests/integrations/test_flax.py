@@ -202,7 +202,7 @@ def said(monkeypatch):
 
 @pytest.fixture
 def no_bias_kernels(monkeypatch):
-    """A build without those with a bias, as there are none above head dim 128."""
+    """A build without those with a bias, as there are none above head dim 256."""
     monkeypatch.setattr(ours, "has_kernels", lambda *x, with_bias=False, options=0: not with_bias)
 
 

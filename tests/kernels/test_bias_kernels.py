@@ -18,11 +18,25 @@ import philox
 import pytest
 import score_oracle
 import triton_interpreter as interpreter
+from aot_modules import table
 from kernel_masks import ATTENTION, mask_of, packed
 from tiers import some
 
 KEY = jax.random.key(7)
 TILES = (64, 64), ((32, 64), (64, 32), 64)
+DIMS, COMPILED = (24, 16), (32, 16)
+WIDE = [  # a call's head dims, and those of the kernel that takes it
+    ((136, 200), (256, 256)),
+    ((192, 128), (256, 256)),
+    ((256, 256), (256, 256)),
+]
+
+
+def tiles_above_128(kind):
+    """Those of the table, as TILES."""
+    names = "forward", "backward_dkdv", "backward_dq"
+    forward, *others = (table.BIAS_TILES[f"{name}_bias"][kind, 256][:2] for name in names)
+    return forward, (*others, table.BIAS_TILES["backward_dbias"][kind, 256][0])
 
 
 def added_of(shape, dtype, rate, sizes, rng):
@@ -58,11 +72,34 @@ def added_of(shape, dtype, rate, sizes, rng):
     ),
 )
 def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
+    check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, DIMS, COMPILED)
+
+
+@pytest.mark.parametrize(
+    "case,shape,dtype,rate,soft_cap,kind,dims",
+    some(
+        [
+            ("documents", (0, 1, 1), np.float32, 0.2, 2.0, "hopper", WIDE[0]),
+            ("three rows", (1, 0, 0), np.float16, 0.0, 0.0, "small", WIDE[1]),
+            ("checked by id", (1, 1, 1), np.float32, 0.3, 0.0, "blackwell", WIDE[2]),
+            ("longer keys", (0, 0, 1), np.float16, 0.0, 2.0, "ampere", WIDE[0]),
+            ("ranges with empty rows", None, np.float32, 0.5, 0.0, "hopper", WIDE[1]),
+        ],
+        0,
+    ),
+)
+def test_above_head_dim_128(case, shape, dtype, rate, soft_cap, kind, dims):
+    """With the table's tiles; up to its head dims all take one kernel."""
+    tiles = tiles_above_128(kind)
+    check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, *dims)
+
+
+def check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, dims, compiled):
     expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = attends if attends.ndim == 3 else attends[None]
     mask = mask_of(expression, q_len, kv_len)
-    batch, dims = max(len(attends), 2 if shape and shape[0] else 1), (24, 16)
+    batch = max(len(attends), 2 if shape and shape[0] else 1)
     if batch > len(attends):
         attends = np.repeat(attends, batch, 0)
     rng = np.random.default_rng(len(case))
@@ -77,9 +114,9 @@ def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
     added = added_of(shape, dtype, rate, sizes, rng)
     scale = dims[0] ** -0.5
     extras = interpreter.Extras(mask, scale, soft_cap)
-    out, lse, row_max = kernels.forward(query, key, value, mask, extras, added, tiles[0], (32, 16))
+    out, lse, row_max = kernels.forward(query, key, value, mask, extras, added, tiles[0], compiled)
     dq, dk, dv, _, dbias = kernels.backward(
-        query, key, value, out, lse, dout, dlse, mask, extras, added, tiles[1], (32, 16)
+        query, key, value, out, lse, dout, dlse, mask, extras, added, tiles[1], compiled
     )
     arrays = {"query": query, "key": key, "value": value, "scale": np.float32(scale)}
     found = {"query": dq, "key": dk, "value": dv}
@@ -165,9 +202,18 @@ HIDING = [
     ids=lambda x: " ".join(x[:2]) if isinstance(x, tuple) else "alone" if x else "with options",
 )
 def test_additive_masks(case, alone):
+    check_additive_masks(case, alone, TILES, DIMS, COMPILED)
+
+
+@pytest.mark.parametrize("case", some(HIDING, 2), ids=lambda x: " ".join(x[:2]))
+def test_additive_masks_above_head_dim_128(case):
+    check_additive_masks(case, False, tiles_above_128("hopper"), *WIDE[0])
+
+
+def check_additive_masks(case, alone, tiles, dims, compiled):
     """Queries of 0 in some batch rows: the softmax of equal logits, however large."""
     kind, name, expression, q_len = case
-    kv_len, heads, kv_heads, dims = 200, 2, 1, (24, 16)
+    kv_len, heads, kv_heads = 200, 2, 1
     allowed = np.broadcast_to(np.asarray(expression.as_array(q_len, kv_len)), (2, q_len, kv_len))
     rng = np.random.default_rng(5)
 
@@ -193,11 +239,11 @@ def test_additive_masks(case, alone):
     query = np.where(idle.swapaxes(1, 2)[..., None], np.float32(1e10), query)
     if alone:
         tiles = (64, 32), (64, 32), (32, 64), 64
-        found = kernels.alone(query, key, value, dout, mask, extras, added, tiles, (32, 16), 2)
+        found = kernels.alone(query, key, value, dout, mask, extras, added, tiles, compiled, 2)
     else:
-        out, lse, _ = kernels.forward(query, key, value, mask, extras, added, TILES[0], (32, 16))
+        out, lse, _ = kernels.forward(query, key, value, mask, extras, added, tiles[0], compiled)
         dq, dk, dv, _, dbias = kernels.backward(
-            query, key, value, out, lse, dout, dlse, mask, extras, added, TILES[1], (32, 16)
+            query, key, value, out, lse, dout, dlse, mask, extras, added, tiles[1], compiled
         )
         found = {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
     out, lse = found.pop("out"), kernels.log_sum_exp(found.pop("lse"))

@@ -39,7 +39,7 @@ class Extension:
                 {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim, **chip}
                 for kernel in WITH_BIAS
                 for dtype in ("bf16", "f16", "f32", "tf32")
-                for dim in (64, 128)
+                for dim in (64, 128, 256)
             ]
             + [
                 {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}

@@ -188,7 +188,7 @@ def flash_attention(
             divide.
         NotImplementedError: when lowered for CUDA, there is no kernel for the dtype or head dims
             (there are kernels for all multiples of 8 up to 512, in float32 up to 256), or a bias
-            array or dropout is used with head dims above 128; with implementation="cuda", when
+            array or dropout is used with head dims above 256; with implementation="cuda", when
             lowered for another platform. On any platform, a bias array or dropout with a plan of
             kind "local", and dropout with permuted_keys=False.
 

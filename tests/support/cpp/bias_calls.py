@@ -61,11 +61,11 @@ def backward_bias(
     return _with_bias(call, s, axes, dtype, threshold, rows_batch, dbias)
 
 
-def bias_alone(direction, m, s=None, dtype_of_bias=None, **more):
+def bias_alone(direction, m, s=None, dtype_of_bias=None, dims=(32, 24), **more):
     """A call of either pass that the kernels with a bias alone take where there are some."""
     dtype = dtype_of_bias or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     alone = {"threshold": 0, "has": (0, 0), "soft_cap": 0.0, "blocks": None}
     if direction == "backward":
         alone["score_grads"] = 0
     make = {"forward": forward_bias, "backward": backward_bias}[direction]
-    return make(m, s or Sizes(kv_len=704), (32, 24), **{"dtype": dtype, **alone, **more})
+    return make(m, s or Sizes(kv_len=704), dims, **{"dtype": dtype, **alone, **more})

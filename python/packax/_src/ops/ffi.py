@@ -197,18 +197,24 @@ def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
         return
     names = _names(direction, fallback, with_bias)
     have = [row for row in variants() if row["kernel"] in names]
-    text = listed(have)
-    if with_bias:
-        text += ", among those with a bias array or dropout"
-    elif fallback and not have:
+    text = listed(_largest(have) if with_bias else have)
+    if fallback and not have and not with_bias:
         text += ", among those that take soft_cap, bias, a scale array, max logits, any head dim, "
         text += "block_sparse masks"
     up_to = f", and all smaller multiples of {MULTIPLE}" if fallback and have else ""
     raise NotImplementedError(
-        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
-        f"(query and key / value); available: {text}{up_to}{whole_build()}. "
+        f"no {direction} kernel for {_with_arguments(of)}{query.dtype} with head dims "
+        f"{query.shape[3]}/{value.shape[3]} (query and key / value); available: "
+        f"{text}{up_to}{whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )
+
+
+def _with_arguments(of: Operands) -> str:
+    """The caller's arguments for which only the kernels with a bias array or dropout are made."""
+    given = (("bias=", of.bias), ("dropout_rate=", of.dropout_streams))
+    names = [name for name, x in given if x is not None]
+    return f"{' and '.join(names)} in " if names else ""
 
 
 def whole_build() -> str:
@@ -228,6 +234,21 @@ def require_extension() -> None:
             f"the extension module packax._ext, which holds the kernels, did not load "
             f'({ext_error}): reinstall packax, or pass implementation="xla"'
         )
+
+
+def _largest(rows: Any) -> list[Any]:
+    """Those whose head dims no other row of the same dtype covers."""
+    return [
+        row
+        for row in rows
+        if not any(
+            other["dtype"] == row["dtype"]
+            and (other["qk_dim"], other["v_dim"]) != (row["qk_dim"], row["v_dim"])
+            and other["qk_dim"] >= row["qk_dim"]
+            and other["v_dim"] >= row["v_dim"]
+            for other in rows
+        )
+    ]
 
 
 def listed(rows: Any) -> str:
