@@ -28,6 +28,9 @@ SPILLS: dict[tuple, int] = {
     ("backward_dkdv_bias", 64): 64,
     ("backward_dkdv_bias", 128): 160,
     ("backward_dq_bias", 128): 48,
+    ("forward_bias", 256): 64,  # 5 loads in the loop, no stores
+    ("backward_dkdv_bias", 256): 192,  # 25 loads in the loop, no stores
+    ("backward_dbias", 256): 56,  # 12 loads in the loop, no stores
     ("forward_bias_alone", 64): 32,
     ("forward_bias_alone", 128): 24,
     ("backward_dkdv_bias_alone", 128): 88,

@@ -8,9 +8,10 @@ lists of a block mask count in 64. Of one stage, they have one loop for all bloc
 
 from __future__ import annotations
 
-# dtype -> head dims (query and key, value)
+# dtype -> head dims (query and key, value). 192/192 would take as long as 256: Triton's tiles are
+# powers of two wide. float32 above 128 would spill kilobytes in the gradient of the bias.
 BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
-    **dict.fromkeys(("bf16", "f16"), ((64, 64), (128, 128))),
+    **dict.fromkeys(("bf16", "f16"), ((64, 64), (128, 128), (256, 256))),
     **dict.fromkeys(("f32", "tf32"), ((128, 128),)),
 }
 
@@ -43,6 +44,19 @@ BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
         ),
     )
 }
+
+# Of 256: the largest of those tried with no or few spills in the loop, and no stores of them there
+# (docs/experiments.md). Nobody has timed them. "ampere" and "small" are the same, so they share
+# PTX, and 10.x has that PTX where a tile has under 64 rows or keys.
+_WIDE_TILES = {
+    "forward_bias": {"hopper": (64, 64), "blackwell": (64, 64), "ampere": (64, 32)},
+    "backward_dkdv_bias": {"hopper": (32, 64), "blackwell": (32, 32), "ampere": (32, 32)},
+    "backward_dq_bias": {"hopper": (64, 32), "blackwell": (64, 32), "ampere": (64, 16)},
+    "backward_dbias": {"hopper": (64, 64), "blackwell": (64, 64), "ampere": (32, 32)},
+}
+for _kernel, _tiles in _WIDE_TILES.items():
+    _of_kinds = _tiles | {"small": _tiles["ampere"]}
+    BIAS_TILES[_kernel] |= {(kind, 256): (*tile, 1, 8) for kind, tile in _of_kinds.items()}
 
 # Those for Hopper with a bias array alone: of the query's dtype, in rows that begin at 16 bytes,
 # and nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, most

@@ -115,10 +115,9 @@ def test_a_bias_alone(kind, axes, dims, dtype):
 
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 @pytest.mark.parametrize("axes,rate", [((0, 1, 1), 0.0), ((1, 0, 1), 0.2), (None, 0.4)])
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128)], ids=str)
-def test_float32(dims, axes, rate, precision):
+def test_float32(axes, rate, precision):
     with jax.default_matmul_precision(precision):
-        check("documents_odd", "float32", dims, axes, "float32", rate)
+        check("documents_odd", "float32", (64, 64), axes, "float32", rate)
 
 
 @pytest.mark.parametrize("length,dim", [(500, 64), (4097, 64), (500, 256)])

@@ -40,6 +40,7 @@ class Extension:
                 for kernel in WITH_BIAS
                 for dtype in ("bf16", "f16", "f32", "tf32")
                 for dim in (64, 128, 256)
+                if dim <= 128 or dtype in ("bf16", "f16")
             ]
             + [
                 {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
