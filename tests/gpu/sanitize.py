@@ -200,7 +200,7 @@ def main() -> int:
         good &= run("alibi", long, 1, 700, 700, 2, 1, dims, "bfloat16", alibi=True)
         for kind in ("bfloat16", "float32"):
             good &= run("bias", tested, 1, 137, 137, 2, 2, dims, "bfloat16", bias_dtype=kind)
-        good &= run("bias alone", eights, 1, 272, 272, 2, 1, dims, "bfloat16", bias_dtype="bfloat16")
+        good &= run("bias", eights, 1, 272, 272, 2, 1, dims, "bfloat16", bias_dtype="bfloat16")
         # at head dim 64 few tiles have a separate forward kernel
         good &= run("many heads", long, 1, 700, 700, 48, 12, dims, "bfloat16")
         good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")

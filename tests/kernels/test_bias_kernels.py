@@ -79,6 +79,7 @@ def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
     "case,shape,dtype,rate,soft_cap,kind,dims",
     some(
         [
+            ("short", (0, 1, 1), np.float32, 0.2, 2.0, "hopper", WIDE[0]),
             ("documents", (0, 1, 1), np.float32, 0.2, 2.0, "hopper", WIDE[0]),
             ("three rows", (1, 0, 0), np.float16, 0.0, 0.0, "small", WIDE[1]),
             ("checked by id", (1, 1, 1), np.float32, 0.3, 0.0, "blackwell", WIDE[2]),
@@ -205,8 +206,9 @@ def test_additive_masks(case, alone):
     check_additive_masks(case, alone, TILES, DIMS, COMPILED)
 
 
-@pytest.mark.parametrize("case", some(HIDING, 2), ids=lambda x: " ".join(x[:2]))
-def test_additive_masks_above_head_dim_128(case):
+@pytest.mark.parametrize("kind,name,expression,q_len", some(HIDING))
+def test_additive_masks_above_head_dim_128(kind, name, expression, q_len):
+    case = kind, name, expression, q_len
     check_additive_masks(case, False, tiles_above_128("hopper"), *WIDE[0])
 
 

@@ -188,9 +188,9 @@ def flash_attention(
             divide.
         NotImplementedError: when lowered for CUDA, there is no kernel for the dtype or head dims
             (there are kernels for all multiples of 8 up to 512, in float32 up to 256), or a bias
-            array or dropout is used with head dims above 256; with implementation="cuda", when
-            lowered for another platform. On any platform, a bias array or dropout with a plan of
-            kind "local", and dropout with permuted_keys=False.
+            array or dropout is used with head dims above 256 (in float32, above 128); with
+            implementation="cuda", when lowered for another platform. On any platform, a bias array
+            or dropout with a plan of kind "local", and dropout with permuted_keys=False.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
     (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run the

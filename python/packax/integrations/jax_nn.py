@@ -29,7 +29,7 @@ _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a masked p
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 FASTER = (
     "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
-    "that are multiples of 8 (up to 256 with a bias or dropout)"
+    "that are multiples of 8 (with a bias or dropout up to 256, in float32 up to 128)"
 )
 
 
@@ -53,7 +53,7 @@ def dot_product_attention(
     Masks that are a range of keys for every row (`is_causal`, lengths, windows, a mask of keys)
     take memory linear in the lengths; a dense mask takes one bit per element; a bias and its
     gradient are read and written without expanding them. Calls without a kernel (other dtypes, a
-    bias above head dim 256) run on jax.nn's own path, with one
+    bias above head dim 256, or 128 in float32) run on jax.nn's own path, with one
     `packax.integrations.fallback.FallbackWarning`; PACKAX_FALLBACK=error in the environment makes
     it an error, PACKAX_FALLBACK=silent hides it. You may assign this function over
     `jax.nn.dot_product_attention`.
