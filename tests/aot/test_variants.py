@@ -156,8 +156,12 @@ def test_head_dims_of_fallback_kernels_alone() -> None:
 
 
 def test_with_a_bias() -> None:
-    """Every GPU has all four kernels of each dtype and dims; a program of dbias covers as many rows
-    as keys, since C++ reads one number of both."""
+    """Every GPU has all four kernels of each dtype and dims, up to 256 in 16 bits; a program of
+    dbias covers as many rows as keys, since C++ reads one number of both."""
+    widest = {dtype: max(dims) for dtype, dims in table.BIAS_DIMS.items()}
+    assert widest == dict.fromkeys(table.DTYPES, (256, 256)) | dict.fromkeys(
+        table.FLOAT32, (128, 128)
+    )
     rows = [v for v in ALL if v.kernel in table.BIAS_TILES]
     for arch in table.ARCHS.values():
         mine = [v for v in rows if arch in table.served_by(v.arch)]
@@ -172,6 +176,12 @@ def test_with_a_bias() -> None:
     for v in rows:
         of = dict(v.constants)
         assert v.kernel != "backward_dbias" or of["BLOCK_M"] == of["BLOCK_N"] == v.block, v.name
+        assert max(of["BLOCK_M"], of["BLOCK_N"]) <= 64, v.name  # lists of a block mask count in it
+    # above head dim 128 they are made of the PTX of few GPUs, and no build without 256 has them
+    wide = {(v.kernel, v.arch.name, v.ptx_arch.name) for v in rows if v.qk_dim == 256}
+    assert len({(kernel, ptx) for kernel, _, ptx in wide}) == 11
+    few = table.variants(("80", "90a"), ("bf16",), ((128, 128),))
+    assert not [v for v in few if v.qk_dim == 256]
 
 
 def test_with_a_bias_alone() -> None:
