@@ -46,7 +46,7 @@ BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
 }
 
 # Of 256: the largest of those tried with no or few spills in the loop, and no stores of them there
-# (docs/experiments.md). Nobody has timed them. "ampere" and "small" are the same, so they share
+# (docs/experiments.md). They were not timed. "ampere" and "small" are the same, so they share
 # PTX, and 10.x has that PTX where a tile has under 64 rows or keys.
 _WIDE_TILES = {
     "forward_bias": {"hopper": (64, 64), "blackwell": (64, 64), "ampere": (64, 32)},

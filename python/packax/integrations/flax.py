@@ -7,8 +7,7 @@
     out = layer(x, mask=mask)  # once per step for all layers: a pytree, through scan and remat
 
 Calls without a kernel (sown weights, the einsum classes, a bias or dropout above head dim 256, or
-128 in float32) run
-on Flax's own attention, with one warning: `packax.integrations.fallback`.
+128 in float32) run on Flax's own attention, with one warning: `packax.integrations.fallback`.
 """
 
 from __future__ import annotations
