@@ -60,7 +60,7 @@ def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
         raise SystemExit(
             f"{variant.name}: {stack} bytes of local memory a thread, {variant.spills} are "
             f"accepted "
-            "(SPILLS in table.py)"
+            "(SPILLS in spills.py)"
         )
     serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
     if serialised and variant.kernel not in table.SERIALISED:
