@@ -55,7 +55,7 @@ def test_windows_by_halo_and_by_all_keys_agree(tmp_path):
     report = json.loads((tmp_path / "train_windows.json").read_text())
     (rows,) = report["cases"].values()
     halo, gather, whole = (rows[name] for name in ("halo", "gather", "global"))
-    assert halo["fetched"] == [256, 1024] and gather["fetched"] == [1024, 1024]
+    assert halo["fetched"] == [128, 1024] and gather["fetched"] == [1024, 1024]
     assert abs(halo["loss"] - gather["loss"]) < 1e-5 < abs(halo["loss"] - whole["loss"])
     assert max(gather["differences"].values()) < 1e-4 and whole["ms"] > 0
 
