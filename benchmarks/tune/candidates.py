@@ -54,6 +54,7 @@ def neighbours(row: Constants) -> list[Constants]:
 PIPELINES = (  # run together
     {"backward_preprocess", "backward_sm90", "backward_postprocess"},
     {"backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"},
+    {"backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts"},
 )
 # kernels that candidates run with, or are compared with
 TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}

@@ -13,8 +13,8 @@ a candidate is left out. Then it compares every candidate's results with the por
 small odd documents, in full, and on sampled rows of the timed case (the forward's also with
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
 go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's
-backward launched together, `deterministic` the three without sums in memory. Put the winners into
-their rows, in csrc/aot. To compare tiles of decoding, build a wheel of each, and run
+backward launched together, `deterministic` the three without sums in memory, `parts` the same of
+head dim 512. Put the winners into their rows, in csrc/aot. To compare tiles of decoding, build a wheel of each, and run
 benchmarks/decode.py with each.
 """
 
@@ -33,7 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from cubin import Driver, Kernel
 from lib.cases import Case
 from probe import fatal_steps, say_begin, say_end
-from work import DETERMINISTIC, SM90_BACKWARD, Built, Launch, Work, difference
+from work import DETERMINISTIC, PARTS, SM90_BACKWARD, Built, Launch, Work, difference
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
@@ -46,6 +46,8 @@ RESULTS = {
     **dict.fromkeys(SM90_BACKWARD, ("dq", "dk", "dv")),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
+    "backward_dkdv_sm90_parts": ("dk", "dv"),
+    "backward_dq_sm90_parts": ("dq",),
 }
 KERNELS = tuple(RESULTS)
 CLOSE = 5e-3  # relative difference of two correct candidates in bfloat16, which also rounds P
@@ -82,8 +84,14 @@ def operations(case: Case, kernel: str) -> float | None:
         "backward_sm90": case.backward_flops,
         "backward": case.backward_flops,
         "deterministic": case.backward_flops,
-        **dict.fromkeys(("backward_dkdv", "backward_dkdv_sm90"), pairs * 2 * (qk + v)),
-        **dict.fromkeys(("backward_dq", "backward_dq_sm90"), pairs * (2 * qk + v)),
+        "parts": case.backward_flops,
+        **dict.fromkeys(
+            ("backward_dkdv", "backward_dkdv_sm90", "backward_dkdv_sm90_parts"),
+            pairs * 2 * (qk + v),
+        ),
+        **dict.fromkeys(
+            ("backward_dq", "backward_dq_sm90", "backward_dq_sm90_parts"), pairs * (2 * qk + v)
+        ),
     }.get(kernel)
 
 
@@ -114,11 +122,12 @@ class Plan:
         """Hopper's three kernels with this candidate in its place; None if one of them is
         missing."""
         name = self.candidates[title][0]
-        names = SM90_BACKWARD if name in SM90_BACKWARD else DETERMINISTIC
+        ways = (SM90_BACKWARD, DETERMINISTIC, PARTS)
+        names = next(names for names in ways if name in names)
         if any(part not in self.own for part in names):
             return None
         parts = [self.alone[title] if part == name else self.own[part] for part in names]
-        if names == DETERMINISTIC:
+        if names != SM90_BACKWARD:
             parts[0] = next(iter(self.without_sum.values()))
 
         def run() -> None:
@@ -150,7 +159,7 @@ class Plan:
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
-            pipeline = name in SM90_BACKWARD or name in DETERMINISTIC
+            pipeline = name in (*SM90_BACKWARD, *DETERMINISTIC, *PARTS)
             run = self.together(title) if pipeline else self.alone[title]
             if run is None:
                 print(f"{title}: not compared: not all of its pipeline's kernels were built")
@@ -181,6 +190,8 @@ class Plan:
                 launches[title.replace("backward_sm90", "backward", 1)] = run
             if self.candidates[title][0] == "backward_dq_sm90" and run is not None:
                 launches[title.replace("backward_dq_sm90", "deterministic", 1)] = run
+            if self.candidates[title][0] == "backward_dq_sm90_parts" and run is not None:
+                launches[title.replace("backward_dq_sm90_parts", "parts", 1)] = run
         return launches
 
 
@@ -191,7 +202,11 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
         name, _, rest = title.partition(" ")
         flops = operations(case, name)
-        first = {"backward": "backward_sm90", "deterministic": "backward_dq_sm90"}.get(name)
+        first = {
+            "backward": "backward_sm90",
+            "deterministic": "backward_dq_sm90",
+            "parts": "backward_dq_sm90_parts",
+        }.get(name)
         own = title if title in plan.candidates else f"{first} {rest}"
         meta = plan.candidates[own][1].meta if own in plan.candidates else {}
         rows.append({

@@ -23,6 +23,7 @@ SM90_BACKWARD = ("backward_preprocess", "backward_sm90", "backward_postprocess")
 MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys",
     "blocks_order")  # fmt: skip
 DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90")
+PARTS = ("backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 
 
 class Built:
@@ -167,7 +168,9 @@ class Work:
             return heads * -(-rows // block)
         if name in ("backward_sm90", "backward_dkdv_sm90", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
-        if name in ("forward", "backward_dq"):
+        if name == "backward_dkdv_sm90_parts":
+            return kv_heads * -(-rows // 128) * (128 // block) * 2
+        if name in ("forward", "backward_dq", "backward_dq_sm90_parts"):
             return heads * -(-rows // 128) * (128 // block)
         return heads * -(-rows // block)
 

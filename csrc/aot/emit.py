@@ -29,8 +29,9 @@ LISTED = {"ptr": "Pointer", "i32": "Int32", "i64": "Int64", "f32": "Float", "tma
 ADDRESSES = {"tma": 7}  # a tensor map, and the sizes and strides of its array
 MAX_MAPS = 12  # kMaxTensorMaps of csrc/runtime/tensor_map.h
 # Orders of tiles that a mask holds, by the rows or keys that a kernel with tensor maps may take at
-# once: whole tiles of 128 or 192 rows, so its block picks the order; tiles of 128 keys or halves.
-ORDERS = {"q_order": (128, 192), "kv_order": (64, 128)}
+# once: whole tiles of 128 or 192 rows, so its block picks the order (a half of 128 in the backward);
+# tiles of 128 keys or halves.
+ORDERS = {"q_order": (64, 128, 192), "kv_order": (64, 128)}
 OLDEST_DRIVER = 12000  # csrc/runtime/driver.cc needs functions of CUDA 12.0
 DTYPES = {
     "any": "kAny",

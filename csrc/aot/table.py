@@ -47,6 +47,7 @@ from tiles_sm90 import (
     HOPPER_DIMS,
     LIKE_PLAIN,
     ONE_ASSEMBLER,
+    PARTS,
     SM90_TILES,
     SPLIT_HEAD_DIM,
     TWO_ASSEMBLERS,
@@ -100,6 +101,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "forward_sm90_block_lists": "sm90.fwd",
     "backward_dkdv_sm90_block_lists": "sm90.bwd",
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
+    "backward_dkdv_sm90_parts": "sm90.bwd_dkdv_parts",
+    "backward_dq_sm90_parts": "sm90.bwd_dq_parts",
     "backward_sm80": "sm80.bwd",
     "forward_sm80_soft_cap": "sm80.fwd",
     "backward_sm80_soft_cap": "sm80.bwd",
@@ -159,7 +162,10 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 
 
 # A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
-OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"}
+OF_ONE_DTYPE = {
+    *("decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"),
+    *("sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"),
+}
 
 WITHOUT_PRODUCTS = ("backward_delta", "backward_delta_fallback", "decode_combine", *MASK_KERNELS)
 
@@ -407,6 +413,8 @@ def sm90(
         "backward_sm90": 128,
         "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, row), ("", 128))[1],
         "backward_dq_sm90": 128,
+        "backward_dkdv_sm90_parts": 64,
+        "backward_dq_sm90_parts": 64,
     }
     return Variant(
         kernel,

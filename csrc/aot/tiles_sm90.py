@@ -220,6 +220,29 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
 }
 # Each -> the plain one, whose function and tensor maps it has.
 LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
+# dK and dV, dQ where the sums of 64 keys or rows do not fit one warp group: kernels that make the
+# columns of a gradient in two parts.
+SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit the registers
+SM90_TILES |= {
+    "backward_dkdv_sm90_parts": {
+        512: {
+            "QK_CHUNK": 64,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+            "REMATERIALIZE": 0,
+        }
+    },
+    "backward_dq_sm90_parts": {
+        512: {
+            "QK_CHUNK": 64,
+            "BLOCK_N": 32,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+            "REMATERIALIZE": 0,
+        }
+    },
+}
+PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 # (kernel, head dims) -> the file of a kernel that is another for them, and its keys
 SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
     ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
@@ -236,6 +259,7 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_sm90",
     "backward_dq_sm90",
     *LIKE_PLAIN,
+    *PARTS,
 )
 # But for these, where 12.9 is 1 to 8 % faster.
 ONE_ASSEMBLER: tuple[tuple[str, Dims], ...] = (

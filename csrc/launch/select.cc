@@ -268,6 +268,19 @@ constexpr Steps<B> Separate() {
           Use<Dq, B>(Rows, NeedsDq, &B::counter)};
 }
 
+// A program computes half of the columns of dK and dV for a tile of keys
+// (csrc/kernels/sm90/bwd_dkdv_parts.py).
+Grid KeyTilesOfParts(const B& o, int64_t block) {
+  return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block, 2})};
+}
+
+// As Separate, for head dim 512. A program of dQ computes part of a tile.
+constexpr Steps<B> Parts() {
+  return {Use<BackwardPreprocessArgs, B>(PaddedRows),
+          Use<BackwardDkdvSm90PartsArgs, B>(KeyTilesOfParts, NeedsDkv),
+          Use<BackwardDqSm90PartsArgs, B>(QueryTiles, NeedsDq)};
+}
+
 template <typename Delta, typename Dkdv, typename Dq>
 constexpr Steps<B> Portable() {
   return {Use<Delta, B>(Rows), Use<Dkdv, B>(KeyTiles, NeedsDkv), Use<Dq, B>(QueryTiles, NeedsDq)};
@@ -303,6 +316,7 @@ constexpr Row<B> kBackward[] = {
     {HasOnly<0, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90Args>(), true},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kExact,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
+    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kExact, Parts()},
     {OnSm80<0>, Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardPostprocessSm80Args>(),
      true},
     {OnSm80<kSoftCap>, Gpus::kSome, Dims::kExact,

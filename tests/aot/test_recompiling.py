@@ -68,17 +68,18 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
         ("sm90.row_producer", [*FORWARDS, *ROWS]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
-        ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
+        ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
+            "sm90.bwd_dkdv_parts"]),
         ("sm90.bwd_consumer", ["sm90.bwd"]),
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer
-        ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256"]),
+        ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
         (
             "sm90.soft_cap",
             ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256", "sm80.fwd", "sm80.bwd"],
         ),
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
-        ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
+        ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dq_parts"]),
         ("sm90.bwd_listed_producer", ["sm90.bwd"]),
         ("sm90.bwd_prepost", ["backward_preprocess", "backward_postprocess"]),
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
@@ -95,6 +96,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.bwd_dbias", DBIAS),
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
+        ("sm90.parts", ["sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"]),
     ], *(0, 1, 3, 4, 12, 14, 20, 23, 30, 31)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:

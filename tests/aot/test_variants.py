@@ -221,7 +221,9 @@ def test_the_backward_kernels_of_sm90_come_together() -> None:
     """C++ takes all of a way or none, and the workspace is large where there is a backward_sm90."""
     names = ("preprocess", "sm90", "postprocess", "dkdv_sm90", "dq_sm90")
     prepare, one, finish, keys, rows = (set(table.SM90_TILES[f"backward_{k}"]) for k in names)
-    assert one == finish and keys == rows and prepare == one | keys
+    parts = {kernel: set(table.SM90_TILES[kernel]) for kernel in table.PARTS}
+    assert one == finish and keys == rows and prepare == one | keys | {512}
+    assert list(parts.values()) == [{512}, {512}] and 512 in table.SM90_TILES["forward_sm90"]
     names = ("forward", "backward", "backward_dkdv", "backward_dq")
     forward, one, keys, rows = (set(table.SM90_TILES[f"{k}_sm90_soft_cap"]) for k in names)
     assert one == finish and forward == keys == rows and prepare > one | keys
@@ -285,12 +287,13 @@ def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
     # An entry of q_order is 128 rows: a program takes a divisor of it, whole blocks of 64, whose
     # bounds it merges, or a part of one. Kernels with tensor maps take whole entries, of q_order or
-    # of q_order_192; of kv_order also halves.
+    # of q_order_192; of kv_order also halves, and dQ in parts takes halves.
     for v in ALL:
         if v.kernel in table.TILES:
             assert v.block in (16, 32, 64, 128), v.name
         if v.kernel in table.TENSOR_MAPS:
             tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
+            tiles = (64,) if v.kernel in table.PARTS else tiles
             assert v.block in tiles, v.name
         # The backward's workspace has rows in whole blocks of 64.
         if v.kernel in ("backward_preprocess", "backward_postprocess"):

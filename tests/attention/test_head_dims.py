@@ -19,6 +19,7 @@ from packax._src.ops import ffi, lowering, primitives
 from tiers import some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 
 
@@ -95,6 +96,21 @@ def test_a_forward_alone(hopper, monkeypatch, dims):
     for capabilities in ({80}, {80, 90}, None):
         monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
         assert dims_of(step, dims) == dims
+
+
+def test_a_backward_in_parts(hopper, monkeypatch):
+    """Above 256 the kernels for 512, for any of the gradients, but with no option."""
+    rows = with_sm90(dims=((512, 512),), kernels=("forward_sm90", *PARTS)) + ffi.ext.variants()
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
+    dims = (320, 264)
+    for gradient in (every_gradient, jax.grad(loss, 0), jax.grad(loss, 1)):
+        assert dims_of(gradient, dims) == (512, 512)
+    text = text_of(lambda *x: every_gradient(*x, MASK), *abstract(jnp.bfloat16, 512, 512))
+    of = {target: attributes for target, attributes, *_ in calls(text)}
+    assert "sm90_separate" in of["packax_backward_v1"]["algorithm"]
+    assert dims_of(every_gradient, dims, deterministic=True) == (512, 512)
+    assert dims_of(every_gradient, dims, soft_cap=30.0) == dims
 
 
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))

@@ -12,7 +12,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_kinds import THREE_ROWS, causal_documents
-from gpu_runs import assert_close, build, passes, run, tensors
+from gpu_runs import assert_close, build, packed, passes, run, tensors
 from lowered import calls
 from packax._src.ops import ffi
 
@@ -71,6 +71,60 @@ def test_options_equal_xla(dims, option):
     for got, true, same in zip(found, expected, plain, strict=True):
         error, allowed = (float(jnp.linalg.norm(y.astype(jnp.float32) - true)) for y in (got, same))
         assert error <= 2 * allowed
+
+
+WIDE_MASKS = {
+    "causal": (packax.causal(), 1000, 1000),
+    "documents": (causal_documents(THREE_ROWS), 500, 500),
+    "ids that come back": (packax.documents(np.arange(700, dtype=np.int32) // 90 % 3), 700, 700),
+    "window": (packax.sliding_window(200, 0), 900, 900),
+    "longer keys": (packax.full(), 70, 933),
+    "longer queries": (packax.causal(), 933, 70),
+    "one row": (packax.full(), 1, 130),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_MASKS)
+@pytest.mark.parametrize("heads", ((4, 4), (4, 2), (8, 1)), ids=str)
+def test_head_dim_512(name, heads):
+    """In two runs the same bits: its kernels add nothing to memory, and a barrier that lets go too
+    early would show."""
+    expression, q_len, kv_len = WIDE_MASKS[name]
+    x = tensors(3, q_len, kv_len, *heads, 512, "bfloat16")
+    got, again = run(x, expression), run(x, expression)
+    assert_close(x, got, expression.as_array(q_len, kv_len))
+    for first, second in zip(got, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_one_gradient_of_head_dim_512(which):
+    """The same bits as with all three."""
+    x = tensors(1, 500, 500, 4, 2, 512, "bfloat16")
+    mask = build(packax.causal(), x)
+
+    def loss(*y):
+        return jnp.sum(packax.flash_attention(*y, mask).astype(jnp.float32))
+
+    every = jax.jit(jax.grad(loss, (0, 1, 2)))(*x[:3])
+    alone = jax.jit(jax.grad(loss, which))(*x[:3])
+    np.testing.assert_array_equal(np.asarray(alone), np.asarray(every[which]))
+
+
+def test_long_rows_of_head_dim_512():
+    """Hundreds of steps of a program, more programs than run at once: the same bits in five runs,
+    and the mean of dK and dV that the mathematics gives."""
+    x = tensors(1, 8192, 8192, 8, 2, 512, "bfloat16")
+    mask = build(causal_documents(packed(5000, 3192)[None]), x)
+    first = run(x, mask)
+    for _ in range(4):
+        for one, other in zip(first, run(x, mask), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    # the rows of P sum to 1: dV of all keys is the sum of dout
+    of_heads = x.dout.astype(jnp.float32).reshape(1, 8192, 2, 4, 512).sum((1, 3))
+    np.testing.assert_allclose(
+        np.asarray(first.dv.astype(jnp.float32).sum(1)), np.asarray(of_heads), atol=3.0
+    )
 
 
 def test_no_gpu_runs_the_fallback_kernels():

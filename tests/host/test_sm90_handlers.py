@@ -66,17 +66,24 @@ def test_forward_with_largest_logits(tmp_path, driver, s, qk_dim, block):
     expect_forward(machine, s, call, "forward_sm90_max_logits", block, row_max=row_max)
 
 
+def wide_machine(folder, driver, kernel):
+    """One of 9.0 for head dim 512, if the build has this kernel."""
+
+    def has_512(m):
+        return m.ext.find(kernel, 90, m.variant["dtype"], 512, 512, DRIVER) is not None
+
+    machine = make_machine(folder, driver, ccs=(90,), choose=has_512)
+    machine.variant = {**machine.variant, "cc": 90, "qk_dim": 512, "v_dim": 512}
+    return machine
+
+
 @pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm90_max_logits"])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward_of_head_dim_512(tmp_path, driver, s, kernel):
     """It computes a tile twice, for half of the value columns each, so there are as many programs.
     No portable kernel has this head dim."""
 
-    def has_512(m):
-        return m.ext.find(kernel, 90, m.variant["dtype"], 512, 512, DRIVER) is not None
-
-    machine = make_machine(tmp_path, driver, ccs=(90,), choose=has_512)
-    machine.variant = {**machine.variant, "cc": 90, "qk_dim": 512, "v_dim": 512}
+    machine = wide_machine(tmp_path, driver, kernel)
     largest = kernel.endswith("max_logits")
     call = forward_alibi(machine, s, (0, 0), needs_row_max=int(largest))  # without slopes
     call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
@@ -306,6 +313,43 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     assert record.count(clear) == (needs_grad & 1) == len(record) - len(grids)
     assert not needs_grad & 1 or record[-2] == clear
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
+@pytest.mark.parametrize("algorithm", ["sm90_separate", "sm90_fused"])
+@pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_of_head_dim_512(tmp_path, driver, s, needs_grad, algorithm):
+    """Two programs for 64 keys, one for each half of the columns of dK and dV. Programs of dQ are
+    halves of tiles, also the half past the last row, and take no counter. Boxes of what dK and dV
+    loop over are of 32 rows."""
+    machine = wide_machine(tmp_path, driver, "backward_dkdv_sm90_parts")
+    call = backward(
+        machine, s, scale=0.375, mask_mode=3, algorithm=algorithm, needs_grad=needs_grad
+    )
+    sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
+    rows = prod(sections["delta"].shape)
+    keys, tiles = 2 * ceil(s.kv_len / 128), 2 * ceil(s.q_len / 128)  # of 64
+    grids = {
+        "backward_preprocess": lambda r: [rows // r],
+        "backward_dkdv_sm90_parts": lambda n: [s.kv_heads * s.batch * keys * 2 * (64 // n)],
+        "backward_dq_sm90_parts": lambda m: [s.heads * s.batch * tiles * (64 // m)],
+    }
+    for kernel, bit in (("backward_dq_sm90_parts", 1), ("backward_dkdv_sm90_parts", 2)):
+        if not needs_grad & bit:
+            del grids[kernel]
+    pointers = {name: array.address for name, array in sections.items()}
+    scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0}
+    values = {name: {**scalars, **pointers} for name in grids}
+    arrays = {**call.operands, **call.results, **sections}
+    for kernel in grids.keys() - {"backward_preprocess"}:
+        values[kernel] |= backward_maps(machine, kernel, arrays)
+    if needs_grad & 2:
+        maps = values["backward_dkdv_sm90_parts"]
+        assert [maps[name]["box"][1] for name in ("query", "key", "value", "dout")] == [32, 64, 64, 32]
+        assert [maps[name]["box"][0] for name in ("lse2", "delta", "lo", "hi")] == [32] * 4
+    expect_launches(machine, call, values, grids)
+    assert len(machine.record()) == len(grids)  # nothing is cleared
+    assert machine.calls("cuLibraryLoadData") == 3
 
 
 def test_the_algorithm_says_which_kernels(tmp_path, driver):

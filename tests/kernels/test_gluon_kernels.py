@@ -103,9 +103,10 @@ def launch_keys(
 ) -> None:
     """A kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
-    file, keys = table.SPLIT_HEAD_DIM.get((kernel, table.row_of(*dims)), ("sm90.bwd", 128))
-    programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
-    launch(file, table.FUNCTIONS[file], programs, {
+    variant = table.sm90(kernel, SM90, "bf16", *dims, "13.4")
+    programs = -(-p.kv_len // 128) * (128 // variant.block) * p.batch * p.kv_heads
+    programs *= 2 if kernel in table.PARTS else 1
+    launch(variant.source, table.function(kernel, variant.source), programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout),
         "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo),
@@ -167,15 +168,20 @@ def test_keys_and_values_alone_the_other_way(dim, fold, case):
     backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"LSE_BY_MMA": fold})
 
 
-def queries_alone(p: Problem) -> None:
-    stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_sm90" + p.option
-    launch("sm90.bwd_dq", table.FUNCTIONS["sm90.bwd_dq"], 2, {
+def queries_alone(p: Problem, kernel: str = "backward_dq_sm90") -> None:
+    """Programs that take tiles until none is left, or one half of a tile each."""
+    stats, dq, kernel = Statistics(p), poisoned(p.query), kernel + p.option
+    source = table.KERNELS[kernel]
+    in_parts = kernel in table.PARTS
+    programs = -(-p.q_len // 128) * 2 * p.batch * p.heads if in_parts else 2
+    counter = {} if in_parts else {"counter": np.zeros(1, np.int32)}
+    launch(source, table.function(kernel, source), programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
             "q_block_lists"),
-        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(),
+        **counter, "scale": p.scale, **p.sizes(),
         **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
@@ -184,6 +190,23 @@ def queries_alone(p: Problem) -> None:
 @pytest.mark.parametrize("dims,case", OF_EACH_DIM, ids=str)
 def test_queries_alone(dims, case):
     queries_alone(Problem(case, dims))
+
+
+@pytest.mark.parametrize("case", some(MASKS, 1, 3))
+def test_keys_and_values_in_parts(case):
+    backward(Problem(case, (512, 512)), "backward_dkdv_sm90_parts", {})
+
+
+@pytest.mark.parametrize("case", some(MASKS, 2, 4, 7))
+def test_queries_in_parts(case):
+    queries_alone(Problem(case, (512, 512)), "backward_dq_sm90_parts")
+
+
+@pytest.mark.parametrize("case", some(("longer queries", "longer keys", "two rows"), 0))
+def test_grouped_heads_in_parts(case):
+    p = Problem(case, (512, 512), heads=4, kv_heads=2)
+    backward(p, "backward_dkdv_sm90_parts", {})
+    queries_alone(p, "backward_dq_sm90_parts")
 
 
 @pytest.mark.parametrize(

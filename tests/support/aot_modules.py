@@ -48,7 +48,9 @@ FORWARDS = [
     *("forward_sm90_alibi", "forward_sm90_block_lists", "forward_sm90_max_logits"),
 ]
 KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
+KEYS += ["backward_dkdv_sm90_parts"]
 ROWS = ["backward_dq_sm90", "backward_dq_sm90_soft_cap", "backward_dq_sm90_block_lists"]
+ROWS += ["backward_dq_sm90_parts"]
 ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
 
 

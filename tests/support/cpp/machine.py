@@ -107,6 +107,8 @@ MAPPED = {
 POINTERS |= {
     f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()
 }
+POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
+POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
 BIASED = ("forward_sm90", "backward_sm90")
@@ -134,6 +136,8 @@ SCALARS = {
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
     "backward_dq_sm90": ATTENTION,
+    "backward_dkdv_sm90_parts": ATTENTION,
+    "backward_dq_sm90_parts": ATTENTION,
     "backward_postprocess": "scale:f q_len heads row_heads",
     "backward_sm80": OF_ROWS,
     "backward_postprocess_sm80": "scale:f q_len heads row_heads",
@@ -194,6 +198,12 @@ SM90 = {
     "backward": ["backward_preprocess", "backward_sm90", "backward_postprocess"],
     # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
+    # at head dim 512
+    "backward_parts": [
+        "backward_preprocess",
+        "backward_dkdv_sm90_parts",
+        "backward_dq_sm90_parts",
+    ],
     # with a soft cap and nothing else that needs the fallback kernels
     "forward_soft_cap": ["forward_sm90_soft_cap"],
     "backward_soft_cap": ["backward_preprocess", "backward_sm90_soft_cap", "backward_postprocess"],

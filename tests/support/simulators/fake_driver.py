@@ -22,6 +22,8 @@ WRITES = {  # kernel -> results that it fills with ones
     "backward_postprocess": ("dq",),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
+    "backward_dkdv_sm90_parts": ("dk", "dv"),
+    "backward_dq_sm90_parts": ("dq",),
 }
 
 

@@ -112,12 +112,14 @@ class Problem:
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
         dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
         ds = (p * fade * dp).astype(half).astype(float)
-        # docs/guide/numerics.md: above 128 dK is of the rounded P
-        wide = max(self.qk_dim, self.v_dim) > 128
-        ds_of_keys = (rounded * fade * dp).astype(half).astype(float) if wide else ds
+        # docs/guide/numerics.md: above 128 dK is of the rounded P, above 256 dQ, too
+        dim = max(self.qk_dim, self.v_dim)
+        of_rounded = (rounded * fade * dp).astype(half).astype(float)
+        ds_of_keys = of_rounded if dim > 128 else ds
+        ds_of_rows = of_rounded if dim > 256 else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
-            "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
+            "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds_of_rows, k) * self.scale,
             "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale,
             "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
         }  # fmt: skip

@@ -431,7 +431,8 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
         return "portable"
     dims = (str(of.query.dtype), of.query.shape[3], of.value.shape[3])
     fused = kernel_here("backward_sm90" + suffix, *dims, for_export=for_export)
-    separate = kernel_here("backward_dkdv_sm90" + suffix, *dims, for_export=for_export)
+    of_keys = ("backward_dkdv_sm90" + suffix, *(() if suffix else ("backward_dkdv_sm90_parts",)))
+    separate = any(kernel_here(kernel, *dims, for_export=for_export) for kernel in of_keys)
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
     if everything:
         fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)

@@ -1,0 +1,396 @@
+"""dQ on Hopper in Gluon for head dims at which 64 rows of it do not fit a warp group's registers
+(512): the same results as sm90/bwd_dq.py.
+
+A program is 64 rows of one head. Its two warp groups make 256 columns of dQ each, from the same dS:
+the first makes S and P and passes P through shared memory, the second makes dP and dS and passes
+dS. A step is 32 keys.
+
+Queries and cotangents take 128 of 227 KiB of shared memory, two tiles of keys 64 and one tile of
+values 32, in two halves of the columns, each of which is loaded again as soon as its product is
+done. The last 64 columns of the queries are in the first warp group's registers; the tiles of P and
+dS take their place.
+"""
+
+from sm90.args import Buffer, Exchange, KernelScalars, Map, Maps, Mask, Number, StepRange
+from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.common import (
+    LOG2E,
+    accumulator,
+    key_range,
+    place_of_tile,
+    rematerialized_zero,
+    split,
+    warp_arrive,
+)
+from sm90.config import constants
+from sm90.parts import PARTS, load_columns
+from sm90.pipeline import after, mask_of_batch_row, masked
+from sm90.tiles import barriers, init_barriers
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)  # of a program
+
+
+@gluon.aggregate
+class DqPartsShared:
+    """last_s: the last chunk of the queries, then the tiles of P and dS. A half of v_s is a place
+    of its own."""
+
+    q_s: Buffer
+    last_s: Buffer
+    do_s: Buffer
+    k_s: Buffer
+    v_s: Buffer
+    q_full: Buffer
+    k_full: Buffer
+    k_empty: Buffer
+    v_full: Buffer
+    v_empty: Buffer
+
+
+@gluon.aggregate
+class RowsOfHead:
+    """A program's 64 rows."""
+
+    row: Number
+    head: Number
+    kv_head: Number
+    b: Number
+    kv_range: StepRange
+    checked: Number
+
+
+@gluon.aggregate
+class DqPartsArgs:
+    """p, ds: P and dS of a step."""
+
+    maps: Maps
+    dq: Map
+    lse2: Number
+    delta: Number
+    mask: Mask
+    shared: DqPartsShared
+    p: Exchange
+    ds: Exchange
+    tile: RowsOfHead
+    scalars: KernelScalars
+
+
+@gluon.jit
+def rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N: gl.constexpr):
+    """Where this program's rows are, their steps (none past the last row), and the mask's arrays of
+    its batch row."""
+    q_len = scalars.q_len
+    head, kv_head, b, mask_b, row = place_of_tile(
+        gl.program_id(0), q_order, scalars.batch, scalars.mask_batch, (q_len + 127) // 128,
+        scalars.heads // scalars.kv_heads, scalars.kv_heads, ROWS, 128 // ROWS,
+    )  # fmt: skip
+    start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, ROWS)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+    there = row < q_len
+    partial = gl.where(there, steps - full_end + full_begin, 0)
+    steps = gl.where(there, steps, 0)
+    kv_range = StepRange(start, steps, partial, full_begin, full_end)
+    tile = RowsOfHead(row, head, kv_head, b, kv_range, checked)
+    return tile, mask_of_batch_row(mask, mask_b, scalars)
+
+
+@gluon.jit
+def produce(args, config: gl.constexpr):
+    maps = args.maps
+    shared = args.shared
+    tile = args.tile
+    kv_range = tile.kv_range
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    V_PART: gl.constexpr = V_DIM // PARTS
+    if kv_range.steps > 0:
+        full = shared.q_full.index(0)
+        mbarrier.expect(full, ROWS * (QK_DIM + V_DIM) * 2)
+        column = tile.head * QK_DIM
+        load_columns(maps.query, tile.b, tile.row, column, full, shared.q_s, 0, CHUNKS - 1)
+        column += QK_DIM - config.QK_CHUNK
+        load_columns(maps.query, tile.b, tile.row, column, full, shared.last_s, 0, 1)
+        column = tile.head * V_DIM
+        load_columns(maps.dout, tile.b, tile.row, column, full, shared.do_s, 0, PARTS * V_CHUNKS)
+    stage = 0
+    phase = 0
+    for i in range(0, kv_range.steps):
+        at = kv_range.nth(i, BLOCK_N)
+        mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
+        full = shared.k_full.index(stage)
+        mbarrier.expect(full, BLOCK_N * QK_DIM * 2)
+        column = tile.kv_head * QK_DIM
+        load_columns(maps.key, tile.b, at, column, full, shared.k_s, stage * CHUNKS, CHUNKS)
+        for half in gl.static_range(PARTS):
+            mbarrier.wait(shared.v_empty.index(half), (i & 1) ^ 1)
+            full = shared.v_full.index(half)
+            mbarrier.expect(full, BLOCK_N * V_PART * 2)
+            column = (tile.kv_head * PARTS + half) * V_PART
+            load_columns(
+                maps.value, tile.b, at, column, full, shared.v_s, half * V_CHUNKS, V_CHUNKS
+            )
+        stage, phase = after(stage, phase, 2)
+
+
+@gluon.jit
+def rows_of_tile(args, layout: gl.constexpr):
+    """Of each row: its number, whether it is there, and where its statistics are."""
+    tile = args.tile
+    scalars = args.scalars
+    rows = tile.row + gl.arange(0, ROWS, layout)
+    padded = (scalars.q_len + 63) // 64 * 64
+    stat = (tile.b.to(gl.int64) * scalars.heads + tile.head) * padded + rows
+    return rows, rows < scalars.q_len, stat
+
+
+@gluon.jit
+def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
+    """The W-th part of the columns of dQ, by way of tiles_s, of which this warp group is the only
+    reader."""
+    tile = args.tile
+    dq = args.dq
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    OWN: gl.constexpr = config.CHUNKS // PARTS
+    layout: gl.constexpr = gl.SliceLayout(1, accumulator(QK_CHUNK))
+    rows, there, stat = rows_of_tile(args, layout)
+    lse = gl.load(args.lse2 + stat, mask=there, other=float("inf"))
+    lo = gl.load(args.mask.kv_start + rows, mask=there, other=0)
+    hi = gl.load(args.mask.kv_end + rows, mask=there, other=0)
+    # of a NaN, too: it must reach the result
+    attended = gl.expand_dims((hi > lo) & (lse != float("inf")), 1)
+    gl.barrier()
+    for c in gl.static_range(OWN):
+        # select, not multiply: a row that attends nothing may have met garbage
+        result = gl.where(attended, sums[c] * args.scalars.scale, 0.0)
+        tiles_s.index(c).store(result.to(dq.dtype))
+    fence_async_shared()
+    gl.barrier()
+    for c in gl.static_range(OWN):
+        chunk = tiles_s.index(c).reinterpret(dq.dtype, [1, ROWS, QK_CHUNK], dq.layout)
+        column = tile.head * config.QK_DIM + (W * OWN + c) * QK_CHUNK
+        tma.async_store(dq, [tile.b, tile.row, column], chunk)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_scores(args, config: gl.constexpr):
+    """S, P and the first part of dQ."""
+    shared = args.shared
+    scalars = args.scalars
+    tile = args.tile
+    kv_range = tile.kv_range
+    steps = kv_range.steps
+    partial = kv_range.partial
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    CHUNKS: gl.constexpr = config.CHUNKS
+    OWN: gl.constexpr = CHUNKS // PARTS
+    dtype: gl.constexpr = args.dq.dtype
+    s_layout: gl.constexpr = accumulator(BLOCK_N)
+    q_layout: gl.constexpr = accumulator(QK_CHUNK)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
+    scale2 = scalars.scale * LOG2E
+    rows, there, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
+    # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
+    lse = gl.load(args.lse2 + stat, mask=there, other=float("inf"))
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    dq_sum = zeros(q_layout, QK_CHUNK, OWN)
+    if steps > 0:
+        mbarrier.wait(shared.q_full.index(0), 0)
+        last = (shared.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
+        gl.barrier()  # before P takes its place
+        mbarrier.wait(shared.k_full.index(0), 0)
+        q = left_chunks(shared.q_s, 0, CHUNKS - 1) + last
+        s = scores(q, shared.k_s, 0, zero, CHUNKS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        stage = 0
+        phase = 0
+        turn = 0
+        for part in gl.static_range(2):  # partial steps, then the full ones
+            begin = 0 if part == 0 else partial
+            stop = partial if part == 0 else steps
+            for i in range(begin, stop):
+                if part == 0:
+                    at = kv_range.nth(i, BLOCK_N)
+                    s = masked(s, rows, at, args.mask, tile.checked, scalars, (), config)
+                p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1)).to(dtype)
+                mbarrier.wait(args.p.empty.index(0), turn ^ 1)
+                args.p.tiles.store(p)
+                mbarrier.arrive(args.p.full.index(0))
+                mbarrier.wait(args.ds.full.index(0), turn)
+                ds = args.ds.tiles.load(ds_layout)
+                warp_arrive(args.ds.empty.index(0))
+                dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, OWN)
+                old = stage
+                stage, phase = after(stage, phase, 2)
+                more = i + 1 < steps
+                if more:
+                    mbarrier.wait(shared.k_full.index(stage), phase)
+                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
+                q_left = left_chunks(shared.q_s, zeroth, CHUNKS - 1) + last
+                # after the last step the scores of this one, again: they are dropped
+                s_token = scores(q_left, shared.k_s, gl.where(more, stage, old), zero, CHUNKS)
+                dq_sum = finished(dq_tokens, CHUNKS, OWN)
+                if more:
+                    warp_arrive(shared.k_empty.index(old))
+                s = warpgroup_mma_wait(0, deps=(s_token,))
+                turn = turn ^ 1
+    store_part(0, dq_sum, shared.q_s, args, config)
+
+
+@gluon.jit
+def consume_gradients(args, config: gl.constexpr):
+    """dP, dS and the second part of dQ."""
+    shared = args.shared
+    kv_range = args.tile.kv_range
+    steps = kv_range.steps
+    partial = kv_range.partial
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    OWN: gl.constexpr = CHUNKS // PARTS
+    gl.static_assert(V_CHUNKS == 1, "a half of the values is one chunk")
+    dtype: gl.constexpr = args.dq.dtype
+    s_layout: gl.constexpr = accumulator(BLOCK_N)
+    q_layout: gl.constexpr = accumulator(QK_CHUNK)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
+    _, there, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
+    dl = gl.load(args.delta + stat, mask=there, other=0.0)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    dq_sum = zeros(q_layout, QK_CHUNK, OWN)
+    first_t = shared.v_s.index(0).permute((1, 0))
+    second_t = shared.v_s.index(1).permute((1, 0))
+    if steps > 0:
+        mbarrier.wait(shared.q_full.index(0), 0)
+        do = left_chunks(shared.do_s, 0, PARTS)
+        mbarrier.wait(shared.v_full.index(0), 0)
+        dp = warpgroup_mma(do[0], first_t, zero, use_acc=False, is_async=True)
+        mbarrier.wait(shared.v_full.index(1), 0)
+        dp = warpgroup_mma(do[1], second_t, dp, is_async=True)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        if steps > 1:
+            warp_arrive(shared.v_empty.index(0))
+            warp_arrive(shared.v_empty.index(1))
+        stage = 0
+        phase = 0
+        turn = 0
+        for part in gl.static_range(2):
+            begin = 0 if part == 0 else partial
+            stop = partial if part == 0 else steps
+            for i in range(begin, stop):
+                mbarrier.wait(args.p.full.index(0), turn)
+                p = args.p.tiles.load(s_layout).to(gl.float32)
+                warp_arrive(args.p.empty.index(0))
+                ds = p * (dp - gl.expand_dims(dl, 1))
+                if part == 0:  # P is 0 where masked, dP may be anything there
+                    ds = gl.where(p == 0.0, 0.0, ds)
+                rounded = ds.to(dtype)
+                mbarrier.wait(args.ds.empty.index(0), turn ^ 1)
+                args.ds.tiles.store(rounded)
+                mbarrier.arrive(args.ds.full.index(0))
+                ds_half = gl.convert_layout(rounded, ds_layout)
+                mbarrier.wait(shared.k_full.index(stage), phase)
+                dq_tokens = add_products(ds_half, shared.k_s, stage * PARTS + 1, dq_sum, OWN)
+                old = stage
+                stage, phase = after(stage, phase, 2)
+                turn = turn ^ 1
+                more = i + 1 < steps
+                again = i + 2 < steps
+                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
+                do_left = left_chunks(shared.do_s, zeroth, PARTS)
+                # after the last step dP of this one, again: it is dropped
+                if more:
+                    mbarrier.wait(shared.v_full.index(0), turn)
+                dp_token = warpgroup_mma(do_left[0], first_t, zero, use_acc=False, is_async=True)
+                if more:
+                    mbarrier.wait(shared.v_full.index(1), turn)
+                dp_token = warpgroup_mma(do_left[1], second_t, dp_token, is_async=True)
+                dq_sum = finished(dq_tokens, PARTS, OWN)
+                if more:
+                    warp_arrive(shared.k_empty.index(old))
+                dp_token = warpgroup_mma_wait(1, deps=(dp_token,))
+                if again:
+                    warp_arrive(shared.v_empty.index(0))
+                dp = warpgroup_mma_wait(0, deps=(dp_token,))
+                if again:
+                    warp_arrive(shared.v_empty.index(1))
+    # the first half of the cotangents, as of chunks of dQ
+    dq_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_CHUNK], dtype)
+    place = shared.do_s.reinterpret(dtype, [CHUNKS, ROWS, QK_CHUNK], dq_tile)
+    store_part(1, dq_sum, place, args, config)
+
+
+@gluon.jit
+def backward_dq_sm90_parts(
+    query, key, value, dout, dq, lse2, delta,
+    kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+):  # fmt: skip
+    """As bwd_dq.backward_dq_sm90 without options; a program is half of a tile of 128 rows."""
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK  # of a half
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS,
+        V_CHUNKS=V_CHUNKS, BLOCK_N=BLOCK_N, REMATERIALIZE=REMATERIALIZE, BLOCK_LISTS=False,
+    )  # fmt: skip
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    q_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
+    do_tile: gl.constexpr = get_layout([ROWS, V_CHUNK], dtype)
+    k_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
+    v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
+    p_tile: gl.constexpr = get_layout([ROWS, BLOCK_N], dtype)
+    gl.static_assert(QK_CHUNK == 2 * BLOCK_N, "P and dS take the place of a chunk of queries")
+    last_s = gl.allocate_shared_memory(dtype, [1, ROWS, QK_CHUNK], q_tile)
+    shared = DqPartsShared(
+        q_s=gl.allocate_shared_memory(dtype, [CHUNKS - 1, ROWS, QK_CHUNK], q_tile),
+        last_s=last_s,
+        do_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, ROWS, V_CHUNK], do_tile),
+        k_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, BLOCK_N, QK_CHUNK], k_tile),
+        v_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
+        q_full=barriers(1), k_full=barriers(2), k_empty=barriers(2),
+        v_full=barriers(2), v_empty=barriers(2),
+    )  # fmt: skip
+    passed_s = last_s.reinterpret(dtype, [2, ROWS, BLOCK_N], p_tile)
+    p = Exchange(passed_s.index(0), full=barriers(1), empty=barriers(1))
+    ds = Exchange(passed_s.index(1), full=barriers(1), empty=barriers(1))
+    init_barriers(
+        2,
+        (
+            shared.q_full, p.full, p.empty, ds.full, ds.empty,
+            shared.k_full, shared.k_empty, shared.v_full, shared.v_empty,
+        ),
+        (1, 1, 4, 1, 4, 1, 8, 1, 4),
+    )  # fmt: skip
+
+    scalars = KernelScalars(
+        mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap=None
+    )
+    mask = Mask(kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos)
+    tile, mask = rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N)
+    args = DqPartsArgs(
+        maps=Maps(query, key, value, dout), dq=dq, lse2=lse2, delta=delta, mask=mask,
+        shared=shared, p=p, ds=ds, tile=tile, scalars=scalars,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(consume_scores, (args, config)), (consume_gradients, (args, config)),
+            (produce, (args, config))],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
