@@ -225,21 +225,10 @@ LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit the registers
 SM90_TILES |= {
     "backward_dkdv_sm90_parts": {
-        512: {
-            "QK_CHUNK": 64,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": 0,
-        }
+        512: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
     },
     "backward_dq_sm90_parts": {
-        512: {
-            "QK_CHUNK": 64,
-            "BLOCK_N": 32,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": 0,
-        }
+        512: {"QK_CHUNK": 64, "BLOCK_N": 32, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
     },
 }
 PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")

@@ -33,7 +33,6 @@ from sm90.common import (
     opaque,
     place_of_tile,
     position_row,
-    rematerialized_zero,
     select_bits,
     split,
     warp_arrive,
@@ -240,11 +239,14 @@ def produce(args, config: gl.constexpr):
 
 
 @gluon.jit
-def add_rest(s, rest, tiles_s, full, phase, CHUNKS: gl.constexpr):
-    """s + rest tile^T with the rest of the columns, started when they are there."""
+def add_rest(s, rest, tiles_s, zeroth, full, phase, CHUNKS: gl.constexpr):
+    """s + rest tile^T with the rest of the columns, started when they are there. `zeroth` is 0, which
+    the compiler does not know in the loops: descriptors of tiles that never move, hoisted out of
+    them, would be spilled."""
     mbarrier.wait(full, phase)
     for c in gl.static_range(CHUNKS):
-        s = warpgroup_mma(rest[c], tiles_s.index(c).permute((1, 0)), s, is_async=True)
+        tile_t = tiles_s.index(zeroth * CHUNKS + c).permute((1, 0))
+        s = warpgroup_mma(rest[c], tile_t, s, is_async=True)
     return s
 
 
@@ -291,7 +293,7 @@ def consume_scores(args, config: gl.constexpr):
     if q_range.steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         s = scores(k, shared.q_s, 0, zero, CHUNKS)
-        s = add_rest(s, k_rest, shared.q_rest_s, rest_full, 0, CHUNKS)
+        s = add_rest(s, k_rest, shared.q_rest_s, 0, rest_full, 0, CHUNKS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(shared.q_rest_empty.index(0))
         stage = 0
@@ -315,11 +317,13 @@ def consume_scores(args, config: gl.constexpr):
                 dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
                 phase = phase ^ stage
                 mbarrier.wait(shared.q_full.index(other), phase)
-                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
+                zeroth = opaque(stage * 0)
                 k_left = left_chunks(shared.k_s, zeroth, CHUNKS)
                 rest_left = left_chunks(shared.k_rest_s, zeroth, CHUNKS - 1) + last
                 s_token = scores(k_left, shared.q_s, other, zero, CHUNKS)
-                s_token = add_rest(s_token, rest_left, shared.q_rest_s, rest_full, other, CHUNKS)
+                s_token = add_rest(
+                    s_token, rest_left, shared.q_rest_s, zeroth, rest_full, other, CHUNKS
+                )
                 dv_sum = finished(dv_tokens, 2 * CHUNKS, V_CHUNKS)
                 warp_arrive(shared.do_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -351,7 +355,7 @@ def consume_gradients(args, config: gl.constexpr):
     if q_range.steps > 0:
         mbarrier.wait(shared.do_full.index(0), 0)
         dp = scores(v, shared.do_s, 0, zero, V_CHUNKS)
-        dp = add_rest(dp, v_rest, shared.do_rest_s, rest_full, 0, V_CHUNKS)
+        dp = add_rest(dp, v_rest, shared.do_rest_s, 0, rest_full, 0, V_CHUNKS)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         warp_arrive(shared.do_rest_empty.index(0))
         stage = 0
@@ -375,12 +379,12 @@ def consume_gradients(args, config: gl.constexpr):
                 dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
                 phase = phase ^ stage
                 mbarrier.wait(shared.do_full.index(other), phase)
-                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
+                zeroth = opaque(stage * 0)
                 v_left = left_chunks(shared.v_s, zeroth, V_CHUNKS)
                 rest_left = left_chunks(shared.v_rest_s, zeroth, V_CHUNKS)
                 dp_token = scores(v_left, shared.do_s, other, zero, V_CHUNKS)
                 dp_token = add_rest(
-                    dp_token, rest_left, shared.do_rest_s, rest_full, other, V_CHUNKS
+                    dp_token, rest_left, shared.do_rest_s, zeroth, rest_full, other, V_CHUNKS
                 )
                 dk_sum = finished(dk_tokens, 2 * V_CHUNKS, CHUNKS)
                 warp_arrive(shared.q_empty.index(stage))
@@ -408,7 +412,7 @@ def backward_dkdv_sm90_parts(
     q_blocks, kv_blocks, kv_order,
     scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As bwd.backward_sm90 without dQ and options; two programs for every 64 keys. Boxes of query,
     dout and the row statistics are of 32 rows."""
@@ -416,7 +420,7 @@ def backward_dkdv_sm90_parts(
     V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS,
-        V_CHUNKS=V_CHUNKS, REMATERIALIZE=REMATERIALIZE,
+        V_CHUNKS=V_CHUNKS,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for

@@ -17,8 +17,8 @@ from sm90.common import (
     LOG2E,
     accumulator,
     key_range,
+    opaque,
     place_of_tile,
-    rematerialized_zero,
     split,
     warp_arrive,
 )
@@ -126,8 +126,9 @@ def produce(args, config: gl.constexpr):
         load_columns(maps.dout, tile.b, tile.row, column, full, shared.do_s, 0, PARTS * V_CHUNKS)
     stage = 0
     phase = 0
-    for i in range(0, kv_range.steps):
-        at = kv_range.nth(i, BLOCK_N)
+    # one step more than there are: the consumers start its scores and dP, and drop them
+    for i in range(0, gl.where(kv_range.steps > 0, kv_range.steps + 1, 0)):
+        at = kv_range.nth(gl.minimum(i, kv_range.steps - 1), BLOCK_N)
         mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
         full = shared.k_full.index(stage)
         mbarrier.expect(full, BLOCK_N * QK_DIM * 2)
@@ -235,19 +236,28 @@ def consume_scores(args, config: gl.constexpr):
                 dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, OWN)
                 old = stage
                 stage, phase = after(stage, phase, 2)
-                more = i + 1 < steps
-                if more:
-                    mbarrier.wait(shared.k_full.index(stage), phase)
-                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
+                mbarrier.wait(shared.k_full.index(stage), phase)
+                zeroth = opaque(stage * 0)
                 q_left = left_chunks(shared.q_s, zeroth, CHUNKS - 1) + last
-                # after the last step the scores of this one, again: they are dropped
-                s_token = scores(q_left, shared.k_s, gl.where(more, stage, old), zero, CHUNKS)
+                s_token = scores(q_left, shared.k_s, stage, zero, CHUNKS)
                 dq_sum = finished(dq_tokens, CHUNKS, OWN)
-                if more:
-                    warp_arrive(shared.k_empty.index(old))
+                warp_arrive(shared.k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 turn = turn ^ 1
     store_part(0, dq_sum, shared.q_s, args, config)
+
+
+@gluon.jit
+def begin_dp(zeroth, phase, zero, shared):
+    """do v^T, started half by half of the columns as they are there. `zeroth`: as of
+    bwd_dkdv_parts.add_rest."""
+    do = left_chunks(shared.do_s, zeroth, PARTS)
+    mbarrier.wait(shared.v_full.index(0), phase)
+    v_t = shared.v_s.index(zeroth).permute((1, 0))
+    dp = warpgroup_mma(do[0], v_t, zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.v_full.index(1), phase)
+    v_t = shared.v_s.index(zeroth + 1).permute((1, 0))
+    return warpgroup_mma(do[1], v_t, dp, is_async=True)
 
 
 @gluon.jit
@@ -271,19 +281,12 @@ def consume_gradients(args, config: gl.constexpr):
     dl = gl.load(args.delta + stat, mask=there, other=0.0)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     dq_sum = zeros(q_layout, QK_CHUNK, OWN)
-    first_t = shared.v_s.index(0).permute((1, 0))
-    second_t = shared.v_s.index(1).permute((1, 0))
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
-        do = left_chunks(shared.do_s, 0, PARTS)
-        mbarrier.wait(shared.v_full.index(0), 0)
-        dp = warpgroup_mma(do[0], first_t, zero, use_acc=False, is_async=True)
-        mbarrier.wait(shared.v_full.index(1), 0)
-        dp = warpgroup_mma(do[1], second_t, dp, is_async=True)
+        dp = begin_dp(0, 0, zero, shared)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        if steps > 1:
-            warp_arrive(shared.v_empty.index(0))
-            warp_arrive(shared.v_empty.index(1))
+        warp_arrive(shared.v_empty.index(0))
+        warp_arrive(shared.v_empty.index(1))
         stage = 0
         phase = 0
         turn = 0
@@ -307,26 +310,14 @@ def consume_gradients(args, config: gl.constexpr):
                 old = stage
                 stage, phase = after(stage, phase, 2)
                 turn = turn ^ 1
-                more = i + 1 < steps
-                again = i + 2 < steps
-                zeroth = rematerialized_zero(i, config.REMATERIALIZE)
-                do_left = left_chunks(shared.do_s, zeroth, PARTS)
-                # after the last step dP of this one, again: it is dropped
-                if more:
-                    mbarrier.wait(shared.v_full.index(0), turn)
-                dp_token = warpgroup_mma(do_left[0], first_t, zero, use_acc=False, is_async=True)
-                if more:
-                    mbarrier.wait(shared.v_full.index(1), turn)
-                dp_token = warpgroup_mma(do_left[1], second_t, dp_token, is_async=True)
+                zeroth = opaque(stage * 0)
+                dp_token = begin_dp(zeroth, turn, zero, shared)
                 dq_sum = finished(dq_tokens, PARTS, OWN)
-                if more:
-                    warp_arrive(shared.k_empty.index(old))
+                warp_arrive(shared.k_empty.index(old))
                 dp_token = warpgroup_mma_wait(1, deps=(dp_token,))
-                if again:
-                    warp_arrive(shared.v_empty.index(0))
+                warp_arrive(shared.v_empty.index(0))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
-                if again:
-                    warp_arrive(shared.v_empty.index(1))
+                warp_arrive(shared.v_empty.index(1))
     # the first half of the cotangents, as of chunks of dQ
     dq_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_CHUNK], dtype)
     place = shared.do_s.reinterpret(dtype, [CHUNKS, ROWS, QK_CHUNK], dq_tile)
@@ -340,14 +331,14 @@ def backward_dq_sm90_parts(
     scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As bwd_dq.backward_dq_sm90 without options; a program is half of a tile of 128 rows."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK  # of a half
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS,
-        V_CHUNKS=V_CHUNKS, BLOCK_N=BLOCK_N, REMATERIALIZE=REMATERIALIZE, BLOCK_LISTS=False,
+        V_CHUNKS=V_CHUNKS, BLOCK_N=BLOCK_N, BLOCK_LISTS=False,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
