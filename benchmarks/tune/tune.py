@@ -122,8 +122,8 @@ class Plan:
         """Hopper's three kernels with this candidate in its place; None if one of them is
         missing."""
         name = self.candidates[title][0]
-        ways = (SM90_BACKWARD, DETERMINISTIC, PARTS)
-        names = next(names for names in ways if name in names)
+        ways = (SM90_BACKWARD, PARTS)
+        names = next((names for names in ways if name in names), DETERMINISTIC)
         if any(part not in self.own for part in names):
             return None
         parts = [self.alone[title] if part == name else self.own[part] for part in names]

@@ -29,8 +29,8 @@ LISTED = {"ptr": "Pointer", "i32": "Int32", "i64": "Int64", "f32": "Float", "tma
 ADDRESSES = {"tma": 7}  # a tensor map, and the sizes and strides of its array
 MAX_MAPS = 12  # kMaxTensorMaps of csrc/runtime/tensor_map.h
 # Orders of tiles that a mask holds, by the rows or keys that a kernel with tensor maps may take at
-# once: whole tiles of 128 or 192 rows, so its block picks the order (a half of 128 in the backward);
-# tiles of 128 keys or halves.
+# once: whole tiles of 128 or 192 rows, so its block picks the order (64: halves of 128, of a kernel
+# whose programs draw no tiles from a counter); tiles of 128 keys or halves.
 ORDERS = {"q_order": (64, 128, 192), "kv_order": (64, 128)}
 OLDEST_DRIVER = 12000  # csrc/runtime/driver.cc needs functions of CUDA 12.0
 DTYPES = {
@@ -163,8 +163,11 @@ def check_maps(where: str, row: dict) -> None:
         f"{where}: {len(row['tensor_maps'])} tensor_maps for {wanted} parameters of type tma",
     )
     check(wanted <= MAX_MAPS, f"{where}: {wanted} tensor maps, C++ has room for {MAX_MAPS}")
+    draws = any(name == "counter" for name, _ in row["params"])
     for name, _ in row["params"]:
         tiles = ORDERS.get(name, ()) if wanted else ()
+        if name == "q_order" and draws:
+            tiles = tiles[1:]
         check(
             not tiles or row["block"] in tiles,
             f"{where}: block is {row['block']}, but {name} is of tiles of "

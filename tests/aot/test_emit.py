@@ -188,8 +188,12 @@ def test_missing_field(tmp_path, field):
             ),
             "13 tensor maps, C++ has room for 12",
         ),
-        (mapped(block=64), "block is 64, but q_order is of tiles of 128 or 192"),
-        (mapped(block=384), "block is 384, but q_order is of tiles of 128 or 192"),
+        (mapped(block=32), "block is 32, but q_order is of tiles of 64 or 128 or 192"),
+        (mapped(block=384), "block is 384, but q_order is of tiles of 64 or 128 or 192"),
+        (
+            mapped(block=64, params=[*MAPPED[:3], {"name": "counter", "type": "ptr"}]),
+            "block is 64, but q_order is of tiles of 128 or 192",
+        ),
         (
             mapped(params=[MAPPED[0], {"name": "kv_order", "type": "ptr"}], tensor_maps=BOXES[:1]),
             "block is 192, but kv_order is of tiles of 64 or 128",

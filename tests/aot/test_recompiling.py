@@ -66,7 +66,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.fwd", [*FORWARDS]),
         ("sm90.fwd_consumer", [*FORWARDS]),
         ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
-        ("sm90.row_producer", [*FORWARDS, *ROWS]),
+        ("sm90.row_producer", [*FORWARDS, "sm90.bwd_dq"]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
         ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts"]),

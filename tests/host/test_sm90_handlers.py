@@ -345,7 +345,12 @@ def test_backward_of_head_dim_512(tmp_path, driver, s, needs_grad, algorithm):
         values[kernel] |= backward_maps(machine, kernel, arrays)
     if needs_grad & 2:
         maps = values["backward_dkdv_sm90_parts"]
-        assert [maps[name]["box"][1] for name in ("query", "key", "value", "dout")] == [32, 64, 64, 32]
+        assert [maps[name]["box"][1] for name in ("query", "key", "value", "dout")] == [
+            32,
+            64,
+            64,
+            32,
+        ]
         assert [maps[name]["box"][0] for name in ("lse2", "delta", "lo", "hi")] == [32] * 4
     expect_launches(machine, call, values, grids)
     assert len(machine.record()) == len(grids)  # nothing is cleared
