@@ -13,9 +13,9 @@ a candidate is left out. Then it compares every candidate's results with the por
 small odd documents, in full, and on sampled rows of the timed case (the forward's also with
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
 go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's
-backward launched together, `deterministic` the three without sums in memory, `parts` the same of
-head dim 512. Put the winners into their rows, in csrc/aot. To compare tiles of decoding, build a wheel of each, and run
-benchmarks/decode.py with each.
+backward launched together, `deterministic` the three without sums in memory, `parts` those of head
+dim 512. Put the winners into their rows, in csrc/aot. To compare tiles of decoding, build a wheel
+of each, and run benchmarks/decode.py with each.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ from tiles_sm90 import (
     HOPPER_DIMS,
     LIKE_PLAIN,
     ONE_ASSEMBLER,
-    PARTS,
     SM90_TILES,
     SPLIT_HEAD_DIM,
     TWO_ASSEMBLERS,
@@ -55,6 +54,7 @@ from tiles_sm90 import (
     Dims,
     row_of,
 )
+from tiles_sm90 import PARTS as PARTS
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
 DTYPES = ("bf16", "f16")

@@ -240,9 +240,10 @@ def produce(args, config: gl.constexpr):
 
 @gluon.jit
 def add_rest(s, rest, tiles_s, zeroth, full, phase, CHUNKS: gl.constexpr):
-    """s + rest tile^T with the rest of the columns, started when they are there. `zeroth` is 0, which
-    the compiler does not know in the loops: descriptors of tiles that never move, hoisted out of
-    them, would be spilled."""
+    """s + rest tile^T with the rest of the columns, started when they are there.
+
+    `zeroth` is 0, which the compiler does not know in the loops: descriptors of tiles that never
+    move, hoisted out of them, would be spilled."""
     mbarrier.wait(full, phase)
     for c in gl.static_range(CHUNKS):
         tile_t = tiles_s.index(zeroth * CHUNKS + c).permute((1, 0))
