@@ -11,7 +11,7 @@ done. The last 64 columns of the queries are in the first warp group's registers
 dS take their place.
 """
 
-from sm90.args import Buffer, Exchange, KernelScalars, Map, Maps, Mask, Number, StepRange
+from sm90.args import Buffer, KernelScalars, Map, Maps, Mask, Number, StepRange
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
 from sm90.common import (
     LOG2E,
@@ -41,11 +41,14 @@ ROWS = gl.constexpr(64)  # of a program
 
 @gluon.aggregate
 class DqPartsShared:
-    """last_s: the last chunk of the queries, then the tiles of P and dS. A half of v_s is a place
-    of its own."""
+    """last_s: the last chunk of the queries; p_s and ds_s, P and dS of a step, take its place. They
+    need no barrier of what is read: P of the next step is stored after dS of this one was read, and
+    its dS after that P is there. A half of v_s is a place of its own."""
 
     q_s: Buffer
     last_s: Buffer
+    p_s: Buffer
+    ds_s: Buffer
     do_s: Buffer
     k_s: Buffer
     v_s: Buffer
@@ -54,6 +57,8 @@ class DqPartsShared:
     k_empty: Buffer
     v_full: Buffer
     v_empty: Buffer
+    p_full: Buffer
+    ds_full: Buffer
 
 
 @gluon.aggregate
@@ -70,16 +75,12 @@ class RowsOfHead:
 
 @gluon.aggregate
 class DqPartsArgs:
-    """p, ds: P and dS of a step."""
-
     maps: Maps
     dq: Map
     lse2: Number
     delta: Number
     mask: Mask
     shared: DqPartsShared
-    p: Exchange
-    ds: Exchange
     tile: RowsOfHead
     scalars: KernelScalars
 
@@ -227,12 +228,10 @@ def consume_scores(args, config: gl.constexpr):
                     at = kv_range.nth(i, BLOCK_N)
                     s = masked(s, rows, at, args.mask, tile.checked, scalars, (), config)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1)).to(dtype)
-                mbarrier.wait(args.p.empty.index(0), turn ^ 1)
-                args.p.tiles.store(p)
-                mbarrier.arrive(args.p.full.index(0))
-                mbarrier.wait(args.ds.full.index(0), turn)
-                ds = args.ds.tiles.load(ds_layout)
-                warp_arrive(args.ds.empty.index(0))
+                shared.p_s.store(p)
+                mbarrier.arrive(shared.p_full.index(0))
+                mbarrier.wait(shared.ds_full.index(0), turn)
+                ds = shared.ds_s.load(ds_layout)
                 dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, OWN)
                 old = stage
                 stage, phase = after(stage, phase, 2)
@@ -294,16 +293,14 @@ def consume_gradients(args, config: gl.constexpr):
             begin = 0 if part == 0 else partial
             stop = partial if part == 0 else steps
             for i in range(begin, stop):
-                mbarrier.wait(args.p.full.index(0), turn)
-                p = args.p.tiles.load(s_layout).to(gl.float32)
-                warp_arrive(args.p.empty.index(0))
+                mbarrier.wait(shared.p_full.index(0), turn)
+                p = shared.p_s.load(s_layout).to(gl.float32)
                 ds = p * (dp - gl.expand_dims(dl, 1))
                 if part == 0:  # P is 0 where masked, dP may be anything there
                     ds = gl.where(p == 0.0, 0.0, ds)
                 rounded = ds.to(dtype)
-                mbarrier.wait(args.ds.empty.index(0), turn ^ 1)
-                args.ds.tiles.store(rounded)
-                mbarrier.arrive(args.ds.full.index(0))
+                shared.ds_s.store(rounded)
+                mbarrier.arrive(shared.ds_full.index(0))
                 ds_half = gl.convert_layout(rounded, ds_layout)
                 mbarrier.wait(shared.k_full.index(stage), phase)
                 dq_tokens = add_products(ds_half, shared.k_s, stage * PARTS + 1, dq_sum, OWN)
@@ -349,25 +346,23 @@ def backward_dq_sm90_parts(
     p_tile: gl.constexpr = get_layout([ROWS, BLOCK_N], dtype)
     gl.static_assert(QK_CHUNK == 2 * BLOCK_N, "P and dS take the place of a chunk of queries")
     last_s = gl.allocate_shared_memory(dtype, [1, ROWS, QK_CHUNK], q_tile)
+    passed_s = last_s.reinterpret(dtype, [2, ROWS, BLOCK_N], p_tile)
     shared = DqPartsShared(
         q_s=gl.allocate_shared_memory(dtype, [CHUNKS - 1, ROWS, QK_CHUNK], q_tile),
-        last_s=last_s,
+        last_s=last_s, p_s=passed_s.index(0), ds_s=passed_s.index(1),
         do_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, ROWS, V_CHUNK], do_tile),
         k_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, BLOCK_N, QK_CHUNK], k_tile),
         v_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
         q_full=barriers(1), k_full=barriers(2), k_empty=barriers(2),
-        v_full=barriers(2), v_empty=barriers(2),
+        v_full=barriers(2), v_empty=barriers(2), p_full=barriers(1), ds_full=barriers(1),
     )  # fmt: skip
-    passed_s = last_s.reinterpret(dtype, [2, ROWS, BLOCK_N], p_tile)
-    p = Exchange(passed_s.index(0), full=barriers(1), empty=barriers(1))
-    ds = Exchange(passed_s.index(1), full=barriers(1), empty=barriers(1))
     init_barriers(
         2,
         (
-            shared.q_full, p.full, p.empty, ds.full, ds.empty,
+            shared.q_full, shared.p_full, shared.ds_full,
             shared.k_full, shared.k_empty, shared.v_full, shared.v_empty,
         ),
-        (1, 1, 4, 1, 4, 1, 8, 1, 4),
+        (1, 1, 1, 1, 8, 1, 4),
     )  # fmt: skip
 
     scalars = KernelScalars(
@@ -377,7 +372,7 @@ def backward_dq_sm90_parts(
     tile, mask = rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N)
     args = DqPartsArgs(
         maps=Maps(query, key, value, dout), dq=dq, lse2=lse2, delta=delta, mask=mask,
-        shared=shared, p=p, ds=ds, tile=tile, scalars=scalars,
+        shared=shared, tile=tile, scalars=scalars,
     )  # fmt: skip
     gl.warp_specialize(
         [(consume_scores, (args, config)), (consume_gradients, (args, config)),
