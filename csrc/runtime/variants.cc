@@ -1,9 +1,11 @@
 #include "runtime/variants.h"
 
+#include <array>
 #include <iterator>
 #include <set>
 #include <sstream>
 #include <tuple>
+#include <vector>
 
 #include "build.h"  // generated: kPart, kSharedLimits
 
@@ -40,6 +42,16 @@ const Variant kTable[] = {
 #include "table.inc"
 };
 #undef PACKAX_VARIANT
+
+// The table's rows by kernel: a call looks up several kernels, of some 2,000 rows.
+const std::vector<const Variant*>& RowsOf(Kernel kernel) {
+  static const auto* const rows = [] {
+    auto* by_kernel = new std::array<std::vector<const Variant*>, std::size(kKernelNames)>;
+    for (const Variant& v : kTable) (*by_kernel)[static_cast<size_t>(v.kernel)].push_back(&v);
+    return by_kernel;
+  }();
+  return (*rows)[static_cast<size_t>(kernel)];
+}
 
 // Whether code for one capability runs on another: with `arch_specific` only on the same one,
 // otherwise also on later minors of the same major.
@@ -98,22 +110,20 @@ const char* Part() { return kPart; }
 
 const Variant* Find(const Query& q) {
   const Variant* best = nullptr;
-  for (const Variant& v : kTable) {
-    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim != q.qk_dim || v.v_dim != q.v_dim)
-      continue;
-    if (Runs(v, q.cc, q.driver) && (best == nullptr || Better(v, *best))) best = &v;
+  for (const Variant* v : RowsOf(q.kernel)) {
+    if (v->dtype != q.dtype || v->qk_dim != q.qk_dim || v->v_dim != q.v_dim) continue;
+    if (Runs(*v, q.cc, q.driver) && (best == nullptr || Better(*v, *best))) best = v;
   }
   return best;
 }
 
 const Variant* FindCovering(const Query& q) {
   const Variant* best = nullptr;
-  for (const Variant& v : kTable) {
-    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim < q.qk_dim || v.v_dim < q.v_dim)
-      continue;
-    if (!Runs(v, q.cc, q.driver)) continue;
-    const int size = v.qk_dim + v.v_dim, least = best ? best->qk_dim + best->v_dim : 0;
-    if (best == nullptr || size < least || (size == least && Better(v, *best))) best = &v;
+  for (const Variant* v : RowsOf(q.kernel)) {
+    if (v->dtype != q.dtype || v->qk_dim < q.qk_dim || v->v_dim < q.v_dim) continue;
+    if (!Runs(*v, q.cc, q.driver)) continue;
+    const int size = v->qk_dim + v->v_dim, least = best ? best->qk_dim + best->v_dim : 0;
+    if (best == nullptr || size < least || (size == least && Better(*v, *best))) best = v;
   }
   return best;
 }
@@ -123,11 +133,10 @@ std::string DescribeMissing(const Query& q) {
   std::set<std::tuple<int, std::string>> archs;
   std::set<std::string> dtypes;
   std::set<std::tuple<int, int>> dims;
-  for (const Variant& v : kTable) {
-    if (v.kernel != q.kernel) continue;
-    archs.emplace(v.cc, v.arch);
-    dtypes.insert(Name(v.dtype));
-    dims.emplace(v.qk_dim, v.v_dim);
+  for (const Variant* v : RowsOf(q.kernel)) {
+    archs.emplace(v->cc, v->arch);
+    dtypes.insert(Name(v->dtype));
+    dims.emplace(v->qk_dim, v->v_dim);
   }
   std::string arch_list, dtype_list, dim_list;
   for (const auto& [cc, arch] : archs) Append(&arch_list, arch);
@@ -137,10 +146,10 @@ std::string DescribeMissing(const Query& q) {
   // The smallest requirement.
   const Variant* newer = nullptr;
   const Variant* too_large = nullptr;
-  for (const Variant& v : kTable) {
-    const bool asked = v.kernel == q.kernel && v.dtype == q.dtype && v.qk_dim == q.qk_dim &&
-                       v.v_dim == q.v_dim && Covers(v.cc, v.arch_specific, q.cc);
-    if (asked && TooLarge(v, q.cc)) too_large = &v;
+  for (const Variant* v : RowsOf(q.kernel)) {
+    const bool asked = v->dtype == q.dtype && v->qk_dim == q.qk_dim && v->v_dim == q.v_dim &&
+                       Covers(v->cc, v->arch_specific, q.cc);
+    if (asked && TooLarge(*v, q.cc)) too_large = v;
   }
   Query other = q;
   for (other.driver = kNewestDriver; const Variant* found = Find(other);) {
