@@ -132,6 +132,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "decode_tall": "portable.decode",
     "decode_fp8": "portable.decode",
     "decode_tall_fp8": "portable.decode",
+    "decode_fp8_pages": "portable.decode",
+    "decode_tall_fp8_pages": "portable.decode",
     "decode_combine": "portable.decode",
 }
 
@@ -148,7 +150,9 @@ FUNCTIONS = {
 
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
-    return FUNCTIONS.get(module, re.sub("(_fallback|_bias|_fp8|_soft_cap)?(_alone)?$", "", kernel))
+    return FUNCTIONS.get(
+        module, re.sub("(_fallback|_bias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel)
+    )
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
@@ -313,6 +317,7 @@ def fp8_decoding(
                         "STAGES": stages,
                         "FLOAT32_PRODUCTS": 0,
                         "NATIVE_FP8": int(arch.tiles in NATIVE_FP8),
+                        "PAGED": int(kernel.endswith("_pages")),
                     }
                     yield Variant(kernel, arch, FP8, *dims, tuple(constants.items()), rows, warps)
 

@@ -88,6 +88,9 @@ FP8_DECODE_TILES = {
         ("hopper", 128): (32, 64, 3, 4),
     },
 }
+# The same for pages, whose scales multiply every key: in one kernel with the other, both would take
+# its registers.
+FP8_DECODE_TILES |= {f"{kernel}_pages": tiles for kernel, tiles in FP8_DECODE_TILES.items()}
 # What these kernels alone take.
 FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
 NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16

@@ -64,10 +64,18 @@ struct Selected {
 // A float32 kernel without matrix products is the same for both precisions. Those for a cache in
 // FP8 take queries of both 16-bit dtypes.
 Dtype DtypeOf(Kernel kernel, Dtype dtype) {
-  if (kernel == Kernel::kDecodeFp8 || kernel == Kernel::kDecodeTallFp8) return Dtype::kE4m3;
-  const bool has_products =
-      kernel != Kernel::kBackwardDeltaFallback && kernel != Kernel::kDecodeCombine;
-  return dtype == Dtype::kTf32 && !has_products ? Dtype::kF32 : dtype;
+  switch (kernel) {
+    case Kernel::kDecodeFp8:
+    case Kernel::kDecodeTallFp8:
+    case Kernel::kDecodeFp8Pages:
+    case Kernel::kDecodeTallFp8Pages:
+      return Dtype::kE4m3;
+    case Kernel::kBackwardDeltaFallback:
+    case Kernel::kDecodeCombine:
+      return dtype == Dtype::kTf32 ? Dtype::kF32 : dtype;
+    default:
+      return dtype;
+  }
 }
 
 // Finds all kernels of a row; false at the first that this device lacks, which is then in `query`.
@@ -347,20 +355,29 @@ constexpr Steps<D> Decode() {
   return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
-template <bool fp8>
-bool TakesTallTile(const D& o, const Device&) {
-  return o.fp8 == fp8 && !TakesSmallDecodeTile(o.rows());
+enum class CacheOf { k16Bits, kFp8, kFp8Pages };  // 16 bits: float32, too
+
+template <CacheOf cache>
+bool Takes(const D& o, const Device&) {
+  if (cache == CacheOf::k16Bits) return !o.fp8;
+  return o.fp8 && (o.page_size > 0) == (cache == CacheOf::kFp8Pages);
+}
+
+template <CacheOf cache>
+bool TakesTallTile(const D& o, const Device& device) {
+  return Takes<cache>(o, device) && !TakesSmallDecodeTile(o.rows());
 }
 
 // The largest head dims have no `decode_tall`, most GPUs no `decode_tall_fp8`: their groups take
 // more tiles of the others.
 constexpr Row<D> kDecode[] = {
-    {TakesTallTile<true>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
-    {[](const D& o, const Device&) { return o.fp8; }, Gpus::kAll, Dims::kCovering,
-     Decode<DecodeFp8Args>()},
-    {TakesTallTile<false>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallArgs>()},
-    {[](const D& o, const Device&) { return !o.fp8; }, Gpus::kAll, Dims::kCovering,
-     Decode<DecodeArgs>()},
+    {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
+    {Takes<CacheOf::kFp8>, Gpus::kAll, Dims::kCovering, Decode<DecodeFp8Args>()},
+    {TakesTallTile<CacheOf::kFp8Pages>, Gpus::kSome, Dims::kCovering,
+     Decode<DecodeTallFp8PagesArgs>()},
+    {Takes<CacheOf::kFp8Pages>, Gpus::kAll, Dims::kCovering, Decode<DecodeFp8PagesArgs>()},
+    {TakesTallTile<CacheOf::k16Bits>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallArgs>()},
+    {Takes<CacheOf::k16Bits>, Gpus::kAll, Dims::kCovering, Decode<DecodeArgs>()},
 };
 
 // --- Masks: three small kernels each. Grids put the batch in y.

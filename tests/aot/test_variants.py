@@ -27,7 +27,7 @@ def test_every_architecture_has_every_kernel() -> None:
             own.remove("backward_preprocess")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
         shared = {*table.BIAS_TILES, *table.FP8_DECODE_TILES} if covered else set()
-        shared |= {"decode_tall_fp8"} if arch.tiles != "hopper" else set()
+        shared |= {"decode_tall_fp8", "decode_tall_fp8_pages"} if arch.tiles != "hopper" else set()
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
         decoding = (*table.DECODE_TILES, "decode_combine")
         for kernel in (
@@ -125,8 +125,9 @@ def test_caches_in_fp8() -> None:
     assert {v.kernel for v in rows} == set(table.FP8_DECODE_TILES)
     for arch in table.ARCHS.values():
         mine = [v for v in rows if arch in table.served_by(v.arch)]
-        few = sorted((v.qk_dim, v.v_dim) for v in mine if v.kernel == "decode_fp8")
-        assert few == sorted(table.FP8_DIMS)
+        for kernel in ("decode_fp8", "decode_fp8_pages"):
+            few = sorted((v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel)
+            assert few == sorted(table.FP8_DIMS)
         assert all(v.shared <= arch.shared for v in mine)
         converts = arch.tiles in table.NATIVE_FP8
         ptx = {v.ptx_arch.name for v in mine}
@@ -135,7 +136,7 @@ def test_caches_in_fp8() -> None:
     others = (*table.DTYPES, *table.FLOAT32)
     assert not [v for v in table.variants(dtypes=others) if v.dtype == table.FP8]
     few = [v for v in table.variants(("80",), ("e4m3",)) if v.dtype == table.FP8]
-    assert len(few) == len(table.FP8_DIMS)
+    assert len(few) == 2 * len(table.FP8_DIMS)  # of dense caches and of pages
 
 
 def test_head_dims_of_fallback_kernels_alone() -> None:
@@ -300,12 +301,15 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
             assert 64 % v.block == 0, v.name
 
 
+FEW_ROWS = ("decode", "decode_fp8", "decode_fp8_pages")
+
+
 def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     """csrc/launch/decode_shares.cc chooses between the two by rows before it looks one up; a block
     of decode_combine is its most shares."""
     source = (ROOT / "csrc" / "launch" / "decode_shares.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])
-    assert {v.block for v in ALL if v.kernel in ("decode", "decode_fp8")} == {few}
+    assert {v.block for v in ALL if v.kernel in FEW_ROWS} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
     lowering = (ROOT / "python" / "packax" / "_src" / "ops" / "lowering.py").read_text()
     most = int(re.search(r"_MOST_SHARES = (\d+)", lowering)[1])

@@ -35,9 +35,10 @@ def expect(
     group = s.heads // s.kv_heads
     kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
     if scale_rows:
-        v, kernel = machine.variant, f"{kernel}_fp8"
+        v, pages_ = machine.variant, "_pages" if page_size else ""
+        kernel = f"{kernel}_fp8{pages_}"
         if machine.ext.find(kernel, v["cc"], "e4m3", v["qk_dim"], v["v_dim"]) is None:
-            kernel = "decode_fp8"  # most GPUs have no tall one
+            kernel = f"decode_fp8{pages_}"  # most GPUs have no tall one
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
     scalars = {
         **{n: f32(call.attributes[n][1]) for n in ("scale", "soft_cap")},

@@ -34,7 +34,8 @@ compiler = load("compile")
 ALL = list(table.variants())
 
 
-DECODE = ["decode", "decode_tall", "decode_combine", "decode_fp8", "decode_tall_fp8"]
+FP8 = ["decode_fp8", "decode_tall_fp8", "decode_fp8_pages", "decode_tall_fp8_pages"]
+DECODE = ["decode", "decode_tall", "decode_combine", *FP8]
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_fallback" for kernel in PLAIN]
 DBIAS = ["backward_dbias", "backward_dbias_alone"]

@@ -16,7 +16,8 @@ Head dims are known at run time only, in eighths, which tells the compiler that 
 multiples of 16 bytes; the tile's columns behind them are not read. A row whose range ends behind
 the cache, or meets a page that is not there, is NaN.
 
-Keys and values in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`) are pairs of elements, which
+Keys and values in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`, and of pages
+`decode_fp8_pages`, `decode_tall_fp8_pages`) are pairs of elements, which
 become two tiles of float16 in registers (fp8.py): the even columns and the odd ones. The query and
 the sums have the same two parts; other dtypes have one. Scales are (scale_rows, kv_heads): of all
 keys, of a sequence or, of pages, of each page. Those of a sequence multiply its scores and its
@@ -255,6 +256,7 @@ def share(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
@@ -341,7 +343,8 @@ def share(
             full_end = tl.where((soft_cap > 0) | (scale < 1e-30), full_begin, full_end)
         if FLOAT32_PRODUCTS:  # two loops of these products would not fit in registers
             full_end = full_begin
-        if page_size > 0:
+        paged = page_size > 0 if PAGED is None else PAGED
+        if paged:
             table = block_table + b.to(tl.int64) * table_width
             cache = Cache(
                 key, value, table, b.to(tl.int64) * 0, kv_head, pages, page_size, kv_heads,
@@ -401,12 +404,13 @@ def decode(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
         scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
         qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED,
     )  # fmt: skip
 
 
@@ -417,13 +421,14 @@ def decode_tall(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
         query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
         scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
         qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED,
     )  # fmt: skip
 
 

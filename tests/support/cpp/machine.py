@@ -26,6 +26,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for 
 
 ROWS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order"
 KEYS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
+FP8 = ("decode_fp8", "decode_tall_fp8", "decode_fp8_pages", "decode_tall_fp8_pages")
 # docs/internals/kernels.md: arguments in order; a colon gives the type where it is neither a
 # pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
@@ -70,7 +71,7 @@ POINTERS = {
         ("decode", "decode_tall"), "query key value kv_start kv_end block_table partial sums"
     ),
     **dict.fromkeys(
-        ("decode_fp8", "decode_tall_fp8"),
+        FP8,
         "query key value kv_start kv_end block_table key_scale value_scale partial sums",
     ),
     "decode_combine": "partial sums sinks kv_start kv_end out lse",
@@ -156,7 +157,7 @@ SCALARS = {
     "blocks_order": "q_len kv_len",
     "decode": DECODE,
     "decode_tall": DECODE,
-    **dict.fromkeys(("decode_fp8", "decode_tall_fp8"), f"{DECODE} scale_rows bfloat16_query"),
+    **dict.fromkeys(FP8, f"{DECODE} scale_rows bfloat16_query"),
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
 OF_BIAS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
@@ -385,7 +386,7 @@ class Machine:
 
     def row(self, kernel, device_cc, driver=DRIVER):
         v = self.variant
-        dtype = "e4m3" if kernel.endswith("_fp8") else v["dtype"]
+        dtype = "e4m3" if "_fp8" in kernel else v["dtype"]
         dims = (dtype, v["qk_dim"], v["v_dim"])
         attention = kernel.startswith(("forward", "backward", "decode"))
         name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)), driver)

@@ -223,7 +223,7 @@ def decode(
     if scales is not None:
         more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
         query, key, value = query.view(np.int16), key.view(np.int16), value.view(np.int16)
-        constants = {"NATIVE_FP8": 0}
+        constants = {"NATIVE_FP8": 0, "PAGED": int(page_size > 0)}
     programs = shares + batch if shares else batch * splits
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
