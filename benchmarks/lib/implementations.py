@@ -31,12 +31,15 @@ class Implementation:
     operands: Any  # what is the same for all layers: a built mask, lengths and offsets
 
 
-def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
-    segment_ids = jnp.asarray(case.segment_ids())
+def expression_of(case: Case, ids: jax.Array | None = None) -> Any:
+    """The case's mask; `ids`: those of its documents, traced."""
     interval = packax.sliding_window(case.window - 1) if case.window else packax.causal()
-    mask = jax.jit(lambda ids: packax.create_attention_mask(interval & packax.documents(ids)))(
-        segment_ids
-    )
+    return interval & packax.documents(case.segment_ids() if ids is None else ids)
+
+
+def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
+    build = jax.jit(lambda ids: packax.create_attention_mask(expression_of(case, ids)))
+    mask = build(jnp.asarray(case.segment_ids()))
     # Only arguments that every packax has: attention.py takes another wheel, too.
     options = {"deterministic": True} if deterministic else {}
     return Implementation(

@@ -11,7 +11,7 @@ import numpy as np
 from lib.implementations import Compiled
 from lib.output import first_line, say
 from lib.reference import wrong
-from lib.turns import burst, launches_of, time_rows
+from lib.turns import PASSES, burst, launches_of, time_rows
 
 
 def usable(
@@ -32,7 +32,7 @@ def usable(
     errors: dict[str, float] = {}
     failed, passes = dict(skip or {}), {}
     bad: list[str] = []
-    for what in ("fwd", "bwd"):
+    for what in PASSES:
         if "fwd" in failed or what in failed:
             continue
         try:

@@ -56,5 +56,6 @@ def test_the_benchmark_moves_data_as_kvax_does(tmp_path):
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": of_devices(2)}
     settings = ("--quick", "--only", "kvax-like", "--rounds", "1", "--out", str(tmp_path))
     assert "wrote" in run(str(script), *settings, **devices)
-    (row,) = json.loads((tmp_path / "context.json").read_text())["schemes"].values()
+    (found,) = json.loads((tmp_path / "context.json").read_text())["cases"].values()
+    (row,) = found["schemes"].values()
     assert not row["wrong"] and set(row["times"]) == {"fwd", "bwd"}
