@@ -114,7 +114,6 @@ def main() -> None:
         "ratio": ratio,
         "quartiles": quartiles,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out / "compile_time.json", report)
 
 

@@ -240,7 +240,6 @@ def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) ->
         rows.append(measure(case, options.dtype, options.implementation, options.rounds))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "copied_bytes": COPIED, "cases": rows}
     write_json(options.out / "decode.json", result)
     wrong = any(row["left_out"].get("fp8", "").startswith("wrong") for row in rows)

@@ -281,7 +281,6 @@ def main() -> int:
     if on_gpu:
         report |= {"mask_building": mask_building(), "handlers": handler_time()}
     print(json.dumps(report, indent=1))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out / "overheads.json", report)
     return 0
 

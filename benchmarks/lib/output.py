@@ -45,6 +45,7 @@ def to_json(value: Any, column: int = 0, label: str = "") -> str:
 
 
 def write_json(path: Path, report: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(report) + "\n")
 
 
@@ -94,7 +95,6 @@ class Report(dict[str, Any]):
     def __init__(self, out: Path, name: str, rounds: int, **more: Any) -> None:
         commit = os.environ.get("PACKAX_COMMIT", "unknown")
         super().__init__(more, commit=commit, rounds=rounds, cases={})
-        out.mkdir(parents=True, exist_ok=True)
         self.path = out / f"{name}.json"
 
     def add(self, case: str, rows: Any) -> None:
