@@ -1,12 +1,12 @@
-"""Costs of jax around the kernels: Python's part of a call, program size, time to compile.
+"""Costs of jax around the kernels: Python's part of a call, time to compile.
 
     python benchmarks/overheads.py [--calls 500] [--out DIR]
 
-Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call,
-instructions of a program that builds a mask, and processor seconds to trace, lower and compile the
-gradients of a model of 24 layers; also for jax.nn.dot_product_attention. On a GPU also the first
-call of a process, milliseconds to build a mask, and host time in the C++ handlers. Writes
-overheads.json into --out (default: $OUT, else benchmarks/results).
+Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call, and
+processor seconds to trace, lower and compile the gradients of a model of 24 layers; also for
+jax.nn.dot_product_attention. On a GPU also the first call of a process, milliseconds to build a
+mask, and host time in the C++ handlers. Writes overheads.json into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -91,20 +90,6 @@ def call_time(calls: int) -> dict[str, Any]:
     return found
 
 
-def instructions(compiled: Any) -> int:
-    """The number of instructions in a compiled program."""
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", compiled.as_text(), re.MULTILINE))
-
-
-def mask_instructions() -> dict[str, int]:
-    _, ids = small_inputs()
-    return {
-        name: instructions(jax.jit(mask_of).lower(ids).compile())
-        for name, (_, mask_of) in attentions().items()
-        if mask_of(ids) is not None
-    }
-
-
 def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Callable[..., Any]:
     """Gradients of a plain transformer: projections, attention, a residual."""
 
@@ -140,7 +125,7 @@ def compile_time() -> dict[str, Any]:
             times.append(time.process_time())
             lowered = traced.lower()
             times.append(time.process_time())
-            compiled = lowered.compile()
+            lowered.compile()
             times.append(time.process_time())
             trace, lower, compiling = np.diff(times).tolist()
             found[f"{name}, {'scan' if scan else 'unrolled'}"] = {
@@ -149,7 +134,6 @@ def compile_time() -> dict[str, Any]:
                 "compile_s": round(compiling, 2),
                 "all_s": round(times[-1] - times[0], 2),
                 "lines_of_stablehlo": lowered.as_text().count("\n"),
-                "instructions": instructions(compiled),
             }
     return found
 
@@ -259,7 +243,6 @@ def main() -> int:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "calls": call_time(arguments.calls),
-        "mask_instructions": mask_instructions(),
         f"gradients_of_{LAYERS}_layers": compile_time(),
     }
     if on_gpu:
