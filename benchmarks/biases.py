@@ -40,9 +40,8 @@ from lib.implementations import Compiled, Implementation, random_inputs
 from lib.machine import machine
 from lib.output import Report, arguments_of, picked, require_gpu
 from lib.passes import time_passes, usable
-from lib.turns import bad_cases, table
+from lib.turns import PASSES, bad_cases, table
 
-PASSES = ("fwd", "bwd")
 ORDER = ("packax", "plain", "xla", "cudnn")
 
 

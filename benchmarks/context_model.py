@@ -14,10 +14,6 @@ once per GPU, and is then gathered inside; the other plans gather in one step, i
 separately fetches what other hosts have. Efficiency is the time of the mean rank's attention
 without communication over that of the slowest rank with all of this.
 
-"limit" is the most that a plan can reach that gathers whole documents over hosts or inside: those
-that are too long or too heavy for one rank, or for one host, at a load of at most 1.03 of the mean.
-Their keys are in flight while attention runs, and nothing else costs time.
-
 First it checks itself against measured times (docs/performance.md), within 10 %. Then, for rows of
 lognormal lengths (sigma 1.2) and of the standard library's sources, it lists the area of the most
 loaded rank, the shared fraction of a rank's rows, and efficiency, without a plan, with zigzag,
@@ -32,9 +28,8 @@ context_windows.json.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +46,11 @@ FLOPS = {"fwd": 4 * HEADS * DIM, "bwd": 10 * HEADS * DIM}  # of an attended pair
 ROW = 2 * KV_HEADS * DIM * 2  # bytes of keys and values
 INSIDE, BETWEEN, MEMORY, HOST = 330e9, 50e9, 4.8e12, 8
 PLANS = ("none", "zigzag", "balanced", "local")
+RANKS = (4, 8, 16, 32, 64)
 MEASURED = (  # documents, ranks, milliseconds: benchmarks/results/context_parallel_*
     ("12 documents, 4 GPUs", 12, 4, {"fwd": 9.6988, "bwd": 27.5997}),
     ("40 documents, 2 GPUs", 40, 2, {"fwd": 6.060, "bwd": 17.312}),
 )
-
-
-@functools.lru_cache(1)
-def of_row(sizes: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Row ranges, and the pairs in the tiles visited in the order of the sequence."""
-    lo, hi = ranges(list(sizes), length)
-    return lo, hi, visited(lo, hi, TILE)
 
 
 def work(
@@ -75,7 +64,7 @@ def work(
     pieces = order.reshape(ranks, own)
     area = (hi - lo)[pieces].sum(1)
     if plan is None or plan.split is None:
-        tiles = [visited(lo[rows], hi[rows], TILE) for rows in pieces]
+        tiles = [visited(lo[rows], hi[rows]) for rows in pieces]
         return area, [np.zeros(ranks), np.array(tiles)]
     split = plan.split[0]
     found = [np.zeros(ranks)]
@@ -85,7 +74,7 @@ def work(
         first, last = np.zeros((2, own), np.int64)
         first[begin:] = begin + np.searchsorted(mine, lo[mine])
         last[begin:] = np.where(hi[mine] > lo[mine], np.arange(begin, own) + 1, 0)
-        found[0][rank] = visited(first, last, TILE)
+        found[0][rank] = visited(first, last)
     for level, (groups, number) in reversed([*enumerate(plan.parts)]):
         each = np.zeros(ranks)
         for group in np.split(np.arange(ranks), groups):
@@ -99,7 +88,7 @@ def work(
                 some = hi[rows] > lo[rows]
                 first[begin:end] = np.where(some, slots[lo[rows]], 0)
                 last[begin:end] = np.where(some, slots[rows] + 1, 0)
-                each[rank] = visited(first, last, TILE)
+                each[rank] = visited(first, last)
         found.append(each)
     return area, found
 
@@ -170,13 +159,35 @@ def seconds(
     return clock + copies * (1 if what == "fwd" else 2)
 
 
+def efficiency(
+    area: np.ndarray,
+    works: list[np.ndarray],
+    in_order: float,
+    sent: list[tuple[int, float]],
+    among: list[int],
+    one: list[bool],
+) -> dict[str, float]:
+    """Of each pass, and the milliseconds of its slowest rank; `in_order`: the pairs in the tiles
+    visited without a plan."""
+    found = {}
+    for what, rate in RATE.items():
+        speed = rate / FLOPS[what] / (area.sum() / in_order)  # of pairs in visited tiles a second
+        slowest = max(
+            seconds(what, [x[rank] / speed for x in works], sent, among, one)
+            for rank in range(len(area))
+        )
+        found[what] = area.mean() * FLOPS[what] / rate / slowest
+        found[f"{what}_ms"] = slowest * 1e3
+    return found
+
+
 def predict(
     sizes: list[int], length: int, ranks: int, kind: str, levels: tuple[int, ...] = ()
 ) -> dict[str, float]:
     plan = planned(sizes, length, levels or (ranks,), kind)
-    lo, hi, in_order = of_row(tuple(sizes), length)
+    lo, hi = ranges(sizes, length)
+    in_order = visited(lo, hi)
     area, works = work(lo, hi, plan, ranks)
-    pairs = area.sum() / in_order  # attended, of a pair in a visited tile
     own = length // ranks
     parts = plan.parts if plan is not None and plan.parts else ((1, own),)
     sent = travel(plan, length, ranks)
@@ -187,26 +198,17 @@ def predict(
     ]
     if len(works) == 1:
         sent, among, one = [], [], []
-    found: dict[str, float] = {
+    return {
         "area": float(area.max() / area.mean()),
         "shared": parts[-1][1] / own,
         "between": parts[0][1] / own,
         "visited": float(sum(x.sum() for x in works) / in_order),
+        **efficiency(area, works, in_order, sent, among, one),
     }
-    for what, rate in RATE.items():
-        speed = rate / FLOPS[what] / pairs  # of pairs in visited tiles a second
-        times = [
-            seconds(what, [x[rank] / speed for x in works], sent, among, one)
-            for rank in range(ranks)
-        ]
-        alone = area.mean() * FLOPS[what] / rate
-        found[what] = alone / max(times)
-        found[f"{what}_ms"] = max(times) * 1e3
-    return found
 
 
 def of_window(length: int, window: int, ranks: int, kind: str, halos: bool) -> dict[str, float]:
-    """As `predict`, of one document; and MiB that a rank fetches."""
+    """Efficiency of one document, and MiB that a rank fetches."""
     plan = planned([length], length, (ranks,), kind)
     assert plan is not None
     hi = np.arange(length) + 1
@@ -214,64 +216,36 @@ def of_window(length: int, window: int, ranks: int, kind: str, halos: bool) -> d
     halo = plan.halo(packax.sliding_window(window - 1)) if halos else None
     area, works = work(lo, hi, plan, ranks)
     rows, sent = length - length // ranks, travel(plan, length, ranks)
-    together = False
     if halo is not None:
         share = halo.rows / halo.chunk
         works = [works[1] * (1 - share), works[1] * share]
         inside, between = halo.traffic(min(ranks, HOST))
-        wire = max(inside * ROW / INSIDE, between * ROW / BETWEEN)
-        rows, together = halo.fetched, True
-        sent = [(halo.chunks * halo.edge.keys, wire)]
-    pairs = area.sum() / visited(lo, hi, TILE)
-    found = {"MiB": rows * ROW / 2**20}
-    for what, rate in RATE.items():
-        speed = rate / FLOPS[what] / pairs
-        times = [
-            seconds(what, [x[rank] / speed for x in works], sent, [ranks], [together])
-            for rank in range(ranks)
-        ]
-        found[what] = area.mean() * FLOPS[what] / rate / max(times)
-    return found
+        rows = halo.fetched
+        sent = [(halo.chunks * halo.edge.keys, max(inside * ROW / INSIDE, between * ROW / BETWEEN))]
+    found = efficiency(area, works, visited(lo, hi), sent, [ranks], [halo is not None])
+    return {"MiB": rows * ROW / 2**20, "fwd": found["fwd"], "bwd": found["bwd"]}
 
 
 def windows(path: Path) -> None:
     """The table of all."""
     rows = []
-    for length in (131072, 524288):
-        for window in (128, 512, 1024, 4096):
-            for ranks in (4, 8, 16, 32, 64):
-                row: dict[str, Any] = {"length": length, "window": window, "ranks": ranks}
-                for kind in ("zigzag", "balanced"):
-                    for name, halos in (("halos", True), ("all", False)):
-                        found = of_window(length, window, ranks, kind, halos)
-                        row[f"{kind}, {name}"] = {k: round(x, 4) for k, x in found.items()}
-                rows.append(row)
-                print(f"{length >> 10}k, window {window}, {ranks} ranks: " + "; ".join(
-                    f"{name} {x['MiB']:.0f} MiB {x['fwd']:.0%} / {x['bwd']:.0%}"
-                    for name, x in row.items() if isinstance(x, dict)
-                ))  # fmt: skip
+    sizes = (131072, 524288), (128, 512, 1024, 4096), (4, 8, 16, 32, 64)
+    for length, window, ranks in itertools.product(*sizes):
+        found = {
+            f"{kind}, {name}": of_window(length, window, ranks, kind, name == "halos")
+            for kind in ("zigzag", "balanced")
+            for name in ("halos", "all")
+        }
+        row: dict[str, Any] = {"length": length, "window": window, "ranks": ranks}
+        for name, values in found.items():
+            row[name] = {key: round(x, 4) for key, x in values.items()}
+        rows.append(row)
+        print(f"{length >> 10}k, window {window}, {ranks} ranks: " + "; ".join(
+            f"{name} {x['MiB']:.0f} MiB {x['fwd']:.0%} / {x['bwd']:.0%}"
+            for name, x in found.items()
+        ))  # fmt: skip
     write_json(path, {"rows": rows})
     print(f"wrote {path}")
-
-
-def limit(sizes: list[int], length: int, ranks: int) -> dict[str, float]:
-    """The largest efficiency of any plan that gathers whole documents, by hosts and inside."""
-    tokens = np.array(sizes)
-    area = tokens * (tokens + 1) / 2
-    hosts = max(1, ranks // HOST)
-
-    def several(parts: int) -> Any:
-        return (area > 1.03 * area.sum() / parts) | (tokens > length / parts)
-
-    over_hosts = several(hosts) if hosts > 1 else tokens < 0
-    inside = several(ranks) & ~over_hosts
-    wire = (tokens[over_hosts].sum() + tokens[inside].sum() / hosts) * ROW / INSIDE
-    wire += tokens[over_hosts].sum() * (hosts - 1) / ranks * ROW / BETWEEN
-    found = {}
-    for what, rate in RATE.items():
-        alone = area.sum() / ranks * FLOPS[what] / rate
-        found[what] = alone / max(alone, wire * (1 if what == "fwd" else 2))
-    return found
 
 
 def check() -> tuple[dict[str, Any], bool]:
@@ -294,19 +268,11 @@ def main() -> int:
     parser = arguments_of(__doc__)
     parser.add_argument("--packings", type=int, default=100)
     parser.add_argument("--lengths", default="32768,131072,524288,1048576")
-    parser.add_argument("--ranks", default="4,8,16,32,64")
-    parser.add_argument("--means", default=",".join(map(str, MEANS)))
     parser.add_argument("--windows", action="store_true", help="windows, in place of documents")
     arguments = parser.parse_args()
     if arguments.windows:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         windows(arguments.out / "context_windows.json")
         return 0
-    lengths, ranks_of, means = (
-        [int(x) for x in getattr(arguments, name).split(",") if x]
-        for name in ("lengths", "ranks", "means")
-    )
-    start = time.perf_counter()
     measured, good = check()
     report: dict[str, Any] = {
         "model": {
@@ -318,50 +284,40 @@ def main() -> int:
         "measured": measured,
         "rows": [],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "context_model.json"
     print(f"{'rows':<22}{'ranks':>6} {'plan':<10}{'area':>7}{'worst':>7}{'shared':>8}{'worst':>7}"
-          f"{'between':>9}{'visited':>9}{'fwd':>7}{'bwd':>7}{'limit':>7}{'limit':>7}")  # fmt: skip
-    for length in lengths:
+          f"{'between':>9}{'visited':>9}{'fwd':>7}{'bwd':>7}")  # fmt: skip
+    for length in map(int, arguments.lengths.split(",")):
         count = arguments.packings
         cases = {
             f"documents of {mean}": [lognormal_lengths(length, mean, seed) for seed in range(count)]
-            for mean in means
+            for mean in MEANS
         }
         if length <= 131072:
             cases["library"] = library_rows(length, count)
-        for case, packings in cases.items():
-            for ranks in ranks_of:
-                if length // ranks < 16 * TILE:
-                    continue
-                most = [limit(sizes, length, ranks) for sizes in packings]
-                several: dict[str, tuple[int, ...]] = dict.fromkeys(PLANS, ())
-                if ranks > HOST:
-                    several |= {"local": (ranks // HOST, HOST), "one level": ()}
-                predicted: dict[str, list[Any]] = {kind: [] for kind in several}
-                for sizes in packings:
-                    for kind, levels in several.items():
-                        of_kind = "local" if kind == "one level" else kind
-                        predicted[kind].append(predict(sizes, length, ranks, of_kind, levels))
-                for kind, found in predicted.items():
-                    row = {"length": length, "case": case, "ranks": ranks, "plan": kind}
-                    row["packings"] = len(packings)
-                    for key in ("area", "shared", "between", "visited", "fwd", "bwd"):
-                        values = [x[key] for x in found]
-                        row[key] = round(float(np.mean(values)), 4)
-                        if key in ("area", "shared"):
-                            row[f"{key}_worst"] = round(max(values), 4)
-                    for key in RATE:
-                        row[f"{key}_limit"] = round(float(np.mean([x[key] for x in most])), 4)
-                    report["rows"].append(row)
-                    print(f"{case + f', {length // 1024}k':<22}{ranks:>6} {kind:<10}"
-                          f"{row['area']:>7.3f}{row['area_worst']:>7.3f}{row['shared']:>8.3f}"
-                          f"{row['shared_worst']:>7.2f}{row['between']:>9.3f}"
-                          f"{row['visited']:>9.3f}{row['fwd']:>7.1%}{row['bwd']:>7.1%}"
-                          f"{row['fwd_limit']:>7.1%}{row['bwd_limit']:>7.1%}",
-                          flush=True)  # fmt: skip
-                report["seconds"] = round(time.perf_counter() - start, 1)
-                write_json(path, report)
+        for (case, packings), ranks in itertools.product(cases.items(), RANKS):
+            if length // ranks < 16 * TILE:
+                continue
+            plans: dict[str, tuple[int, ...]] = dict.fromkeys(PLANS, ())
+            if ranks > HOST:
+                plans |= {"local": (ranks // HOST, HOST), "one level": ()}
+            for kind, levels in plans.items():
+                of_kind = "local" if kind == "one level" else kind
+                found = [predict(sizes, length, ranks, of_kind, levels) for sizes in packings]
+                row = {"length": length, "case": case, "ranks": ranks, "plan": kind}
+                row["packings"] = len(packings)
+                for key in ("area", "shared", "between", "visited", "fwd", "bwd"):
+                    values = [x[key] for x in found]
+                    row[key] = round(float(np.mean(values)), 4)
+                    if key in ("area", "shared"):
+                        row[f"{key}_worst"] = round(max(values), 4)
+                report["rows"].append(row)
+                print(f"{case + f', {length // 1024}k':<22}{ranks:>6} {kind:<10}"
+                      f"{row['area']:>7.3f}{row['area_worst']:>7.3f}{row['shared']:>8.3f}"
+                      f"{row['shared_worst']:>7.2f}{row['between']:>9.3f}"
+                      f"{row['visited']:>9.3f}{row['fwd']:>7.1%}{row['bwd']:>7.1%}",
+                      flush=True)  # fmt: skip
+            write_json(path, report)
     print(f"wrote {path}")
     return 0 if good else 1
 

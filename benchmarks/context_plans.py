@@ -7,9 +7,7 @@ Rows are packed from the sources of this Python's standard library, one document
 order, each into the fullest row that still has room; and from the lengths of the board's case with
 12 documents. For each plan: attended pairs of the most loaded rank over the mean ("area"), the same
 for the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
-"tiles"), all ranks' visited pairs over those of the row in order ("visited": the cost of cutting
-into chunks), and the keys that no row of a rank attends to, so that it need not fetch them
-("unread").
+"tiles").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
 
 --cost prints the host time of a plan of kind "local": for ten rows of 128k tokens and about 1000
@@ -81,23 +79,22 @@ def ranges(lengths: list[int], total: int) -> tuple[np.ndarray, np.ndarray]:
     return lo, hi
 
 
-def visited(lo: np.ndarray, hi: np.ndarray, tile: int) -> float:
-    """Pairs in whole blocks of 128 keys of the hulls of tiles of rows."""
-    missing = -len(lo) % tile
+def visited(lo: np.ndarray, hi: np.ndarray) -> float:
+    """Pairs in whole blocks of 128 keys of the hulls of tiles of 128 rows."""
+    missing = -len(lo) % TILE
     lo = np.where(lo < hi, lo, 2**40)
     if missing:
         lo, hi = np.pad(lo, (0, missing), constant_values=2**40), np.pad(hi, (0, missing))
-    lo, hi = lo.reshape(-1, tile).min(1), hi.reshape(-1, tile).max(1)
+    lo, hi = lo.reshape(-1, TILE).min(1), hi.reshape(-1, TILE).max(1)
     first, last = lo // TILE, -(-hi // TILE)
-    return float(np.sum(np.where(lo < hi, last - first, 0)) * TILE * tile)
+    return float(np.sum(np.where(lo < hi, last - first, 0)) * TILE * TILE)
 
 
-def read(lo: np.ndarray, hi: np.ndarray, total: int) -> np.ndarray:
-    """Whether some row attends to each key."""
-    change = np.zeros(total + 1, np.int64)
-    np.add.at(change, lo[lo < hi], 1)
-    np.add.at(change, hi[lo < hi], -1)
-    return np.cumsum(change[:-1]) > 0
+def expression_of(sizes: list[int], length: int) -> Any:
+    """Causal in documents of these sizes; the rest of the row is padding."""
+    ids = np.full(length, packax.PADDING_SEGMENT_ID, np.int32)
+    ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    return packax.causal() & packax.documents(ids)
 
 
 def planned(
@@ -106,9 +103,7 @@ def planned(
     """The plan of a row with documents of these sizes; None for "none"."""
     if kind == "none":
         return None
-    ids = np.full(length, packax.PADDING_SEGMENT_ID)
-    ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
-    expression = packax.causal() & packax.documents(ids)
+    expression = expression_of(sizes, length)
     return packax.context_plan(expression, ranks=ranks, kind=kind, chunk=chunk)
 
 
@@ -116,34 +111,24 @@ def measure(
     lengths: list[int], total: int, ranks: int, name: str, chunk: int | None = None
 ) -> dict[str, Any]:
     lo, hi = ranges(lengths, total)
-    in_order = {tile: visited(lo, hi, tile) for tile in (TILE, 192)}
     plan = planned(lengths, total, ranks, name, chunk)
     order = np.arange(total) if plan is None else plan.index()[0]
     lo, hi = (x[order].reshape(ranks, -1) for x in (lo, hi))
     area = (hi - lo).sum(1)
-    tiles = {tile: [visited(*x, tile) for x in zip(lo, hi, strict=True)] for tile in in_order}
-    others = 1 - 1 / ranks  # what a rank fetches of the keys, all of them
-    mine = np.sort(order.reshape(ranks, -1), axis=1)
-    fetched = []
-    for rank in range(ranks):
-        keys = read(lo[rank], hi[rank], total)
-        fetched.append((keys.sum() - keys[mine[rank]].sum()) / total / others)
+    tiles = [visited(*x) for x in zip(lo, hi, strict=True)]
     return {
         "area": area.max() / area.mean(),
-        "tiles": max(tiles[TILE]) / np.mean(tiles[TILE]),
-        "visited": sum(tiles[TILE]) / in_order[TILE],
-        "visited_192": sum(tiles[192]) / in_order[192],
-        "unread": 1 - float(np.mean(fetched)),
-        "unread_least": 1 - max(fetched),
+        "tiles": max(tiles) / np.mean(tiles),
         "loads": (area / area.mean()).tolist(),
     }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    keys = ("area", "tiles", "visited", "visited_192", "unread", "unread_least")
-    means = {key: round(float(np.mean([row[key] for row in rows])), 4) for key in keys}
-    worst = {f"{key}_max": round(max(row[key] for row in rows), 4) for key in keys[:2]}
-    return means | worst
+    found = {}
+    for key in ("area", "tiles"):
+        values = [row[key] for row in rows]
+        found |= {key: round(float(np.mean(values)), 4), f"{key}_max": round(max(values), 4)}
+    return found
 
 
 def cost(ranks: int, length: int = 131072, documents: int = 1000) -> list[float]:
@@ -151,11 +136,10 @@ def cost(ranks: int, length: int = 131072, documents: int = 1000) -> list[float]
     times = []
     for seed in range(10):
         sizes = lognormal_lengths(length, length // documents, seed)
-        ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        expression = expression_of(sizes, length)
         best = float("inf")
         for _ in range(7):
             start = time.perf_counter()
-            expression = packax.causal() & packax.documents(ids)
             packax.context_plan(expression, ranks=ranks, kind="local")
             best = min(best, time.perf_counter() - start)
         times.append(1e3 * best)
@@ -200,8 +184,6 @@ def main() -> int:
         said = f"{statistics.median(times):.1f} ms, slowest {max(times):.1f}"
         print(f"host, 1000 documents in 131072 tokens, {arguments.ranks} ranks: {said}")
         return 0
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
     count = arguments.packings
     report: dict[str, Any] = {
         "packings": count,
@@ -210,41 +192,34 @@ def main() -> int:
         "plans": {},
         "chunks": {},
     }
-    lines = [
-        f"{'rows':<14}{'ranks':>6} {'plan':<11}{'area':>7}{'worst':>7}{'tiles':>7}{'worst':>7}"
-        f"{'visited':>9}{'(192)':>7}{'unread':>8}"
-    ]
-    loads: dict[str, list[list[float]]] = {}
+    print(f"{'':<44}" + "".join(f"{x:>9}" for x in ("area", "worst", "tiles", "worst")))
+
+    def add(kind: str, name: str, rows: list[list[int]], *plan: Any) -> list[list[float]]:
+        """Measures, prints and reports the rows with one plan; the loads of their ranks."""
+        results = [measure(row, *plan) for row in rows]
+        found = report[kind][name] = summary(results)
+        print(f"{name:<44}" + "".join(f"{x:>9.3f}" for x in found.values()), flush=True)
+        return [row["loads"] for row in results]
+
+    loads: dict[str, list[list[float]]] = {}  # of the last, the library on 16 ranks
     for total in LENGTHS:
+        library = library_rows(total, count)
         sources = {
-            "library": library_rows(total, count),
             "12 documents": [document_lengths(total, 12, seed=seed) for seed in range(count)],
+            "library": library,
         }
-        for source, rows in sources.items():
-            for ranks in RANKS:
-                for name in ("none", "zigzag", "balanced"):
-                    results = [measure(row, total, ranks, name) for row in rows]
-                    result = summary(results)
-                    report["plans"][f"{source}, {total} rows, {ranks} ranks, {name}"] = result
-                    lines.append(line(f"{source[:7]} {total // 1024}k", ranks, name, result))
-                    if (source, total, ranks) == ("library", LENGTHS[-1], 16):
-                        loads[name] = [row["loads"] for row in results]
-        if total == LENGTHS[-1]:
-            for chunk in SWEEP:
-                for ranks in (4, 16):
-                    rows = sources["library"]
-                    results = [measure(row, total, ranks, "balanced", chunk) for row in rows]
-                    result = summary(results)
-                    report["chunks"][f"{ranks} ranks, chunk {chunk}"] = result
-                    lines.append(line(f"chunk {chunk}", ranks, "balanced", result))
+        for (source, rows), ranks in itertools.product(sources.items(), RANKS):
+            for kind in ("none", "zigzag", "balanced"):
+                name = f"{source}, {total} rows, {ranks} ranks, {kind}"
+                loads[kind] = add("plans", name, rows, total, ranks, kind)
+    for chunk, ranks in itertools.product(SWEEP, (4, 16)):
+        name = f"{ranks} ranks, chunk {chunk}"
+        add("chunks", name, library, LENGTHS[-1], ranks, "balanced", chunk)
     title = (
         f"Load per rank, 16 ranks, {count} rows of 128k tokens of the standard library's sources"
     )
-    picture(loads, title, arguments.out / "context_plans.png")
-    report["seconds"] = round(time.perf_counter() - start, 1)
     write_json(arguments.out / "context_plans.json", report)
-    print("\n".join(lines))
-    print(f"wrote {arguments.out / 'context_plans.json'} and context_plans.png")
+    picture(loads, title, arguments.out / "context_plans.png")
     worst = max(
         result["area_max"]
         for name, result in report["plans"].items()
@@ -252,14 +227,6 @@ def main() -> int:
     )
     print(f"balanced plan, 8 and 16 ranks: most loaded / mean at most {worst:.4f} (limit 1.05)")
     return 0 if worst <= 1.05 else 1
-
-
-def line(rows: str, ranks: int, name: str, result: dict[str, float]) -> str:
-    return (
-        f"{rows:<14}{ranks:>6} {name:<11}{result['area']:>7.3f}{result['area_max']:>7.3f}"
-        f"{result['tiles']:>7.3f}{result['tiles_max']:>7.3f}{result['visited']:>9.3f}"
-        f"{result['visited_192']:>7.3f}{result['unread']:>8.1%}"
-    )
 
 
 if __name__ == "__main__":

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import packax
-from lib.implementations import LOOP, touched
+from lib.implementations import LOOP, Compiled, Implementation
 from lib.machine import machine
-from lib.output import arguments_of, write_json
+from lib.output import Report, arguments_of, picked
+from lib.passes import usable
+from lib.reference import relative
 from lib.turns import as_row, interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
@@ -110,116 +110,85 @@ def in_fp8(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def cudnn(query, key, value, kv_lengths):
     rows = jnp.full_like(kv_lengths, query.shape[1])
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        query_seq_lengths=rows,
-        key_value_seq_lengths=kv_lengths,
-        implementation="cudnn",
-    )
+    lengths = {"query_seq_lengths": rows, "key_value_seq_lengths": kv_lengths}
+    return jax.nn.dot_product_attention(query, key, value, **lengths, implementation="cudnn")
 
 
-def difference(x: jax.Array, y: jax.Array) -> float:
-    x, y = (np.asarray(a, np.float64) for a in (x, y))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
-
-
-def copy_of(elements: int) -> Callable[[], Any]:
-    """Reads and writes `elements` float32."""
-    x = jnp.zeros(elements, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    return lambda: copy(x)
-
-
-def looped(function: Callable[..., Any], arrays: dict[str, jax.Array]) -> Callable[[], Any]:
-    """LOOP passes in one call, one after the other."""
-
-    @jax.jit
-    def call(query, others):
-        def step(_: Any, query: jax.Array) -> jax.Array:
-            return touched(query, function(query=query, **others))
-
-        return jax.lax.fori_loop(0, LOOP, step, query)
-
+def compiled_of(
+    name: str, function: Callable[..., jax.Array], arrays: dict[str, jax.Array]
+) -> Compiled:
     others = {name: x for name, x in arrays.items() if name != "query"}
-    return lambda: call(arrays["query"], others)
+    attention = Implementation(name, lambda query, x: function(query=query, **x), others)
+    return Compiled(attention, (arrays["query"], None))  # no cotangent: there is no backward
 
 
 def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[str, Any]:
     arrays = tensors(case, dtype)
-    ours = jax.jit(functools.partial(packax.decode_attention, implementation=implementation))
-    bare: dict[str, Callable[..., Any]] = {"packax": ours}
+    ours = functools.partial(packax.decode_attention, implementation=implementation)
     xla = jax.jit(
         functools.partial(packax.decode_attention, implementation="xla", precision="highest")
     )
-    functions: dict[str, Callable[[], Any]] = {"packax": lambda: ours(**arrays)}
-    operands = {"packax": arrays, "cudnn": arrays}
-    size = case.bytes(dtype)
-    row: dict[str, Any] = {"case": case.name, "dtype": dtype, "bytes": size, "times": {}}
-    row["left_out"] = left_out = {}
+    candidates: dict[str, tuple[Callable[..., jax.Array], dict[str, jax.Array]]] = {
+        "packax": (ours, arrays)
+    }
+    left_out: dict[str, str] = {}
     if case.page_size or case.q_len > 1:  # cuDNN's causal mask begins at the first key
         left_out["cudnn"] = "no pages" if case.page_size else "no causal rows at the end"
     else:
-        bare["cudnn"] = theirs = jax.jit(cudnn)
-        functions["cudnn"] = lambda: theirs(**arrays)
+        candidates["cudnn"] = cudnn, arrays
     if SIZES[dtype] == 2 and case.dim <= 256:
-        small = operands["fp8"] = in_fp8(arrays)
-        bare["fp8"], functions["fp8"] = ours, lambda: ours(**small)
+        candidates["fp8"] = ours, in_fp8(arrays)
     else:
         left_out["fp8"] = "no kernel"
-    references = {"packax": xla(**arrays)}
-    references["cudnn"] = references["packax"]
-    if "fp8" in functions:
-        references["fp8"] = xla(**operands["fp8"])
-        row["fp8_from_16_bits"] = difference(references["fp8"], references["packax"])
-    for name in list(functions):
-        try:
-            error = difference(functions[name](), references[name])
-        except Exception as failure:
-            if name != "cudnn":
-                raise
-            left_out[name] = (str(failure).splitlines() or [type(failure).__name__])[0][:200]
-            del functions[name]
-            continue
-        row.setdefault("errors", {})[name] = error
-        if not error < LIMIT[dtype]:
+    row: dict[str, Any] = {"dtype": dtype, "bytes": case.bytes(dtype), "left_out": left_out}
+    row |= {"errors": {}, "times": {}}
+    functions: dict[str, Callable[[], Any]] = {}
+    exact = xla(**arrays)
+    for name, (function, operands) in candidates.items():
+        want = exact if operands is arrays else xla(**operands)
+        if name == "fp8":
+            row["fp8_from_16_bits"] = relative(want, exact, 0)
+        found = usable(
+            compiled_of(name, function, operands),
+            lambda out, _, want=want: {"out": relative(out, want, 0)},
+            passes=("fwd",), loops=LOOP, limit=LIMIT[dtype],
+        )  # fmt: skip
+        if found["errors"]:
+            row["errors"][name] = error = found["errors"]["out"]
+        if found["failed"]:
+            left_out[name] = found["failed"]["fwd"]
+        elif found["wrong"]:
             left_out[name] = f"wrong: {error:.1e} from XLA"
-            del functions[name]
-    del references
-    elements = COPIED // 4
-    functions = {name: looped(bare[name], operands[name]) for name in functions}
-    functions["copy"] = copy_of(elements)
+        else:
+            functions[name] = found["passes"]["fwd"]
+    x = jnp.zeros(COPIED // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    functions["copy"] = lambda: copy(x)
     bytes_of = {"copy": 2 * COPIED, "fp8": case.bytes(FP8)}
-    times = {
-        name: as_row([ms / (1 if name == "copy" else LOOP) for ms in took])
-        for name, took in interleaved(functions, jax.block_until_ready, rounds).items()
-    }
-    rates = {name: bytes_of.get(name, size) / t["ms"] / 1e6 for name, t in times.items()}
-    for name, t in times.items():
-        row["times"][name] = {
-            **t,
-            "gb_per_s": round(rates[name], 1),
-            "of_copy": round(rates[name] / rates["copy"], 3),
-        }
+    for name, took in interleaved(functions, jax.block_until_ready, rounds).items():
+        time = as_row([ms / (1 if name == "copy" else LOOP) for ms in took])
+        rate = bytes_of.get(name, row["bytes"]) / time["ms"] / 1e6
+        row["times"][name] = time | {"gb_per_s": round(rate, 1)}
+    for time in row["times"].values():
+        time["of_copy"] = round(time["gb_per_s"] / row["times"]["copy"]["gb_per_s"], 3)
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(results: dict[str, Any]) -> str:
     lines = [
         "| case | packax us | GB/s | of the copy | FP8 us | GB/s | of the copy "
         "| cuDNN us | GB/s | of the copy | copy GB/s |"
     ]
     lines.append("|---" * 11 + "|")
-    for row in rows:
-        cells = [row["case"]]
-        for name in ("packax", "fp8", "cudnn"):
+    for case, row in results.items():
+        cells = [case]
+        for name in ("packax", "fp8", "cudnn") if row else ():
             t = row["times"].get(name)
             if t is None:
                 cells += [row["left_out"][name], "", ""]
             else:
                 cells += [f"{1e3 * t['ms']:.1f}", f"{t['gb_per_s']:.0f}", f"{t['of_copy']:.0%}"]
-        cells.append(f"{row['times']['copy']['gb_per_s']:.0f}")
+        cells.append(f"{row['times']['copy']['gb_per_s']:.0f}" if row else "did not run")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -230,21 +199,21 @@ def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) ->
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMIT))
     parser.add_argument("--implementation", default="cuda", choices=("cuda", "xla"))
     options = parser.parse_args(arguments)
-    unknown = set(options.cases or ()) - {case.name for case in cases}
-    if unknown:
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {[c.name for c in cases]}")
-    rows = []
-    for case in cases:
-        if options.cases and case.name not in options.cases:
-            continue
-        rows.append(measure(case, options.dtype, options.implementation, options.rounds))
-        print(json.dumps(rows[-1]), flush=True)
-    print(table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), "copied_bytes": COPIED, "cases": rows}
-    write_json(options.out / "decode.json", result)
-    wrong = any(row["left_out"].get("fp8", "").startswith("wrong") for row in rows)
-    return 0 if all("packax" in row["times"] for row in rows) and not wrong else 1
+    report = Report(options.out, "decode", options.rounds, machine=machine(), copied_bytes=COPIED)
+    results = report.run(
+        picked(cases, options.cases, lambda case: ""),
+        lambda case: measure(case, options.dtype, options.implementation, options.rounds),
+        table,
+    )
+    return report.end(
+        [
+            name
+            for name, row in results.items()
+            if not row
+            or "packax" not in row["times"]
+            or row["left_out"].get("fp8", "").startswith("wrong")
+        ]
+    )
 
 
 if __name__ == "__main__":

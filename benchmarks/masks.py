@@ -36,15 +36,7 @@ from lib.output import Report, arguments_of, require_gpu, say
 from lib.packed_trees import as_documents
 from lib.passes import usable
 from lib.reference import Reference, wrong
-from lib.turns import (
-    Failed,
-    Worker,
-    bad_cases,
-    burst,
-    not_run,
-    table,
-    time_rows,
-)
+from lib.turns import Failed, Worker, bad_cases, burst, not_run, table, time_rows
 
 HERE = Path(__file__).parent
 # dense: packax's causal attention, for cases that select some of its pairs; documents: for trees

@@ -1,12 +1,12 @@
-"""Costs of jax around the kernels: Python's part of a call, program size, time to compile.
+"""Costs of jax around the kernels: Python's part of a call, time to compile.
 
     python benchmarks/overheads.py [--calls 500] [--out DIR]
 
-Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call,
-instructions of a program that builds a mask, and processor seconds to trace, lower and compile the
-gradients of a model of 24 layers; also for jax.nn.dot_product_attention. On a GPU also the first
-call of a process, milliseconds to build a mask, and host time in the C++ handlers. Writes
-overheads.json into --out (default: $OUT, else benchmarks/results).
+Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call, and
+processor seconds to trace, lower and compile the gradients of a model of 24 layers; also for
+jax.nn.dot_product_attention. On a GPU also the first call of a process, milliseconds to build a
+mask, and host time in the C++ handlers. Writes overheads.json into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -26,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from lib.cases import Case, document_lengths
-from lib.implementations import random_inputs
+from lib.cases import Case
+from lib.implementations import Compiled, expression_of, packax_attention, random_inputs
 from lib.output import arguments_of, write_json
-from lib.turns import burst, launches_of
+from lib.turns import PASSES, interleaved
 
 LAYERS, LENGTH, HEADS, KV_HEADS, DIM = 24, 256, 8, 2, 32
 Attention = Callable[..., jax.Array]
@@ -91,20 +90,6 @@ def call_time(calls: int) -> dict[str, Any]:
     return found
 
 
-def instructions(compiled: Any) -> int:
-    """The number of instructions in a compiled program."""
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", compiled.as_text(), re.MULTILINE))
-
-
-def mask_instructions() -> dict[str, int]:
-    _, ids = small_inputs()
-    return {
-        name: instructions(jax.jit(mask_of).lower(ids).compile())
-        for name, (_, mask_of) in attentions().items()
-        if mask_of(ids) is not None
-    }
-
-
 def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Callable[..., Any]:
     """Gradients of a plain transformer: projections, attention, a residual."""
 
@@ -135,20 +120,20 @@ def compile_time() -> dict[str, Any]:
         for scan in (True, False):
             jax.clear_caches()
             function = jax.jit(model(attention, mask_of, scan))
-            start = time.process_time()
+            times = [time.process_time()]
             traced = function.trace(weights, x, ids)
-            trace = time.process_time()
+            times.append(time.process_time())
             lowered = traced.lower()
-            lower = time.process_time()
-            compiled = lowered.compile()
-            end = time.process_time()
+            times.append(time.process_time())
+            lowered.compile()
+            times.append(time.process_time())
+            trace, lower, compiling = np.diff(times).tolist()
             found[f"{name}, {'scan' if scan else 'unrolled'}"] = {
-                "trace_s": round(trace - start, 2),
-                "lower_s": round(lower - trace, 2),
-                "compile_s": round(end - lower, 2),
-                "all_s": round(end - start, 2),
+                "trace_s": round(trace, 2),
+                "lower_s": round(lower, 2),
+                "compile_s": round(compiling, 2),
+                "all_s": round(times[-1] - times[0], 2),
                 "lines_of_stablehlo": lowered.as_text().count("\n"),
-                "instructions": instructions(compiled),
             }
     return found
 
@@ -164,71 +149,63 @@ def first_call() -> dict[str, Any]:
     backend = time.perf_counter() - start
 
     case = Case("first", 1, 8192, 8, 2, 128, 5)
-    query, key, value, cotangent = jax.block_until_ready(random_inputs(case))
-    ids = jnp.asarray(case.segment_ids())
+    *inputs, ids = jax.block_until_ready((*random_inputs(case), jnp.asarray(case.segment_ids())))
 
     @jax.jit
     def step(query, key, value, cotangent, ids):
-        mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+        mask = packax.create_attention_mask(expression_of(case, ids))
         _, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
         return pullback(cotangent)
 
     start = time.perf_counter()
-    compiled = step.lower(query, key, value, cotangent, ids).compile()
-    xla = time.perf_counter() - start
-    start = time.perf_counter()
-    jax.block_until_ready(compiled(query, key, value, cotangent, ids))
-    first = time.perf_counter() - start
-    start = time.perf_counter()
-    jax.block_until_ready(compiled(query, key, value, cotangent, ids))
-    second = time.perf_counter() - start
+    compiled = step.lower(*inputs, ids).compile()
+    times = [time.perf_counter() - start]
+    for _ in range(2):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*inputs, ids))
+        times.append(time.perf_counter() - start)
     return {
         "backend_s": round(backend, 3),
-        "trace_and_xla_compile_s": round(xla, 3),
-        "first_run_ms": round(first * 1e3, 3),
-        "second_run_ms": round(second * 1e3, 3),
+        "trace_and_xla_compile_s": round(times[0], 3),
+        "first_run_ms": round(times[1] * 1e3, 3),
+        "second_run_ms": round(times[2] * 1e3, 3),
         "triton_imported": "triton" in sys.modules,
     }
 
 
-def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
+def mask_building() -> dict[str, Any]:
     """Milliseconds to build one row's mask: launched from Python, and inside a jitted loop."""
-    ids = jnp.asarray(
-        np.repeat(np.arange(1, documents + 1), document_lengths(tokens, documents)).astype(np.int32)
-    )[None]
-    positions = jnp.asarray(
-        np.concatenate([np.arange(n) for n in document_lengths(tokens, documents)]).astype(np.int32)
-    )[None]
-
-    def by_ids(ids: jax.Array) -> Any:
-        return packax.create_attention_mask(packax.causal() & packax.documents(ids))
-
-    def by_positions(ids: jax.Array) -> Any:
-        return packax.create_attention_mask(
-            packax.causal() & packax.documents(ids, positions=positions)
-        )
-
+    case = Case("mask", 1, 131072, 8, 2, 128, 12)
+    ids = jnp.asarray(case.segment_ids())
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in case.lengths])[None], jnp.int32)
+    builders = {
+        "ids": lambda ids: packax.documents(ids),
+        "ids_positions": lambda ids: packax.documents(ids, positions=positions),
+    }
     iterations = 200
-    result: dict[str, Any] = {"tokens": tokens, "documents": documents}
-    for name, build in (("ids", by_ids), ("ids_positions", by_positions)):
+    result: dict[str, Any] = {"tokens": case.seq, "documents": case.documents}
+    for name, documents in builders.items():
+
+        def build(ids: jax.Array, documents: Any = documents) -> Any:
+            return packax.create_attention_mask(packax.causal() & documents(ids))
 
         @jax.jit
         def loop(ids: jax.Array, build: Any = build) -> Any:
-            def body(
-                _: Any, mask: Any
-            ) -> Any:  # the ids depend on the previous mask, so that nothing is hoisted
+            def body(_: Any, mask: Any) -> Any:
+                # The ids depend on the previous mask, so that nothing is hoisted.
                 return build(ids + jnp.minimum(jax.tree.leaves(mask)[0].ravel()[0], 0))
 
             return jax.lax.fori_loop(0, iterations, body, build(ids))
 
-        single = jax.jit(build)
-        finish = jax.block_until_ready
-        loops, once = (functools.partial(f, ids) for f in (loop, single))
-        looped = statistics.median(burst(loops, finish, 1) / (iterations + 1) for _ in range(5))
-        launches = launches_of(once, finish, 40)
-        launched = statistics.median(burst(once, finish, launches) for _ in range(5))
-        result[name] = {"in_jit_ms": round(looped, 4), "launched_ms": round(launched, 4)}
-    result["bytes_a_token"] = round(sum(x.nbytes for x in jax.tree.leaves(by_ids(ids))) / tokens, 2)
+        functions = {
+            "in_jit_ms": functools.partial(loop, ids),
+            "launched_ms": functools.partial(jax.jit(build), ids),
+        }
+        times = interleaved(functions, jax.block_until_ready, 5, 40)
+        built = {"in_jit_ms": iterations + 1, "launched_ms": 1}  # masks of a call
+        result[name] = {x: round(statistics.median(times[x]) / n, 4) for x, n in built.items()}
+    mask = packax.create_attention_mask(expression_of(case, ids))
+    result["bytes_a_token"] = round(sum(x.nbytes for x in jax.tree.leaves(mask)) / case.seq, 2)
     return result
 
 
@@ -237,23 +214,14 @@ def handler_time(calls: int = 300) -> dict[str, Any]:
     from packax import _ext
 
     case = Case("handlers", 1, 2048, 8, 2, 128, 5)
-    query, key, value, cotangent = random_inputs(case)
     ids = jnp.asarray(case.segment_ids())
-    build = jax.jit(
-        lambda ids: packax.create_attention_mask(packax.causal() & packax.documents(ids))
-    )
-    mask = build(ids)
-    forward = jax.jit(lambda q, k, v, mask: packax.flash_attention(q, k, v, mask))
-    pullback = jax.jit(
-        lambda q, k, v, mask: jax.vjp(lambda *x: packax.flash_attention(*x, mask), q, k, v)[1]
-    )(query, key, value, mask)
-    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+    build = jax.jit(lambda ids: packax.create_attention_mask(expression_of(case, ids)))
+    compiled = Compiled(packax_attention(case), random_inputs(case))
+    functions = [functools.partial(build, ids), *(compiled.function(what) for what in PASSES)]
 
     def run(count: int) -> None:
         for _ in range(count):
-            jax.block_until_ready(
-                (build(ids), forward(query, key, value, mask), backward(pullback, cotangent))
-            )
+            jax.block_until_ready([function() for function in functions])
 
     run(20)
     _ext.reset_host_times()
@@ -275,13 +243,11 @@ def main() -> int:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "calls": call_time(arguments.calls),
-        "mask_instructions": mask_instructions(),
         f"gradients_of_{LAYERS}_layers": compile_time(),
     }
     if on_gpu:
         report |= {"mask_building": mask_building(), "handlers": handler_time()}
     print(json.dumps(report, indent=1))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out / "overheads.json", report)
     return 0
 

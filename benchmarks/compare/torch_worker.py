@@ -31,6 +31,12 @@ from lib.turns import State, burst, launches_of, serve
 Attention = Callable[..., torch.Tensor]
 
 
+def packing(case: Case, device: str) -> tuple[torch.Tensor, int]:
+    """Where documents begin and end, and the longest."""
+    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
+    return edges, max(case.lengths)
+
+
 def flash_attention(case: Case, device: str, peer: str = "fa4") -> Attention:
     if case.batch == 1 and peer == "fa2":
         return flash_attention_2(case, device)
@@ -43,26 +49,19 @@ def flash_attention(case: Case, device: str, peer: str = "fa4") -> Attention:
         return lambda q, k, v: first(flash_attn_func(q, k, v, causal=True))
     if case.batch != 1:
         raise NotImplementedError("documents in several rows")
-    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
-    longest = max(case.lengths)
+    edges, longest = packing(case, device)
+    rows = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+    rows |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            cu_seqlens_q=edges,
-            cu_seqlens_k=edges,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=True,
-        )
-        return first(out)[None]
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return first(flash_attn_varlen_func(*flat, **rows, causal=True))[None]
 
     return packed
 
 
 def flash_attention_2(case: Case, device: str) -> Attention:
-    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
-    longest = max(case.lengths)
+    edges, longest = packing(case, device)
     options: dict[str, Any] = {"scale": case.head_dim**-0.5}
     if case.window:
         options |= {"window_size_left": case.window - 1, "window_size_right": 0}

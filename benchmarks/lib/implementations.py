@@ -31,12 +31,15 @@ class Implementation:
     operands: Any  # what is the same for all layers: a built mask, lengths and offsets
 
 
-def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
-    segment_ids = jnp.asarray(case.segment_ids())
+def expression_of(case: Case, ids: jax.Array | None = None) -> Any:
+    """The case's mask; `ids`: those of its documents, traced."""
     interval = packax.sliding_window(case.window - 1) if case.window else packax.causal()
-    mask = jax.jit(lambda ids: packax.create_attention_mask(interval & packax.documents(ids)))(
-        segment_ids
-    )
+    return interval & packax.documents(case.segment_ids() if ids is None else ids)
+
+
+def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
+    build = jax.jit(lambda ids: packax.create_attention_mask(expression_of(case, ids)))
+    mask = build(jnp.asarray(case.segment_ids()))
     # Only arguments that every packax has: attention.py takes another wheel, too.
     options = {"deterministic": True} if deterministic else {}
     return Implementation(
@@ -73,24 +76,18 @@ def cudnn_attention(case: Case) -> Implementation:
     function."""
     scale = case.head_dim**-0.5
     if case.documents == 1 and case.value_dim == case.head_dim:
-
-        def causal(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                q, k, v, scale=scale, is_causal=True, implementation="cudnn"
-            )
-
-        return Implementation("cudnn", causal, ())
+        options = {"scale": scale, "is_causal": True, "implementation": "cudnn"}
+        return Implementation(
+            "cudnn", lambda q, k, v, _: jax.nn.dot_product_attention(q, k, v, **options), ()
+        )
 
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     if case.documents == 1:
-
-        def unequal(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
-            return cudnn.dot_product_attention(
-                q, k, v, scale=scale, mask_type=cudnn.MaskType.CAUSAL
-            )
-
-        return Implementation("cudnn", unequal, ())
+        causal = {"scale": scale, "mask_type": cudnn.MaskType.CAUSAL}
+        return Implementation(
+            "cudnn", lambda q, k, v, _: cudnn.dot_product_attention(q, k, v, **causal), ()
+        )
 
     edges = np.concatenate([[0], np.cumsum(case.lengths)])
     lengths = jnp.asarray(np.tile(case.lengths, (case.batch, 1)), jnp.int32)
@@ -98,17 +95,10 @@ def cudnn_attention(case: Case) -> Implementation:
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array, operands: Arrays) -> jax.Array:
         lengths, offsets = operands
-        return cudnn.dot_product_attention(
-            q,
-            k,
-            v,
-            q_seqlen=lengths,
-            kv_seqlen=lengths,
-            q_offsets=offsets,
-            kv_offsets=offsets,
-            scale=scale,
-            mask_type=cudnn.MaskType.PADDING_CAUSAL,
-        )
+        rows = {"q_seqlen": lengths, "kv_seqlen": lengths}
+        rows |= {"q_offsets": offsets, "kv_offsets": offsets}
+        mask_type = cudnn.MaskType.PADDING_CAUSAL
+        return cudnn.dot_product_attention(q, k, v, **rows, scale=scale, mask_type=mask_type)
 
     return Implementation("cudnn", packed, (lengths, offsets))
 

@@ -45,6 +45,7 @@ def to_json(value: Any, column: int = 0, label: str = "") -> str:
 
 
 def write_json(path: Path, report: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(report) + "\n")
 
 
@@ -66,13 +67,16 @@ def arguments_of(
     return parser
 
 
-def picked(cases: Sequence[Any], names: str | None, group_of: Callable[[Any], str]) -> list[Any]:
-    """The cases of a comma-separated list of names and groups, in the table's order; None: all."""
+def picked(
+    cases: Sequence[Any], names: str | list[str] | None, group_of: Callable[[Any], str]
+) -> list[Any]:
+    """The cases of a list of names and groups, with commas if it is text, in the table's order;
+    None: all."""
     if names is None:
         return list(cases)
     groups = dict.fromkeys(filter(None, map(group_of, cases)))
     known = [*groups, *(case.name for case in cases)]
-    wanted = names.split(",")
+    wanted = names.split(",") if isinstance(names, str) else names
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise SystemExit(
@@ -94,7 +98,6 @@ class Report(dict[str, Any]):
     def __init__(self, out: Path, name: str, rounds: int, **more: Any) -> None:
         commit = os.environ.get("PACKAX_COMMIT", "unknown")
         super().__init__(more, commit=commit, rounds=rounds, cases={})
-        out.mkdir(parents=True, exist_ok=True)
         self.path = out / f"{name}.json"
 
     def add(self, case: str, rows: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from lib.implementations import Compiled
 from lib.output import first_line, say
 from lib.reference import wrong
-from lib.turns import burst, launches_of, time_rows
+from lib.turns import PASSES, burst, launches_of, time_rows
 
 
 def usable(
@@ -19,6 +19,8 @@ def usable(
     errors_of: Callable[[Any, Any], dict[str, float]] | None = None,
     skip: dict[str, str] | None = None,
     *,
+    passes: Sequence[str] = PASSES,
+    limit: float | None = None,
     repeats: bool = False,
     loops: int = 1,
     round_ms: float = 120.0,
@@ -27,12 +29,13 @@ def usable(
     "launches": how many take `round_ms`}.
 
     `errors_of(out, gradients)`, of which one is None; without it nothing is compared. `repeats`: a
-    second run must give the same bits. `loops`: passes in one call, for what is short.
+    second run must give the same bits. `limit`: of errors, if another. `loops`: passes in one
+    call, for what is short.
     """
     errors: dict[str, float] = {}
-    failed, passes = dict(skip or {}), {}
+    failed, functions = dict(skip or {}), {}
     bad: list[str] = []
-    for what in ("fwd", "bwd"):
+    for what in passes:
         if "fwd" in failed or what in failed:
             continue
         try:
@@ -43,18 +46,19 @@ def usable(
                 errors[name] = float(np.maximum(errors.get(name, 0.0), error))
             if repeats and not jax.tree.all(jax.tree.map(same_bits, found, function())):
                 bad.append(f"bits of {what}")
-            passes[what] = function if loops == 1 else compiled.function(what, loops)
+            functions[what] = function if loops == 1 else compiled.function(what, loops)
         except Exception as error:  # the other implementations must still run
             failed[what] = first_line(error)
-    bad += wrong(errors)
+    bad += wrong(errors, limit)
     if bad:
         said = ", ".join(f"{name} {errors.get(name, 0):.1e}" for name in bad)
         say(f"WRONG {compiled.implementation.name}: {said}")
-        passes = {}
+        functions = {}
     finish = jax.block_until_ready
-    launches = {what: launches_of(f, finish, round_ms) for what, f in passes.items()}
+    launches = {what: launches_of(f, finish, round_ms) for what, f in functions.items()}
     return {
-        "errors": errors, "failed": failed, "wrong": bad, "passes": passes, "launches": launches,
+        "errors": errors, "failed": failed, "wrong": bad, "passes": functions,
+        "launches": launches,
     }  # fmt: skip
 
 

@@ -122,9 +122,10 @@ class Reference:
         return {name: relative(x, self.values[name]) for name, x in found.items()}
 
 
-def wrong(errors: dict[str, float]) -> list[str]:
+def wrong(errors: dict[str, float], limit: float | None = None) -> list[str]:
     """The names whose error is over the limit, or not a number."""
-    return [name for name, error in errors.items() if not error <= LIMITS.get(name, LIMIT)]
+    limits = LIMITS if limit is None else dict.fromkeys(errors, limit)
+    return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT)]
 
 
 # A row of one key has dQ = dK = 0, and rounding of that is not an error: elements of inputs are

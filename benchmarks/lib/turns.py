@@ -21,6 +21,7 @@ from typing import Any
 
 from lib import power
 
+PASSES = ("fwd", "bwd")
 ERRORS = {  # what is compared of a pass
     "fwd": ("out", "mean"),
     "bwd": ("dq", "dk", "dv", "dbias", "dtable"),

@@ -8,6 +8,7 @@ the table's limits (spills) are compiled anyway, with a message.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -20,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc" / "aot"))
 
 import table  # noqa: E402
+from work import DETERMINISTIC, PARTS, SM90_BACKWARD, pair  # noqa: E402
 
 Constants = dict[str, int]
 TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
@@ -51,11 +53,6 @@ def neighbours(row: Constants) -> list[Constants]:
     return found
 
 
-PIPELINES = (  # run together
-    {"backward_preprocess", "backward_sm90", "backward_postprocess"},
-    {"backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"},
-    {"backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts"},
-)
 # kernels that candidates run with, or are compared with
 TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}
 
@@ -115,9 +112,8 @@ def variant(
 def parse(text: str) -> tuple[str, tuple[int, int], Constants]:
     """KERNEL:DIM[xDIM]:NAME=N,NAME=N of --try."""
     kernel, dims, changes = text.split(":")
-    qk, _, v = dims.partition("x")
     named = (change.split("=") for change in changes.split(",") if change)
-    return kernel, (int(qk), int(v or qk)), {name: int(n) for name, n in named}
+    return kernel, pair(dims), {name: int(n) for name, n in named}
 
 
 def chosen(
@@ -139,7 +135,9 @@ def chosen(
             print(f"left out: {error}", flush=True)
     for kernel, d, changed in map(parse, extra):
         wanted.setdefault((kernel, d), [{}]).append(changed)
-    for pipeline, (kernel, d) in itertools.product(PIPELINES, list(wanted)):
+    for pipeline, (kernel, d) in itertools.product(
+        (SM90_BACKWARD, DETERMINISTIC, PARTS), list(wanted)
+    ):
         for other in pipeline if kernel in pipeline else ():
             wanted.setdefault((other, d), [{}])
     seen = set()
@@ -158,16 +156,8 @@ def chosen(
                 yield made
 
 
-def build(
-    folder: pathlib.Path,
-    arch: str,
-    jobs: int,
-    kernels: list[str],
-    dims: list[tuple[int, int]] | None,
-    assemblers: list[str],
-    extra: list[str],
-    listed: bool = True,
-) -> None:
+def build(args: argparse.Namespace) -> None:
+    """Compiles the candidates of tune.py's arguments."""
     import checks
     import compile as aot
 
@@ -181,12 +171,15 @@ def build(
             print(f"  {error}", file=sys.stderr, flush=True)
 
     checks.check_assembly = report  # the compiling processes are forks
-    todo = list(chosen(arch, kernels, dims, assemblers, extra, listed))
+    folder = args.folder
+    todo = list(
+        chosen(args.arch, args.kernels, args.dims, args.assemblers, args.extra, not args.only)
+    )
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
-    twins = [v for v in table.variants((arch,), ("bf16",), needed) if v.kernel in TWINS]
+    twins = [v for v in table.variants((args.arch,), ("bf16",), needed) if v.kernel in TWINS]
     folder.mkdir(parents=True, exist_ok=True)
     failed = aot.compile_table(
-        [*todo, *twins], folder / "cubins", ROOT / "build" / "tune_cache", jobs
+        [*todo, *twins], folder / "cubins", ROOT / "build" / "tune_cache", args.jobs
     )
     rows = [
         {"kernel": v.kernel, "dims": [v.qk_dim, v.v_dim], "file": v.name, "assembler": v.assembler,

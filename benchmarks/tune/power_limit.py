@@ -29,12 +29,9 @@ from lib.output import Report, arguments_of
 from lib.power import Meter, line, medians, metered
 from lib.turns import as_row, burst, in_turns, launches_of
 
-HERE = Path(__file__).parent
-
 
 def product(size: int, zeros: bool) -> Any:
-    keys = jax.random.split(jax.random.key(0))
-    x, y = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+    x, y = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     if zeros:
         x, y = jnp.zeros_like(x), jnp.zeros_like(y)
     function = jax.jit(jnp.matmul)
@@ -44,27 +41,29 @@ def product(size: int, zeros: bool) -> Any:
 def passes(size: int, names: str) -> dict[str, tuple[Any, float]]:
     """Name -> (a call, its operations), each with random numbers and with zeros."""
     found: dict[str, tuple[Any, float]] = {}
-    for zeros in (False, True):
-        kind = "zeros" if zeros else "random"
+    for kind in ("random", "zeros"):
+        zeros = kind == "zeros"
         found[f"product {size}, {kind}"] = (product(size, zeros), 2.0 * size**3)
         for case in select(names):
             inputs = random_inputs(case)
             if zeros:
-                inputs = tuple(jnp.zeros_like(x) for x in inputs)
+                inputs = jax.tree.map(jnp.zeros_like, inputs)
             compiled = Compiled(packax_attention(case), inputs)
-            found[f"{case.name} fwd, {kind}"] = (compiled.function("fwd"), case.forward_flops)
-            found[f"{case.name} bwd, {kind}"] = (compiled.function("bwd"), case.backward_flops)
+            for what, flops in (("fwd", case.forward_flops), ("bwd", case.backward_flops)):
+                found[f"{case.name} {what}, {kind}"] = (compiled.function(what), flops)
     return found
 
 
-def measure(found: dict[str, tuple[Any, float]], rounds: int, round_ms: float,
-    meter: Meter) -> dict[str, Any]:  # fmt: skip
+def measure(
+    found: dict[str, tuple[Any, float]], rounds: int, round_ms: float, meter: Meter
+) -> dict[str, Any]:
     finish = jax.block_until_ready
-    bursts, read = {}, {}
-    for name, (function, _) in found.items():
-        once = functools.partial(burst, function, finish, launches_of(function, finish, round_ms))
-        read[name] = []
-        bursts[name] = metered(meter, once, read[name])
+    launches = {name: launches_of(f, finish, round_ms) for name, (f, _) in found.items()}
+    read: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    bursts = {
+        name: metered(meter, functools.partial(burst, f, finish, launches[name]), read[name])
+        for name, (f, _) in found.items()
+    }
     rows = {}
     for name, took in in_turns(bursts, rounds).items():
         row = as_row(took, found[name][1])

@@ -33,7 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from cubin import Driver, Kernel
 from lib.cases import Case
 from probe import fatal_steps, say_begin, say_end
-from work import DETERMINISTIC, PARTS, SM90_BACKWARD, Built, Launch, Work, difference
+from work import DETERMINISTIC, PARTS, SM90_BACKWARD, Built, Launch, Work, difference, pair
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
@@ -50,6 +50,12 @@ RESULTS = {
     "backward_dq_sm90_parts": ("dq",),
 }
 KERNELS = tuple(RESULTS)
+PIPELINES = (SM90_BACKWARD, DETERMINISTIC, PARTS)
+TOGETHER = {  # a pipeline, and its kernel whose candidates are timed in it
+    "backward": "backward_sm90",
+    "deterministic": "backward_dq_sm90",
+    "parts": "backward_dq_sm90_parts",
+}
 CLOSE = 5e-3  # relative difference of two correct candidates in bfloat16, which also rounds P
 
 # Small, only for the comparison: documents that fit no tile, and many in one tile.
@@ -81,10 +87,7 @@ def operations(case: Case, kernel: str) -> float | None:
     pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
     return {
         **dict.fromkeys(FORWARD, case.forward_flops),
-        "backward_sm90": case.backward_flops,
-        "backward": case.backward_flops,
-        "deterministic": case.backward_flops,
-        "parts": case.backward_flops,
+        **dict.fromkeys(("backward_sm90", *TOGETHER), case.backward_flops),
         **dict.fromkeys(
             ("backward_dkdv", "backward_dkdv_sm90", "backward_dkdv_sm90_parts"),
             pairs * 2 * (qk + v),
@@ -122,8 +125,7 @@ class Plan:
         """Hopper's three kernels with this candidate in its place; None if one of them is
         missing."""
         name = self.candidates[title][0]
-        ways = (SM90_BACKWARD, PARTS)
-        names = next((names for names in ways if name in names), DETERMINISTIC)
+        names = next(names for names in PIPELINES if name in names)
         if any(part not in self.own for part in names):
             return None
         parts = [self.alone[title] if part == name else self.own[part] for part in names]
@@ -159,7 +161,7 @@ class Plan:
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
-            pipeline = name in (*SM90_BACKWARD, *DETERMINISTIC, *PARTS)
+            pipeline = any(name in names for names in PIPELINES)
             run = self.together(title) if pipeline else self.alone[title]
             if run is None:
                 print(f"{title}: not compared: not all of its pipeline's kernels were built")
@@ -185,13 +187,11 @@ class Plan:
     def timed(self, right: list[str]) -> dict[str, Launch]:
         launches = {title: self.alone[title] for title in right}
         for title in right:
-            run = self.together(title)
-            if self.candidates[title][0] == "backward_sm90" and run is not None:
-                launches[title.replace("backward_sm90", "backward", 1)] = run
-            if self.candidates[title][0] == "backward_dq_sm90" and run is not None:
-                launches[title.replace("backward_dq_sm90", "deterministic", 1)] = run
-            if self.candidates[title][0] == "backward_dq_sm90_parts" and run is not None:
-                launches[title.replace("backward_dq_sm90_parts", "parts", 1)] = run
+            for whole, part in TOGETHER.items():
+                if self.candidates[title][0] != part:
+                    continue
+                if (run := self.together(title)) is not None:
+                    launches[title.replace(part, whole, 1)] = run
         return launches
 
 
@@ -202,12 +202,7 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
         name, _, rest = title.partition(" ")
         flops = operations(case, name)
-        first = {
-            "backward": "backward_sm90",
-            "deterministic": "backward_dq_sm90",
-            "parts": "backward_dq_sm90_parts",
-        }.get(name)
-        own = title if title in plan.candidates else f"{first} {rest}"
+        own = title if title in plan.candidates else f"{TOGETHER.get(name)} {rest}"
         meta = plan.candidates[own][1].meta if own in plan.candidates else {}
         rows.append({
             "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name,
@@ -269,26 +264,27 @@ def time_candidates(
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
-    for pair in [d for d in there if dims is None or d in dims]:
-        wanted = {t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in kernels}
-        for pipeline in (SM90_BACKWARD, DETERMINISTIC):
+    for of in [d for d in there if dims is None or d in dims]:
+        size = f"{of[0]}x{of[1]}"
+        every = built.candidates(of, KERNELS)
+        wanted = {t: c for t, c in every.items() if c[0] in kernels}
+        for pipeline in PIPELINES:
             if any(name in pipeline for name, _ in wanted.values()):  # the others of its pipeline
-                mates = {
-                    t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in pipeline
+                wanted |= {
+                    t: c for t, c in every.items() if c[0] in pipeline and t.split()[1] == "table"
                 }
-                wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
-        wanted = {t: c for t, c in wanted.items() if f"{t} {pair[0]}x{pair[1]}" not in without}
+        wanted = {t: c for t, c in wanted.items() if f"{t} {size}" not in without}
         for name in [*CHECKS, *names]:
-            print(f"{name} {pair[0]}x{pair[1]}, {time.perf_counter() - began:.0f} s", flush=True)
-            work = Work(driver, case(name, pair), built.masks())
+            print(f"{name} {size}, {time.perf_counter() - began:.0f} s", flush=True)
+            work = Work(driver, case(name, of), built.masks())
             work.check_mask()
             plan = Plan(work, built, wanted)
             want = plan.reference()
             if wanted and "out" in want:
                 print(f"  forward: error against float64 {work.forward_error():.1e}", flush=True)
-            differences = plan.check(want, f"{pair[0]}x{pair[1]}" if announce else None)
+            differences = plan.check(want, size if announce else None)
             wrong = [title for title, value in differences.items() if not value < CLOSE]
-            report["wrong"] += [f"{name} {pair[0]}x{pair[1]} {title}" for title in wrong]
+            report["wrong"] += [f"{name} {size} {title}" for title in wrong]
             wanted = {title: c for title, c in wanted.items() if title not in wrong}
             if name in TIMED and wanted:
                 rows = time_case(plan, differences, rounds)
@@ -306,11 +302,6 @@ def time_candidates(
     for title, why in without.items():
         print(f"FATAL, not timed: {title} {why}")
     return 1 if report["wrong"] or without else 0
-
-
-def pair(text: str) -> tuple[int, int]:
-    qk, _, v = text.partition("x")
-    return int(qk), int(v or qk)
 
 
 def main() -> int:
@@ -339,16 +330,7 @@ def main() -> int:
     if args.command == "build":
         from candidates import build
 
-        build(
-            args.folder,
-            args.arch,
-            args.jobs,
-            args.kernels,
-            args.dims,
-            args.assemblers,
-            args.extra,
-            not args.only,
-        )
+        build(args)
         return 0
     index = json.loads((args.folder / "index.json").read_text())
     built = {row["kernel"] for row in index if row["label"]}

@@ -26,6 +26,12 @@ DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"
 PARTS = ("backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 
 
+def pair(text: str) -> tuple[int, int]:
+    """Head dims: 128x64, or 128 for both."""
+    qk, _, v = text.partition("x")
+    return int(qk), int(v or qk)
+
+
 class Built:
     """The kernels in a folder, by name, head dims, label and assembler, loaded when requested."""
 

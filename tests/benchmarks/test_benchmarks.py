@@ -260,7 +260,7 @@ def test_decoding_is_timed_in_a_loop():
     """LOOP passes in a call, none hoisted out of the loop."""
     script("""
 import jax, packax
-from decode import Case, looped, tensors
+from decode import Case, compiled_of, tensors
 from lib.implementations import LOOP
 
 case = Case("small", (700, 300), heads=4, kv_heads=2, dim=64)
@@ -272,7 +272,7 @@ def counted(**arrays):
     query = arrays["query"]
     return jax.pure_callback(seen, query, query) + packax.decode_attention(**arrays)
 
-jax.block_until_ready(looped(counted, arrays)())
+jax.block_until_ready(compiled_of("counted", counted, arrays).function("fwd", LOOP)())
 assert len(calls) == LOOP, calls
 """)
 
