@@ -64,7 +64,7 @@ def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) ->
             **groups.mask(mask, group).operands("forward"),
             **_extras(spec, scores, fixed, groups, group),
         )
-        out, lse, *top = head_groups.forward(own, spec.of_primitive(mask), operands)
+        out, lse, *top = head_groups.run("forward", own, spec.of_primitive(mask), operands)
         others.append([lse, *top])
         groups.gather_after(lse)
     assert out is not None
@@ -120,7 +120,7 @@ def backward_group(
         **_extras(spec, scores, fixed, groups, group),
     )
     own = groups.heads_of(query.shape[2], group)
-    dq, dk, dv, *others = head_groups.backward(own, spec.of_primitive(mask), operands)
+    dq, dk, dv, *others = head_groups.run("backward", own, spec.of_primitive(mask), operands)
     # Not dq if there is another: the next group writes into it, and would wait for this read.
     made = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
     groups.gather_after((made or [dq])[0])

@@ -322,7 +322,7 @@ def rewritten(
     return None if dims is None else (padded, dims)
 
 
-def _run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
+def run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
     function = primitives.forward if direction == "forward" else primitives.backward
     return function(spec, operands)
 
@@ -363,7 +363,7 @@ def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> 
     joined |= {
         name: _flat(y, batch) for name, y in (("lse", x.lse), ("dlse", x.dlse)) if y is not None
     }
-    results = _run(direction, spec, x._replace(**joined, **one_row(spec, x)))
+    results = run(direction, spec, x._replace(**joined, **one_row(spec, x)))
     if direction == "backward":
         return [y.reshape(like.shape) for y, like in zip(results, x[:3], strict=True)]
     out, *numbers = results
@@ -442,7 +442,7 @@ def parts_of_group(query: Any, key: Any) -> int:
 def in_parts(direction: Pass, spec: AttentionSpec, x: Operands, parts: int) -> list[jax.Array]:
     """The call with `parts` times as many key/value heads."""
     key, value = (jnp.repeat(y, parts, axis=2) for y in (x.key, x.value))
-    dq, dk, dv, *rest = _run(direction, spec, x._replace(key=key, value=value))
+    dq, dk, dv, *rest = run(direction, spec, x._replace(key=key, value=value))
     return [dq, _added(dk, parts), _added(dv, parts), *rest]
 
 
@@ -497,7 +497,7 @@ def padded(
     wide = {
         name: _wider(y, dim) for name, dim in of_name.items() if (y := getattr(x, name)) is not None
     }
-    results = _run(direction, spec, x._replace(**wide))
+    results = run(direction, spec, x._replace(**wide))
     if direction == "forward":
         out, *numbers = results
         return [out[..., : x.value.shape[3]], *numbers]
