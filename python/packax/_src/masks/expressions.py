@@ -471,6 +471,11 @@ def documents_of(expression: MaskExpression) -> Documents | None:
     return None
 
 
+def intervals_of(expression: MaskExpression) -> And:
+    """The intersection of all intervals of the expression."""
+    return And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
+
+
 def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
     """What the intervals of the expression compare: positions that one part has, or indices."""
     q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))

@@ -57,7 +57,7 @@ class Spans(Interval):
     def _changes(self, at: Positions) -> Any:
         """(B or 1, S): where a run of span ids or of segment ids begins."""
         xp = numpy_of(self.ids, at.q, at.kv, *at.ids)
-        begins = [_begins(ids, xp) for ids in (self.ids, *at.ids)]
+        begins = [begins_of(ids, xp) for ids in (self.ids, *at.ids)]
         return functools.reduce(operator.or_, begins)
 
     def _as_array(self, at: Positions) -> Array:
@@ -92,7 +92,8 @@ class Spans(Interval):
         return self.text.unbounded()
 
 
-def _begins(ids: Any, xp: Any) -> Any:
+def begins_of(ids: Any, xp: Any) -> Any:
+    """(B or 1, S): where a run of one id begins."""
     ids = xp.atleast_2d(ids)
     return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.load_balance import inverse_of, take_chunks, zigzag_order
 from packax._src.core.arguments import as_int32
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.block_sparse import block_sparse
@@ -42,12 +43,8 @@ def reorder_sequence(
             f"tensor has {tensor.shape[seq_dim]} places along axis {seq_dim}, which must be a "
             f"multiple of 2 * cp_size = {chunks}"
         )
-    rank = np.arange(cp_size)
-    order = np.stack([rank, chunks - 1 - rank], 1).ravel()
-    order = np.argsort(order) if to_contiguous else order
-    shape = tensor.shape
-    split = tensor.reshape(*shape[:seq_dim], chunks, -1, *shape[seq_dim + 1 :])
-    return split.take(order, axis=seq_dim).reshape(shape)
+    order = zigzag_order(cp_size)
+    return take_chunks(inverse_of(order) if to_contiguous else order, seq_dim, tensor)
 
 
 def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> Any:
