@@ -12,11 +12,12 @@ import numpy as np
 
 from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, described, numpy_of, shown
 from packax._src.masks.expressions import (
-    Documents,
+    And,
     Interval,
     Limits,
     MaskExpression,
     Positions,
+    documents_of,
     pytree,
 )
 from packax._src.masks.intervals import Causal
@@ -47,7 +48,8 @@ class Spans(Interval):
         ids = self.ids if self.batched else self.ids[0]
         return [("span_ids", ids, "q"), ("span_ids", ids, "kv"), *self.text.arrays()]
 
-    def check_with(self, document: Documents | None) -> None:
+    def check_others(self, both: And) -> None:
+        document = documents_of(both)
         if document is not None and not (document.kv_ids is None and document.kv_pos is None):
             raise ValueError(
                 "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
