@@ -31,7 +31,7 @@ from packax._src.requests import (
     checked_precision,
     checked_scale,
     checked_soft_cap,
-    validate_score_params,
+    per_head,
 )
 
 MAX_ROWS = 16
@@ -180,7 +180,7 @@ def decode_attention(
             f"forbids: pass ({left}, 0), or causal=False"
         )
     lo, hi = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
-    of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks
+    of_heads = per_head("sinks", "logit", sinks, query, None)
     if of_heads is not None:
         of_heads = of_heads.astype(accumulator(query.dtype))[None]
     operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(

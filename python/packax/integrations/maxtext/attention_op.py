@@ -28,7 +28,7 @@ from packax._src.core.spec import accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.ops.merge import merged
-from packax._src.requests import checked_precision, validate_score_params
+from packax._src.requests import checked_precision, per_head
 from packax.integrations.jax_nn import dense_mask
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
@@ -268,7 +268,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 record = record_max_logits and at == 0
                 parts.append(one_cache(self, query, key, value, own_ids, indexer, record))
                 at = to
-            sinks = validate_score_params(query, 0, 0, 1.0, sinks, None, None)[0].sinks
+            sinks = per_head("sinks", "logit", sinks, query, None)
             if sinks is not None:
                 lse = parts[0][1]
                 parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))
