@@ -310,17 +310,14 @@ class AttentionOp(AdditiveMask, nnx.Module):
             cap, precision = self.attn_logits_soft_cap, self.precision
             results = _attend_dense(query, key, value, mask, cap, sinks, precision)
         else:
-            options: dict[str, Any] = {}
-            if self.attn_logits_soft_cap is not None:
-                options["soft_cap"] = self.attn_logits_soft_cap
-            if record:
-                options["return_max_logits"] = True
+            options: dict[str, Any] = {"return_max_logits": bool(record)}
             results = flash_attention(
                 query,
                 key,
                 value,
                 mask,
                 scale=1.0,
+                soft_cap=self.attn_logits_soft_cap,
                 sinks=sinks,
                 return_lse=True,
                 precision=self.precision,
