@@ -1,6 +1,6 @@
 """`AttentionSharding`, the user's sharding, and `Layout`, what it means on the mesh of one call.
 
-Names and sizes only; context/shard.py moves the data.
+It says which rank has which part of an array; context/shard.py gathers keys from other ranks.
 """
 
 from __future__ import annotations
