@@ -47,7 +47,7 @@ def of_keys(x, own):
 
 def some_forward(own, out, query, key, value, mask, spec=SPEC):
     x = of_pass("forward", mask, query=query, key=key, value=value, init=out)
-    return some_heads.forward(own, spec, x)
+    return some_heads.run("forward", own, spec, x)
 
 
 def grouped_forward(query, key, value, mask):
@@ -62,7 +62,7 @@ def grouped_forward(query, key, value, mask):
 def some_backward(own, dq, tensors, mask, spec=SPEC):
     names = ("query", "key", "value", "out", "lse", "dout", "dlse")
     named = dict(zip(names, tensors, strict=False))
-    return some_heads.backward(own, spec, of_pass("backward", mask, **named, init=dq))
+    return some_heads.run("backward", own, spec, of_pass("backward", mask, **named, init=dq))
 
 
 def grouped_backward(tensors, mask):

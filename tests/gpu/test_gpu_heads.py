@@ -45,7 +45,7 @@ def results(x, mask, groups, deterministic):
     for own in groups:
         keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
         tensors = {"query": x.query, "key": keys, "value": values, "init": out}
-        out, lse = some_heads.forward(own, spec, of_pass("forward", operands, **tensors))
+        out, lse = some_heads.run("forward", own, spec, of_pass("forward", operands, **tensors))
         lses.append(lse)
     lse = jnp.concatenate(lses, 1)
     dq, parts = None, []
@@ -54,7 +54,7 @@ def results(x, mask, groups, deterministic):
         own_lse, own_dlse = (y[:, own.start : own.stop] for y in (lse, x.dlse))
         tensors = {"query": x.query, "key": keys, "value": values, "init": dq}
         tensors |= {"out": out, "lse": own_lse, "dout": x.dout, "dlse": own_dlse}
-        dq, *part = some_heads.backward(own, spec, of_pass("backward", operands, **tensors))
+        dq, *part = some_heads.run("backward", own, spec, of_pass("backward", operands, **tensors))
         parts.append(part)
     return out, lse, dq, *(jnp.concatenate(y, 2) for y in zip(*parts, strict=True))
 

@@ -12,7 +12,16 @@ from jax.typing import ArrayLike
 
 from packax._src.core.arguments import numpy_array
 from packax._src.core.sharding import vary_together
-from packax._src.core.spec import FP8, INT_MAX, MAX_LENGTH, accumulator, is_fp8, is_symbolic
+from packax._src.core.spec import (
+    FP8,
+    INT_MAX,
+    MAX_LENGTH,
+    AttentionSpec,
+    Operands,
+    accumulator,
+    is_fp8,
+    is_symbolic,
+)
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
@@ -22,7 +31,7 @@ from packax._src.requests import (
     checked_precision,
     checked_scale,
     checked_soft_cap,
-    validate_score_params,
+    per_head,
 )
 
 MAX_ROWS = 16
@@ -170,50 +179,45 @@ def decode_attention(
             f"window={window} lets a row attend to {right} keys after itself, which causal=True "
             f"forbids: pass ({left}, 0), or causal=False"
         )
-    rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
-    operands = [require_device_info(query), key, value, *rows]
-    if table is not None:
-        operands.append(table)
-    operands += scales
-    of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks
+    lo, hi = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
+    of_heads = per_head("sinks", "logit", sinks, query, None)
     if of_heads is not None:
-        operands.append(of_heads.astype(accumulator(query.dtype))[None])
-    soft_cap, precision = checked_soft_cap(soft_cap), checked_precision(precision)
-    operands = list(vary_together(*operands))
+        of_heads = of_heads.astype(accumulator(query.dtype))[None]
+    operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(
+        block_table=table, key_scale=scales[0], value_scale=scales[1], sinks=of_heads
+    )
+    spec = AttentionSpec(
+        scale=factor,
+        soft_cap=checked_soft_cap(soft_cap),
+        precision=checked_precision(precision),
+        implementation=implementation,
+    )
+    (operands,) = vary_together(operands)
     batch, _, heads, _ = query.shape
     if batch == 0 or q_len == 0:
         out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
         lse = jnp.zeros((batch, heads, q_len), accumulator(query.dtype))
-        out, lse, *_ = vary_together(out, lse, *operands)
+        out, lse, _ = vary_together(out, lse, operands)
         return (out, lse) if return_lse else out
-    out, lse = decode_p.bind(
-        *operands,
-        scale=factor,
-        soft_cap=soft_cap,
-        precision=precision,
-        paged=table is not None,
-        has_sinks=sinks is not None,
-        implementation=implementation,
-    )
+    out, lse = decode_p.bind(*operands.leaves, spec=spec, names=operands.names)
     return (out, lse) if return_lse else out
 
 
 def checked_scales(
     key: jax.Array, key_scale: Any, value_scale: Any, *, paged: bool
-) -> tuple[jax.Array, ...]:
-    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32; () without FP8."""
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32; None without FP8."""
     given = {"key_scale": key_scale, "value_scale": value_scale}
-    rows, _, heads, _ = key.shape
-    arrays = []
-    for name, scale in given.items():
-        if not is_fp8(key):
+    if not is_fp8(key):
+        for name, scale in given.items():
             if scale is not None:
                 raise ValueError(f"{name} is for caches in {FP8}, but key is {key.dtype}: omit it")
-            continue
-        arrays.append(checked_kv_scale(name, scale, rows, heads, paged=paged))
+        return None, None
+    rows, _, heads, _ = key.shape
+    arrays = [checked_kv_scale(*named, rows, heads, paged=paged) for named in given.items()]
     if any(x.shape[0] != 1 for x in arrays):
         arrays = [jnp.broadcast_to(x, (rows, heads)) for x in arrays]
-    return tuple(arrays)
+    return arrays[0], arrays[1]
 
 
 def checked_kv_scale(name: str, given: Any, rows: Any, heads: int, *, paged: bool) -> jax.Array:

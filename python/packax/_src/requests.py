@@ -231,14 +231,14 @@ def validate_score_params(
     sequences.
     """
     real = accumulator(query.dtype)
-    scores = ScoreParams(_per_head("sinks", "logit", sinks, query, layout))
+    scores = ScoreParams(per_head("sinks", "logit", sinks, query, layout))
     if isinstance(scale, jax.Array):
         scores = scores._replace(scales=_placed(scale.astype(real)[None], layout, ()))
     if bias is None:
         return scores, ()
     if not isinstance(bias, Alibi):
         return scores._replace(bias=_bias_array(bias, query, kv_len, layout)), ()
-    slopes = _per_head("slopes", "slope", bias.slopes, query, layout)
+    slopes = per_head("slopes", "slope", bias.slopes, query, layout)
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
     places: tuple[jax.Array, ...] = ()
@@ -282,7 +282,7 @@ def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
     return x if layout is None else layout.place(x, *dims)
 
 
-def _per_head(
+def per_head(
     name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
 ) -> jax.Array | None:
     """(H,) as an array of floats, or None; on a mesh of explicit axes sharded as the heads are."""

@@ -12,6 +12,7 @@ that package is.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
     Examples:
         >>> out = flash_attention(q, k, v, key_mask)
     """
-    return _run(q, k, v, _key_mask, key_mask)
+    return _run(q, k, v, functools.partial(_key_mask, key_mask))
 
 
 def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
@@ -65,17 +66,14 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     Examples:
         >>> out = causal_flash_attention(q, k, v)
     """
-    return _run(q, k, v, _causal)
+    return _run(q, k, v, lambda batch, q_len, k_len: causal(k_len - q_len))
 
 
-def _run(
-    q: Any,
-    k: Any,
-    v: Any,
-    expression: Callable[..., MaskExpression],
-    *operands: Any,
-) -> jax.Array:
-    """Runs packax: from (*batch, heads, length, dim) to (B, length, heads, dim) and back."""
+def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> jax.Array:
+    """Runs packax: from (*batch, heads, length, dim) to (B, length, heads, dim) and back.
+
+    expression(batch dimensions, q_len, k_len): the mask.
+    """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if q.ndim < 2:
         raise ValueError(f"q must have shape (..., length, dim), but has {q.shape}")
@@ -88,7 +86,7 @@ def _run(
         jnp.broadcast_to(x, (*x.shape[:2], kv_heads, x.shape[3])) if x.shape[2] == 1 else x
         for x in (key, value)
     )
-    mask = expression(query, key, batch, *operands)
+    mask = expression(batch, query.shape[1], key.shape[1])
     takes = ffi.has_kernels(query, key, value)
     out = _attention.flash_attention(
         query, key, value, mask, implementation=None if takes else "xla"
@@ -109,28 +107,17 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
     return x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2)
 
 
-def _key_mask(
-    query: jax.Array, key: jax.Array, batch: tuple[int, ...], key_mask: Any
-) -> MaskExpression:
+def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> MaskExpression:
     if key_mask is None:
         return full()
     # numpy arrays stay numpy arrays here: jax would truncate 64-bit numbers to 32 bits
     numbers = key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
     mask = jnp.asarray(numbers.astype(bool))
-    length = key.shape[1]
-    if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:
-        raise ValueError(
-            f"key_mask must have shape {(*batch, length)}, (*batch, k_len), but has {mask.shape}"
-        )
+    shape = (*batch, k_len)
     try:
-        mask = jnp.broadcast_to(mask, (*batch, length))
+        whole = jnp.broadcast_to(mask, shape)
     except ValueError:
-        raise ValueError(
-            f"key_mask must have shape {(*batch, length)}, (*batch, k_len), but has {mask.shape}"
-        ) from None
-    return dot_product.key_mask(mask.reshape(-1, length), query.shape[1])
-
-
-def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> MaskExpression:
-    q_len, k_len = query.shape[1], key.shape[1]
-    return causal(k_len - q_len)
+        whole = None
+    if whole is None or mask.shape[-1:] != (k_len,):  # one value is not for all keys
+        raise ValueError(f"key_mask must have shape {shape}, (*batch, k_len), but has {mask.shape}")
+    return dot_product.key_mask(whole.reshape(-1, k_len), q_len)

@@ -249,10 +249,15 @@ def take_sharded(order: Any, axis: int, x: Any) -> Any:
 
 def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
     """Rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks."""
-    rank = np.arange(ranks, dtype=np.int32)
-    order = np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
+    order = zigzag_order(ranks)
     chunk = _zigzag_chunk(length, ranks, chunk)
     return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, chunk)
+
+
+def zigzag_order(ranks: int) -> np.ndarray:
+    """(1, 2 * ranks) int32: the chunk at each place."""
+    rank = np.arange(ranks, dtype=np.int32)
+    return np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
 
 
 def balanced(

@@ -28,7 +28,7 @@ from packax._src.context.all_gather_kv import (
 from packax._src.context.fetch_halos import fetch, give_back, index, numbers, take_each
 from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
-from packax._src.context.rank_passes import Gradients, Rows, backward_group, forward_groups
+from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import AttentionSpec
 
@@ -62,32 +62,30 @@ def backward(
     fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
     many = fetched > _HALVES * key.shape[1]
     private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results, many)
-    own, others = Gradients(), []
+    own: list[tuple[Any, ...]] = []
+    others: list[list[tuple[Any, ...]]] = []
     halves = iter(range(private.groups.number))
     if shared and (private.groups.number > 1 or not many):
         private.groups.sent = _all_sent(shared)
-        own.add(*backward_group(spec, private.groups, next(halves), private.rows, None))
+        backward_groups(spec, private.groups, [next(halves)], private.rows, own)
         # Not dq: the other half writes into it, which a look at it would put off.
-        made = [(own.keys, "key"), (own.values, "value")]
-        done = dependency_token(*[x[0] for x, name in made if name in spec.needs_grad][:1])
+        made = zip(own[0][1:3], ("key", "value"), strict=True)
+        done = dependency_token(*[x for x, name in made if name in spec.needs_grad][:1])
         for part in shared:
             part.groups.attended = done
     for part in shared:
-        more = Gradients()
-        for group in range(part.groups.number):
-            more.add(*backward_group(spec, part.groups, group, part.rows, more.dq))
-        others.append(more)
+        others.append([])
+        backward_groups(spec, part.groups, range(part.groups.number), part.rows, others[-1])
     private.groups.sent = None
     if shared:
         to_send = [x for part in shared for x in part.groups.to_send_back]
         private.groups.sent_back = dependency_token(*to_send)
-    for group in halves:
-        own.add(*backward_group(spec, private.groups, group, private.rows, own.dq))
-    dq, dk, dv, of_scores, _ = own.whole()
+    backward_groups(spec, private.groups, halves, private.rows, own)
+    dq, dk, dv, of_scores, _ = whole(own)
     if private.give_back is not None:
         dk, dv = private.give_back([dk, dv], None)
     for part, more in zip(shared, others, strict=True):
-        more_dq, *of_keys, more_scores, _ = more.whole()
+        more_dq, *of_keys, more_scores, _ = whole(more)
         dq = part.place.put(jnp.add, dq, more_dq, 1)
         dk, dv = part.add_keys([dk, dv], of_keys)
         of_scores = None if of_scores is None else of_scores + more_scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +46,9 @@ def backward(
     gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
     groups = KVGatherPipeline(spec.layout, *gathered, backward=True)
     rows = Rows(query, scores, mask, fixed, out, lse, dout, dlse)
-    found = Gradients()
-    for group in range(groups.number):
-        found.add(*backward_group(spec, groups, group, rows, found.dq))
-    dq, dk, dv, *others = found.whole(scores.bias)
+    found: list[tuple[Any, ...]] = []
+    backward_groups(spec, groups, range(groups.number), rows, found)
+    dq, dk, dv, *others = whole(found, scores.bias)
     return dq, groups.summed(dk, key), groups.summed(dv, value), *others
 
 
@@ -64,50 +64,38 @@ def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) ->
             **groups.mask(mask, group).operands("forward"),
             **_extras(spec, scores, fixed, groups, group),
         )
-        out, lse, *top = head_groups.forward(own, spec.of_primitive(mask), operands)
+        out, lse, *top = head_groups.run("forward", own, spec.of_primitive(mask), operands)
         others.append([lse, *top])
         groups.gather_after(lse)
     assert out is not None
     return [out, *(_joined(list(x), 1) for x in zip(*others, strict=True))]
 
 
-class Gradients:
-    """Collects the gradients of groups."""
-
-    def __init__(self) -> None:
-        self.dq: jax.Array | None = None
-        self.keys: list[jax.Array] = []
-        self.values: list[jax.Array] = []
-        self.scores: list[jax.Array] = []
-        self.biases: list[jax.Array] = []
-
-    def add(
-        self,
-        dq: jax.Array,
-        dk: jax.Array,
-        dv: jax.Array,
-        scores: jax.Array | None,
-        bias: jax.Array | None,
-    ) -> None:
-        self.dq = dq
-        self.keys.append(dk)
-        self.values.append(dv)
-        self.scores += [] if scores is None else [scores]
-        self.biases += [] if bias is None else [bias]
-
-    def whole(self, bias: jax.Array | None = None) -> tuple[Any, ...]:
-        """dq, dk and dv of all heads, (H, 2) of scale and slopes or None, that of `bias` or
-        None."""
-        scores = _joined(self.scores, 1).sum(axis=(0, 3)) if self.scores else None
-        of_bias = None
-        if self.biases and bias is not None:
-            one_for_all = bias.shape[1] == 1
-            of_bias = sum(self.biases[1:], self.biases[0]) if one_for_all else None
-            of_bias = _joined(self.biases, 1) if of_bias is None else of_bias
-        return self.dq, _joined(self.keys, 2), _joined(self.values, 2), scores, of_bias
+def backward_groups(
+    spec: AttentionSpec,
+    groups: KVGatherPipeline,
+    which: Iterable[int],
+    rows: Rows,
+    found: list[tuple[Any, ...]],
+) -> None:
+    """Appends the gradients of each of these groups to those of the groups before."""
+    for group in which:
+        dq = found[-1][0] if found else None
+        found.append(_backward_group(spec, groups, group, rows, dq))
 
 
-def backward_group(
+def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[Any, ...]:
+    """Of all groups dq, dk and dv, (H, 2) of scale and slopes or None, that of `bias` or None."""
+    dqs, dks, dvs, scores, biases = map(list, zip(*found, strict=True))
+    of_scores = None if scores[0] is None else _joined(scores, 1).sum(axis=(0, 3))
+    of_bias = None
+    if bias is not None and biases[0] is not None:
+        one_for_all = bias.shape[1] == 1
+        of_bias = sum(biases[1:], biases[0]) if one_for_all else _joined(biases, 1)
+    return dqs[-1], _joined(dks, 2), _joined(dvs, 2), of_scores, of_bias
+
+
+def _backward_group(
     spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
     """The gradients of query, on the others', of keys and values, and what there is of scores and
@@ -120,7 +108,7 @@ def backward_group(
         **_extras(spec, scores, fixed, groups, group),
     )
     own = groups.heads_of(query.shape[2], group)
-    dq, dk, dv, *others = head_groups.backward(own, spec.of_primitive(mask), operands)
+    dq, dk, dv, *others = head_groups.run("backward", own, spec.of_primitive(mask), operands)
     # Not dq if there is another: the next group writes into it, and would wait for this read.
     made = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
     groups.gather_after((made or [dq])[0])

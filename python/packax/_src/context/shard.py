@@ -30,8 +30,7 @@ def forward_pass(spec: AttentionSpec, query, key, value, scores, mask, fixed) ->
     if spec.layout is None:  # one device with rows permuted by a plan
         return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
-    mapped = _shard_map(
-        spec.layout,
+    mapped = spec.layout.shard_map(
         functools.partial(_forward, spec),
         (q_spec, kv_spec, kv_spec, *others),
         [q_spec, lse_spec, *([lse_spec] if spec.max_logits else [])],
@@ -49,8 +48,7 @@ def backward_pass(
         return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
     q_spec, kv_spec, lse_spec, score_specs, *others = _specs(spec.layout, scores, mask, fixed)
     rows = (q_spec, lse_spec, q_spec, None if dlse is None else lse_spec)
-    mapped = _shard_map(
-        spec.layout,
+    mapped = spec.layout.shard_map(
         run,
         (q_spec, kv_spec, kv_spec, score_specs, *rows, *others),
         (q_spec, kv_spec, kv_spec, score_specs),
@@ -70,19 +68,6 @@ def _specs(
         scores.specs(layout),
         mask.specs(layout.spec, batch, context, heads),
         fixed.specs(layout),
-    )
-
-
-def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """Maps over all axes that the caller has not mapped: XLA cannot partition a custom call."""
-    if not layout.mapped:
-        return function
-    return jax.shard_map(
-        function,
-        mesh=layout.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(layout.mapped),
     )
 
 

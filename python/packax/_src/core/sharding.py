@@ -1,6 +1,6 @@
 """`AttentionSharding`, the user's sharding, and `Layout`, what it means on the mesh of one call.
 
-Names and sizes only; context/shard.py moves the data.
+It says which rank has which part of an array; context/shard.py gathers keys from other ranks.
 """
 
 from __future__ import annotations
@@ -127,6 +127,28 @@ class Layout:
         # Without a mesh in the context a spec alone has no meaning.
         placed = where if self.mesh is None else NamedSharding(self.mesh, where)
         return jax.sharding.reshard(x, placed)
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """The function on every rank's piece, over all axes that the caller has not mapped: XLA
+        cannot partition a custom call."""
+        if not self.mapped:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.mapped),
+        )
+
+    def own_part(self, x: jax.Array, axis: int) -> jax.Array:
+        """This rank's part of x, if the caller's shard_map is over the context axes."""
+        pieces = self.outside(self.context)
+        if pieces == 1:
+            return x
+        own = x.shape[axis] // pieces
+        x, first = vary_together(x, jax.lax.axis_index(self.context) * own)
+        return jax.lax.dynamic_slice_in_dim(x, first, own, axis=axis)
 
     def place_tensors(
         self, query: jax.Array, key: jax.Array, value: jax.Array

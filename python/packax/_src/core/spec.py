@@ -78,7 +78,8 @@ TENSORS = {
 }
 """The operands with a batch axis, and the kinds of their axes, as in partitioning.py."""
 OF_HEADS = (
-    *("block_mask", "q_block_lists", "kv_block_lists", "slopes", "bias", "dropout_streams"),
+    *("block_mask", "q_block_lists", "kv_block_lists"),
+    *("slopes", "bias", "dropout_streams", "sinks"),
 )
 """The operands whose axis 1 is the query's heads, or 1."""
 LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
@@ -141,8 +142,8 @@ class AttentionSpec:
 
 
 class Operands(NamedTuple):
-    """The operands of forward_p and backward_p by name, or one value for each (avals, MLIR values,
-    letters). None: absent. A primitive takes those that are present, in order.
+    """The operands of forward_p, backward_p and decode_p by name, or one value for each (avals,
+    MLIR values, letters). None: absent. A primitive takes those that are present, in order.
     """
 
     query: Any  # (B, Sq, H, Dqk)
@@ -178,6 +179,11 @@ class Operands(NamedTuple):
     dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of dropout.py
     # For some of the query heads (head_groups.py): out or dq, which holds those of the others.
     init: Any = None
+    # Of decode_p only, whose key and value are caches, (B, Skv, Hkv, D) or (pages, keys, Hkv, D).
+    block_table: Any = None  # (B, blocks): which pages a sequence has
+    key_scale: Any = None  # of a cache in FP8, (1, Hkv), (B, Hkv) or (pages, Hkv)
+    value_scale: Any = None
+    sinks: Any = None  # (1, H)
 
     @staticmethod
     def of(names: Iterable[str], values: Iterable[Any]) -> Operands:

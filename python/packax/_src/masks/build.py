@@ -28,13 +28,12 @@ from packax._src.core.spec import ONE_BLOCK, MaskMode
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (
-    And,
-    Interval,
     MaskExpression,
     batch_of,
     check_lengths,
     documents_of,
     instead_of_array,
+    intervals_of,
 )
 from packax._src.masks.halo_mask import halo_parts, halos_of, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
@@ -139,7 +138,7 @@ def create_attention_mask(
     if document is not None:
         sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
     sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
-    interval = And(tuple(part for part in parts if isinstance(part, Interval)))
+    interval = intervals_of(expression)
     ranges = tuple(
         (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
         for part in parts

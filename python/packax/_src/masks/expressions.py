@@ -135,9 +135,6 @@ class MaskExpression(NotAnArray):
         """
         return None
 
-    def check_with(self, document: Documents | None) -> None:
-        """Raises ValueError if it cannot be intersected with these documents."""
-
     def check_others(self, both: And) -> None:
         """Raises ValueError if it cannot be intersected with the other members."""
 
@@ -282,8 +279,22 @@ class Documents(MaskExpression):
         return same & (self.q_ids != PADDING_SEGMENT_ID)[..., :, None]
 
 
+class _Joined(Interval):
+    """Several expressions, joined by `&` or `|`."""
+
+    members: tuple[Any, ...]
+
+    def walk(self) -> Iterator[MaskExpression]:
+        yield self
+        for member in self.members:
+            yield from member.walk()
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        return [held for member in self.members for held in member.arrays()]
+
+
 @pytree("members")
-class And(Interval):
+class And(_Joined):
     """A pair is attended if every member allows it. If all members are intervals, so is this."""
 
     members: tuple[Any, ...]
@@ -293,14 +304,6 @@ class And(Interval):
 
     def parts(self) -> tuple[MaskExpression, ...]:
         return self.members
-
-    def walk(self) -> Iterator[MaskExpression]:
-        yield self
-        for member in self.members:
-            yield from member.walk()
-
-    def arrays(self) -> list[tuple[str, Array, str]]:
-        return [held for member in self.members for held in member.arrays()]
 
     def _as_array(self, at: Positions) -> Array:
         result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
@@ -339,7 +342,7 @@ class Shared:
 
 
 @pytree("sides", "offsets")
-class Or(Interval):
+class Or(_Joined):
     """A pair is attended if any member allows it. All members and their union are intervals.
 
     The union may be an interval only because offsets are equal. Each offset is therefore stored
@@ -350,7 +353,7 @@ class Or(Interval):
     offsets: tuple[Any, ...]  # (): none, or an outer union holds them
 
     @property
-    def members(self) -> tuple[Any, ...]:
+    def members(self) -> tuple[Any, ...]:  # type: ignore[override]
         if not self.offsets:
             return self.sides
 
@@ -361,14 +364,6 @@ class Or(Interval):
 
     def __repr__(self) -> str:
         return " | ".join(repr(x) for x in self.members)
-
-    def walk(self) -> Iterator[MaskExpression]:
-        yield self
-        for member in self.members:
-            yield from member.walk()
-
-    def arrays(self) -> list[tuple[str, Array, str]]:
-        return [held for member in self.members for held in member.arrays()]
 
     def _as_array(self, at: Positions) -> Array:
         first, second = (member._as_array(at) for member in self.members)
@@ -413,9 +408,7 @@ def _check_and(both: And) -> None:
             raise NotImplementedError(
                 f"an expression can hold one {part.name}(...), and `&` was given two: {part.once}"
             )
-    document = documents_of(both)
     for part in both.walk():
-        part.check_with(document)
         part.check_others(both)
 
 
@@ -469,6 +462,11 @@ def documents_of(expression: MaskExpression) -> Documents | None:
         if isinstance(part, Documents):
             return part
     return None
+
+
+def intervals_of(expression: MaskExpression) -> And:
+    """The intersection of all intervals of the expression."""
+    return And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
 
 
 def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:

@@ -17,12 +17,14 @@ import numpy as np
 from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, numpy_of, plus, shown
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
+    And,
     Documents,
     Interval,
     Limits,
     MaskExpression,
     Positions,
     Reach,
+    documents_of,
     offset_value,
     pytree,
 )
@@ -36,7 +38,8 @@ class _Offset(Interval):
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [] if np.ndim(self.offset) == 0 else [("offset", self.offset, "batch")]
 
-    def check_with(self, document: Documents | None) -> None:
+    def check_others(self, both: And) -> None:
+        document = documents_of(both)
         if self.offset is not None and document is not None and document.q_pos is not None:
             raise ValueError(
                 f"{self.name} has an offset and is joined with documents(..., positions=...): "

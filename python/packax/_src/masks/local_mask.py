@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.all_gather_kv import as_gathered, piece
+from packax._src.context.fetch_halos import take_each
 from packax._src.context.load_balance import ContextPlan, checksum
 from packax._src.core.arguments import plus
 from packax._src.core.mask import AttentionMask, dims_of
@@ -80,7 +81,7 @@ def local_parts(
         made = []
         mine, first = (piece(x, context, layout) for x in (order, begin))
         mine, first = mine[:, 0], first[:, 0]
-        my_ids = _take(ids, mine)
+        my_ids = take_each(ids, mine)
         for n, _, rows, starts in parts:
             of_group, ends = (
                 piece(x, context[: starts[0]], layout) for x in (order[..., :rows], begin)
@@ -168,7 +169,7 @@ def _of_part(
     """The mask of the rows with these ids at the indices `rows`; limits: document, low, high,
     ranges."""
     document, low, high, ranges = limits
-    low, high = (None if x is None else _take(x, rows) for x in (low, high))
+    low, high = (None if x is None else take_each(x, rows) for x in (low, high))
     if mode < MaskMode.UPPER_LIMIT:  # positions are indices
         low = None if low is None else keys.number(low)
         high = None if high is None else keys.number(plus(high, 1)) - 1
@@ -176,14 +177,16 @@ def _of_part(
         ids=ids,
         low=low,
         high=high,
-        ranges=tuple((keys.number(_take(x, rows)), keys.number(_take(y, rows))) for x, y in ranges),
+        ranges=tuple(
+            (keys.number(take_each(x, rows)), keys.number(take_each(y, rows))) for x, y in ranges
+        ),
     )
     made: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
     if keys.orders is not None:
         made["kv_plan"] = keys.orders
     if mode >= MaskMode.UPPER_LIMIT:
         assert document.q_pos is not None
-        made["kv_pos"] = _take(document.q_pos, keys.index)
+        made["kv_pos"] = take_each(document.q_pos, keys.index)
     return made | row_ranges_and_bounds(
         held,
         made["kv_ids"],
@@ -206,10 +209,10 @@ def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     number = inside.sum(axis=1, keepdims=True, dtype=jnp.int32)
     rest = jnp.cumsum(~inside, axis=1, dtype=jnp.int32) - 1
     # First the part's keys in order, then the others.
-    sorted_ = _inverse(jnp.where(inside, _take(before, index), number + rest))
+    sorted_ = _inverse(jnp.where(inside, take_each(before, index), number + rest))
     place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), sorted_.shape)
     there = place < number
-    of_key = _take(ids, _take(index, sorted_))
+    of_key = take_each(ids, take_each(index, sorted_))
     begins = there & jnp.concatenate(
         [jnp.ones_like(there[:, :1]), of_key[:, 1:] != of_key[:, :-1]], axis=1
     )
@@ -225,25 +228,17 @@ def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     taken = jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop"))(taken, drop, yes)
     part = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
     order = jnp.where(taken > 0, part - 1, number + place - part)
-    order = _take(sorted_, order)
+    order = take_each(sorted_, order)
     orders = jnp.stack([_inverse(order), order], axis=1)
-    index = _take(index, order)
+    index = take_each(index, order)
     end = number + gaps[:, -1:]
     slot = jnp.concatenate([jnp.where(there, slot, end), end], axis=1)
-    found = jnp.where(taken > 0, _take(ids, index), PADDING_SEGMENT_ID)
-    return _Keys(index, found, functools.partial(_number, _take(slot, before)), orders)
+    found = jnp.where(taken > 0, take_each(ids, index), PADDING_SEGMENT_ID)
+    return _Keys(index, found, functools.partial(_number, take_each(slot, before)), orders)
 
 
 def _number(before: jax.Array, x: Any) -> jax.Array:
-    return _take(before, jnp.clip(x, 0, before.shape[1] - 1))
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[b, index[b]], where each has batch size 1 or B."""
-    batch = max(x.shape[0], index.shape[0])
-    x, index = vary_together(x, index)
-    x, index = (jnp.broadcast_to(y, (batch, y.shape[1])) for y in (x, index))
-    return jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))(x, index)
+    return take_each(before, jnp.clip(x, 0, before.shape[1] - 1))
 
 
 def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Array:

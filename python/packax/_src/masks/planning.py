@@ -29,22 +29,21 @@ from packax._src.core.sharding import (
     Layout,
     check_divides,
     layout_of,
-    vary_together,
 )
 from packax._src.core.spec import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (
-    And,
     Interval,
     MaskExpression,
     Positions,
     batch_of,
     check_lengths,
     documents_of,
+    intervals_of,
 )
-from packax._src.masks.spans import extremes
+from packax._src.masks.spans import begins_of, extremes
 from packax._src.masks.tree import tree_keys, tree_of
 from packax._src.ops.primitives import Implementation
 
@@ -248,11 +247,7 @@ def shard_batch(
 
 def _own_rows(layout: Layout, x: Any) -> jax.Array:
     """x cut along the context axes: by jax, or explicitly if the caller is in a shard_map."""
-    x = jnp.asarray(x)
-    if layout.outside(layout.context) > 1:
-        own = x.shape[1] // layout.outside(layout.context)
-        x, first = vary_together(x, jax.lax.axis_index(layout.context) * own)
-        x = jax.lax.dynamic_slice_in_dim(x, first, own, axis=1)
+    x = layout.own_part(jnp.asarray(x), 1)
     spec: Any = layout.spec(layout.batch, layout.context)
     if layout.explicit:  # other axes keep their sharding
         return jax.sharding.reshard(x, P(*spec, *jax.typeof(x).sharding.spec[2:]))
@@ -310,8 +305,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     batch = batch_of(expression)
     tree = tree_of(expression)
     if tree is not None:
-        interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
-        keys = tree_keys(tree, interval)
+        keys = tree_keys(tree, intervals_of(expression))
         return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
     on_host = xp is np
     index: Any = (indices(length) if on_host else xp.arange(length, dtype=np.int32))[None]
@@ -321,11 +315,10 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     positions = index
     if document is not None:
         ids = xp.atleast_2d(xp.asarray(document.q_ids))
-        begins = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-        first, last = extremes(begins, index, by_position=False)
+        first, last = extremes(begins_of(ids, xp), index, by_position=False)
         if document.q_pos is not None:
             positions = xp.atleast_2d(xp.asarray(document.q_pos))
-    interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
+    interval = intervals_of(expression)
     if interval.members:
         by_position = positions is not index
         of_rows = () if ids is None else (ids,)

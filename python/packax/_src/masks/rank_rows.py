@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from packax._src.context.load_balance import ContextPlan, take_sharded
 from packax._src.core.mask import FIELDS
-from packax._src.core.sharding import Axes, Layout, vary_together
+from packax._src.core.sharding import Axes, Layout
 from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import And, Limits
 from packax._src.masks.row_ranges import Document, limits_of
@@ -168,24 +168,10 @@ class RankRows:
         self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
     ) -> Callable[..., Any]:
         """The function on every rank's piece; `specs()` returns those of arguments and results."""
-        if self.layout is None or not self.layout.mapped:
-            return function
-        in_specs, out_specs = specs()
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.layout.mapped),
-        )
+        return function if self.layout is None else self.layout.shard_map(function, *specs())
 
     def _own_part(self, x: Any, axis: int) -> Any:
-        """This rank's part of x, if the caller's shard_map is over the context axes."""
-        if self.layout is None or self.layout.outside(self.context) == 1:
-            return x
-        own = x.shape[axis] // self.layout.outside(self.context)
-        x, first = vary_together(x, jax.lax.axis_index(self.context) * own)
-        return jax.lax.dynamic_slice_in_dim(x, first, own, axis=axis)
+        return x if self.layout is None else self.layout.own_part(x, axis)
 
     def _batch_axes(self, x: Any) -> Axes:
         """The mesh axes over which the first axis of an expression's array is sharded."""

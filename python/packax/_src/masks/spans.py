@@ -12,11 +12,12 @@ import numpy as np
 
 from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, described, numpy_of, shown
 from packax._src.masks.expressions import (
-    Documents,
+    And,
     Interval,
     Limits,
     MaskExpression,
     Positions,
+    documents_of,
     pytree,
 )
 from packax._src.masks.intervals import Causal
@@ -47,7 +48,8 @@ class Spans(Interval):
         ids = self.ids if self.batched else self.ids[0]
         return [("span_ids", ids, "q"), ("span_ids", ids, "kv"), *self.text.arrays()]
 
-    def check_with(self, document: Documents | None) -> None:
+    def check_others(self, both: And) -> None:
+        document = documents_of(both)
         if document is not None and not (document.kv_ids is None and document.kv_pos is None):
             raise ValueError(
                 "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
@@ -57,7 +59,7 @@ class Spans(Interval):
     def _changes(self, at: Positions) -> Any:
         """(B or 1, S): where a run of span ids or of segment ids begins."""
         xp = numpy_of(self.ids, at.q, at.kv, *at.ids)
-        begins = [_begins(ids, xp) for ids in (self.ids, *at.ids)]
+        begins = [begins_of(ids, xp) for ids in (self.ids, *at.ids)]
         return functools.reduce(operator.or_, begins)
 
     def _as_array(self, at: Positions) -> Array:
@@ -92,7 +94,8 @@ class Spans(Interval):
         return self.text.unbounded()
 
 
-def _begins(ids: Any, xp: Any) -> Any:
+def begins_of(ids: Any, xp: Any) -> Any:
+    """(B or 1, S): where a run of one id begins."""
     ids = xp.atleast_2d(ids)
     return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 

@@ -3,6 +3,7 @@ depth of each token, and the token before it on its path."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -247,7 +248,7 @@ def path_predecessors(expression: MaskExpression) -> Array:
         array([-1,  0,  1,  1,  3], dtype=int32)
     """
     nodes, flat = _of_expression(expression)
-    before = _by_row(_predecessors, nodes)
+    before = _by_row(lambda *x: _predecessors(Nodes(*x[:-1]), x[-1]), *nodes)
     return before[0] if flat else before
 
 
@@ -327,20 +328,13 @@ def _segments_of_groups(groups: Any, answers: Any) -> tuple[Any, Any]:
     """
     flat = groups.ndim == answers.ndim == 1
     groups, answers = _two(groups), _two(answers)
-    xp = numpy_of(groups, answers)
-    batch = max(groups.shape[0], answers.shape[0])
     if groups.shape[1] == 0:
         return (groups[0], groups[0]) if flat else (groups, groups)
-    groups, answers = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (groups, answers))
-    if xp is np:
-        rows = [_of_row(*row, np) for row in zip(groups, answers, strict=True)]
-        ids, parents = (np.stack(x) for x in zip(*rows, strict=True))
-    else:
-        ids, parents = jax.vmap(lambda x, y: _of_row(x, y, jnp))(*vary_together(groups, answers))
+    ids, parents = _by_row(_segments_of_row, groups, answers)
     return (ids[0], parents[0]) if flat else (ids, parents)
 
 
-def _of_row(groups: Any, answers: Any, xp: Any) -> tuple[Any, Any]:
+def _segments_of_row(groups: Any, answers: Any, xp: ModuleType) -> tuple[Any, Any]:
     length = groups.shape[0]
     index = xp.arange(length, dtype=np.int32)
     if xp is jnp:
@@ -453,15 +447,7 @@ def levels_of(number: Any) -> int:
 
 def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
     """From ids (B or 1, S), the segments of tokens, and parents (B or 1, N), -1 for a root."""
-    xp = numpy_of(ids, parents)
-    batch = max(ids.shape[0], parents.shape[0])
-    ids, parents = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, parents))
-    if xp is np:
-        rows = [_nodes_of_row(*row, levels, np) for row in zip(ids, parents, strict=True)]
-        return Nodes(*(np.stack(x) for x in zip(*rows, strict=True)))
-    return jax.vmap(lambda ids, parents: _nodes_of_row(ids, parents, levels, jnp))(
-        *vary_together(ids, parents)
-    )
+    return _by_row(functools.partial(_nodes_of_row, levels), ids, parents)
 
 
 def index_at(nodes: Nodes, position: Any) -> Any:
@@ -469,7 +455,7 @@ def index_at(nodes: Nodes, position: Any) -> Any:
     return jax.vmap(_index_at)(nodes, position)
 
 
-def _nodes_of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
+def _nodes_of_row(levels: int, ids: Any, parents: Any, xp: ModuleType) -> Nodes:
     length, number = ids.shape[0], parents.shape[0]
     index = xp.arange(length, dtype=np.int32)
     name = xp.arange(number + 1, dtype=np.int32)
@@ -527,11 +513,15 @@ def _nodes_of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
     )
 
 
-def _by_row(function: Callable[..., Any], nodes: Nodes) -> Any:
-    """function(nodes of a row, numpy or jax.numpy) for each batch row."""
-    if numpy_of(nodes.position) is np:
-        return np.stack([function(Nodes(*row), np) for row in zip(*nodes, strict=True)])
-    return jax.vmap(lambda row: function(row, jnp))(nodes)
+def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
+    """function(*arrays of a row, numpy or jax.numpy) for each batch row; arrays: (B or 1, ...)."""
+    xp = numpy_of(*arrays)
+    batch = max(x.shape[0] for x in arrays)
+    arrays = tuple(xp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays)
+    if xp is jnp:
+        return jax.vmap(lambda *row: function(*row, jnp))(*vary_together(*arrays))
+    rows = [function(*row, np) for row in zip(*arrays, strict=True)]
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
 def _index_at(nodes: Nodes, position: Any, xp: ModuleType = jnp) -> Any:

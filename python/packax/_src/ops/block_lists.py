@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import BLOCK, ceil_div
+from packax._src.core.spec import BLOCK, ceil_div, fill_up
 
 _WORD = 32
 
@@ -34,7 +34,7 @@ def packed(block_mask: jax.Array) -> jax.Array:
     """(..., NK) bool to (..., ceil(NK / 32)) int32: bit n of word w is column 32 w + n."""
     columns = block_mask.shape[-1]
     words = ceil_div(columns, _WORD)
-    x = _filled(block_mask, -1, words * _WORD - columns, False)
+    x = fill_up(block_mask, block_mask.ndim - 1, words * _WORD, False)
     x = x.reshape(*x.shape[:-1], words, _WORD).astype(jnp.uint32)
     bits = jnp.left_shift(x, _last(jnp.arange(_WORD, dtype=jnp.uint32), x)).sum(
         -1, dtype=jnp.uint32
@@ -137,7 +137,7 @@ def _last(x: jax.Array, like: jax.Array) -> jax.Array:
 def _pairs(x: jax.Array, axis: int, how: Any) -> jax.Array:
     """From blocks of 64 to tiles of 128."""
     pairs = ceil_div(x.shape[axis], 2)
-    x = _filled(x, axis, 2 * pairs - x.shape[axis], how is jnp.all)
+    x = fill_up(x, axis, 2 * pairs, how is jnp.all)
     return how(x.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :]), axis=axis + 1)
 
 
@@ -145,9 +145,3 @@ def _tiles(x: jax.Array, axis: int) -> jax.Array:
     """From blocks of 64 to whether either block of a tile of 128 has it."""
     pairs = jnp.repeat(_pairs(x, axis, jnp.any), 2, axis=axis)
     return jax.lax.slice_in_dim(pairs, 0, x.shape[axis], axis=axis)
-
-
-def _filled(x: jax.Array, axis: int, more: Any, value: bool) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(x, widths, constant_values=value)

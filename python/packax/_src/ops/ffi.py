@@ -309,6 +309,17 @@ def zeros(ctx, aval):
     return made_constant(ctx, lambda x: jnp.zeros(x.shape, x.dtype), aval)
 
 
+def in_order(
+    ctx, names: tuple[str, ...], avals: Operands, values: Operands
+) -> tuple[list[Any], list[Any]]:
+    """The avals and the values of a call's operands, with ABSENT for absent ones."""
+
+    def listed(of: Operands, absent: Any) -> list[Any]:
+        return [absent if getattr(of, x) is None else getattr(of, x) for x in names]
+
+    return listed(avals, ABSENT), listed(values, zeros(ctx, ABSENT))
+
+
 # --- Attention
 
 
@@ -393,16 +404,16 @@ def _call(
         x._replace(**{name: getattr(x, other) for name, other in unread.items()})
         for x in (avals, values)
     )
-    absent = zeros(ctx, ABSENT)
     names = call_names(direction)
     q_block, kv_block = spec.block_size or (0, 0)
     there = values.names
     unknown = [x for x in there if x not in names]
     assert not unknown, f"packax_{direction}_v1 does not take {unknown}: no kernel would read them"
+    avals_in, buffers = in_order(ctx, names, avals, values)
     return ffi_call(
-        ctx.replace(avals_in=[getattr(avals, x) if x in there else ABSENT for x in names]),
+        ctx.replace(avals_in=avals_in),
         f"packax_{direction}_v1",
-        [getattr(values, x) if x in there else absent for x in names],
+        buffers,
         workspace,
         # The first result reuses the memory of `init`, so the other heads are not copied.
         {names.index("init"): 0} if "init" in there else None,

@@ -10,7 +10,6 @@ without that operand they may hold anything.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,62 +17,36 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from packax._src.core.mask import Pass
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import ffi, lowering, primitives
+from packax._src.ops import ffi, lowering
 from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import backward_results, forward_results, new_primitive
 
 _STATIC = ("spec", "names", "heads")
-forward_heads_p = new_primitive("packax_forward_heads", _STATIC)
-backward_heads_p = new_primitive("packax_backward_heads", _STATIC)
 
 
-@forward_heads_p.def_abstract_eval
-def _forward_shapes(*avals, spec, names, heads):
-    return forward_results(spec, Operands.of(names, avals), heads.heads)
-
-
-@backward_heads_p.def_abstract_eval
-def _backward_shapes(*avals, spec, names, heads):
-    return backward_results(spec, Operands.of(names, avals), heads.heads)
-
-
-def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """primitives.forward, restricted to these query heads unless they are all."""
+def run(direction: Pass, own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """`lowering.run`, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
-        return primitives.forward(spec, x._replace(query=require_device_info(x.query)))
+        return lowering.run(direction, spec, x._replace(query=require_device_info(x.query)))
     heads = ffi.HeadGroup(own.start, len(own))
-    return forward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
-
-
-def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """primitives.backward, restricted to these query heads unless they are all."""
-    if len(own) == x.query.shape[2]:
-        return primitives.backward(spec, x._replace(query=require_device_info(x.query)))
-    heads = ffi.HeadGroup(own.start, len(own))
-    return backward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
+    primitive = forward_heads_p if direction == "forward" else backward_heads_p
+    return primitive.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
 # --- The definition: slice those heads, compute, and write the result back.
 
 
-def _forward_apart(*operands, spec, names, heads):
+def _apart(direction, *operands, spec, names, heads):
     x = Operands.of(names, operands)
-    part = x._replace(query=_slice(x.query, heads), init=None)
-    out, *rows = primitives.forward(spec, part)
-    return [_placed(out, x.init, heads, x.query.shape[2]), *rows]
-
-
-def _backward_apart(*operands, spec, names, heads):
-    x = Operands.of(names, operands)
-    query, out, dout = (_slice(y, heads) for y in (x.query, x.out, x.dout))
-    part = x._replace(query=query, out=out, dout=dout, init=None)
-    dq, *others = primitives.backward(spec, part)
-    return [_placed(dq, x.init, heads, x.query.shape[2]), *others]
-
-
-def _slice(x: jax.Array, own: ffi.HeadGroup) -> jax.Array:
-    return jax.lax.slice_in_dim(x, own.first, own.first + own.heads, axis=2)
+    sliced = {
+        name: jax.lax.slice_in_dim(y, heads.first, heads.first + heads.heads, axis=2)
+        for name in ("query", "out", "dout")
+        if (y := getattr(x, name)) is not None
+    }
+    part, *others = lowering.run(direction, spec, x._replace(**sliced, init=None))
+    return [_placed(part, x.init, heads, x.query.shape[2]), *others]
 
 
 def _placed(part: jax.Array, init: jax.Array | None, own: ffi.HeadGroup, heads: int) -> jax.Array:
@@ -83,8 +56,18 @@ def _placed(part: jax.Array, init: jax.Array | None, own: ffi.HeadGroup, heads: 
     return jnp.pad(part, ((0, 0), (0, 0), (own.first, behind), (0, 0)))
 
 
-def _register(primitive: Primitive, apart: Callable[..., Any]) -> Any:
-    """Registers vmap, derivatives, and the lowering without kernels, all from the definition."""
+def _primitive(direction: Pass, results: Any, call: Any) -> Primitive:
+    """The primitive of a pass; vmap, derivatives, and the lowering without kernels are those of the
+    definition.
+
+    On CUDA, `call` is the FFI call for all heads, with the index at which those heads begin.
+    """
+    primitive = new_primitive(f"packax_{direction}_heads", _STATIC)
+    apart = functools.partial(_apart, direction)
+
+    @primitive.def_abstract_eval
+    def shapes(*avals, spec, names, heads):
+        return results(spec, Operands.of(names, avals), heads.heads)
 
     def batch(operands, dims, **params):
         made = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
@@ -104,35 +87,21 @@ def _register(primitive: Primitive, apart: Callable[..., Any]) -> Any:
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
-    rule = lowering.lower_xla(apart, _STATIC)
-    mlir.register_lowering(primitive, rule)
-    return rule
+    lower_apart = lowering.lower_xla(apart, _STATIC)
+
+    def lower_cuda(ctx, *operands, spec, names, heads):
+        avals = Operands.of(names, ctx.avals_in)
+        fallback = ffi.takes_fallback(direction, avals, spec, ffi.for_export(ctx))
+        no_dq = direction == "backward" and "query" not in spec.needs_grad
+        if spec.implementation == "xla" or fallback or no_dq:
+            return lower_apart(ctx, *operands, spec=spec, names=names, heads=heads)
+        ffi.require_kernels(direction, avals, spec)
+        return call(ctx, Operands.of(names, operands), spec, heads)
+
+    mlir.register_lowering(primitive, lower_apart)
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
+    return primitive
 
 
-_forward_rule = _register(forward_heads_p, _forward_apart)
-_backward_rule = _register(backward_heads_p, _backward_apart)
-
-
-# --- CUDA: the call for all heads, with the index at which those heads begin.
-
-
-def _forward_cuda(ctx, *operands, spec, names, heads):
-    avals = Operands.of(names, ctx.avals_in)
-    fallback = ffi.takes_fallback("forward", avals, spec, ffi.for_export(ctx))
-    if spec.implementation == "xla" or fallback:
-        return _forward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
-    ffi.require_kernels("forward", avals, spec)
-    return ffi.forward(ctx, Operands.of(names, operands), spec, heads)
-
-
-def _backward_cuda(ctx, *operands, spec, names, heads):
-    avals = Operands.of(names, ctx.avals_in)
-    fallback = ffi.takes_fallback("backward", avals, spec, ffi.for_export(ctx))
-    if spec.implementation == "xla" or fallback or "query" not in spec.needs_grad:
-        return _backward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
-    ffi.require_kernels("backward", avals, spec)
-    return ffi.backward(ctx, Operands.of(names, operands), spec, heads)
-
-
-mlir.register_lowering(forward_heads_p, _forward_cuda, platform="cuda")
-mlir.register_lowering(backward_heads_p, _backward_cuda, platform="cuda")
+forward_heads_p = _primitive("forward", forward_results, ffi.forward)
+backward_heads_p = _primitive("backward", backward_results, ffi.backward)

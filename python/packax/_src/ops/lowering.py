@@ -39,7 +39,7 @@ from packax._src.ops import (
     xla_decode,
     xla_mask,
 )
-from packax._src.ops.ffi import ABSENT, choose_algorithm, ffi_call, suffix_of, zeros
+from packax._src.ops.ffi import choose_algorithm, ffi_call, suffix_of
 from packax._src.ops.partitioning import partitioned, plain
 from packax._src.ops.primitives import (
     BLOCK_ARRAYS,
@@ -175,12 +175,8 @@ _MOST_TABLE_KEYS = 1 << 27  # as in csrc/ffi/mask.cc
 _MOST_MASK_ROWS = 65535  # batch rows: the limit of a grid's y, in the kernels that build masks
 
 
-def _xla_blocks(*operands, kv_len):
-    return xla_mask.block_bounds(*operands, kv_len=kv_len)
-
-
 _documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
-_blocks_xla = lower_xla(_xla_blocks, ("kv_len",))
+_blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
 
 
 def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
@@ -233,42 +229,35 @@ _PROGRAMS = 1024  # the most that csrc/launch/decode_shares.cc launches at once 
 _MOST_SHARES = 128  # the limit of csrc/launch/decode.cc
 
 
-def _xla_decode(*operands, paged, has_sinks, **static):
-    query, key, value, kv_start, kv_end, *others = operands
-    table = others.pop(0) if paged else None
-    scales = (others.pop(0), others.pop(0)) if is_fp8(key) else None
-    sinks = others.pop() if has_sinks else None
-    return xla_decode.decode(query, key, value, kv_start, kv_end, table, scales, sinks, **static)
+def _xla_decode(*operands, spec, names):
+    return xla_decode.decode(spec, Operands.of(names, operands))
 
 
-_DECODE = ("scale", "soft_cap", "precision", "paged", "has_sinks")
-_decode_xla = lower_xla(_xla_decode, _DECODE)
+_decode_xla = lower_xla(_xla_decode, _STATIC)
+_DECODE_OPERANDS = (
+    *("query", "key", "value", "kv_start", "kv_end"),
+    *("block_table", "key_scale", "value_scale", "sinks"),
+)
 
 
-def _decode_cuda(ctx, *operands, implementation, **static):
-    if implementation == "xla":
-        return _decode_xla(ctx, *operands, **static)
-    scale, soft_cap, precision, paged, has_sinks = (static[name] for name in _DECODE)
-    query, key, value = ctx.avals_in[:3]
-    float32_products = is_exact(precision)
-    _require_decode_kernel(query, value, float32_products)
-    scaled = is_fp8(key)
-    buffers, avals = list(operands), list(ctx.avals_in)
-    for place, there in ((5, paged), (6, scaled), (7, scaled), (8, has_sinks)):
-        if not there:
-            avals.insert(place, ABSENT)
-            buffers.insert(place, zeros(ctx, ABSENT))
-    batch, q_len, heads, _ = query.shape
-    keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
-    rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
-    workspace = ((*rows, value.shape[3]), rows)
+def _decode_cuda(ctx, *operands, spec, names):
+    if spec.implementation == "xla":
+        return _decode_xla(ctx, *operands, spec=spec, names=names)
+    of = Operands.of(names, ctx.avals_in)
+    float32_products = is_exact(spec.precision)
+    _require_decode_kernel(of.query, of.value, float32_products)
+    batch, q_len, heads, _ = of.query.shape
+    keys = of.key.shape[1] * (1 if of.block_table is None else of.block_table.shape[1])
+    rows = (splits(batch, q_len, heads, of.key.shape[2], keys), batch, q_len, heads)
+    workspace = ((*rows, of.value.shape[3]), rows)
+    avals, buffers = ffi.in_order(ctx, _DECODE_OPERANDS, of, Operands.of(names, operands))
     return ffi_call(
         ctx.replace(avals_in=avals),
         "packax_decode_v1",
         buffers,
         tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
-        scale=np.float32(scale),
-        soft_cap=np.float32(soft_cap),
+        scale=np.float32(spec.scale),
+        soft_cap=np.float32(spec.soft_cap),
         float32_products=np.int32(float32_products),
     )
 
@@ -333,7 +322,7 @@ def rewritten(
     return None if dims is None else (padded, dims)
 
 
-def _run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
+def run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
     function = primitives.forward if direction == "forward" else primitives.backward
     return function(spec, operands)
 
@@ -374,7 +363,7 @@ def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> 
     joined |= {
         name: _flat(y, batch) for name, y in (("lse", x.lse), ("dlse", x.dlse)) if y is not None
     }
-    results = _run(direction, spec, x._replace(**joined, **one_row(spec, x)))
+    results = run(direction, spec, x._replace(**joined, **one_row(spec, x)))
     if direction == "backward":
         return [y.reshape(like.shape) for y, like in zip(results, x[:3], strict=True)]
     out, *numbers = results
@@ -453,7 +442,7 @@ def parts_of_group(query: Any, key: Any) -> int:
 def in_parts(direction: Pass, spec: AttentionSpec, x: Operands, parts: int) -> list[jax.Array]:
     """The call with `parts` times as many key/value heads."""
     key, value = (jnp.repeat(y, parts, axis=2) for y in (x.key, x.value))
-    dq, dk, dv, *rest = _run(direction, spec, x._replace(key=key, value=value))
+    dq, dk, dv, *rest = run(direction, spec, x._replace(key=key, value=value))
     return [dq, _added(dk, parts), _added(dv, parts), *rest]
 
 
@@ -508,7 +497,7 @@ def padded(
     wide = {
         name: _wider(y, dim) for name, dim in of_name.items() if (y := getattr(x, name)) is not None
     }
-    results = _run(direction, spec, x._replace(**wide))
+    results = run(direction, spec, x._replace(**wide))
     if direction == "forward":
         out, *numbers = results
         return [out[..., : x.value.shape[3]], *numbers]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import OF_HEADS, TENSORS, Operands, is_fp8
+from packax._src.core.spec import OF_HEADS, TENSORS, Operands
 from packax._src.ops.merge import merged
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS
@@ -40,37 +40,33 @@ def backward(*avals, spec, names) -> Dims:
     return Dims(tuple(letters.values()), tuple(gradients), _of_kernels(names), summed)
 
 
-def decode(query, key, value, kv_start, kv_end, *operands, paged, **_) -> Dims:
-    batch, _, heads, _ = query.shape
-    cache = "ppg." if paged else "bkg."  # pages belong to no row of the batch
-    number = int(paged), 2 * is_fp8(key)
-    tables, scales, sinks = (
-        operands[: number[0]],
-        operands[number[0] : sum(number)],
-        operands[sum(number) :],
-    )
-    rest = [_of_batch(x, batch) for x in tables]
-    rest += [(cache[0] if x.shape[0] == key.shape[0] else ".") + "g" for x in scales]
-    rest += [_of_heads(x, batch, heads) for x in sinks]
-    operands = ("bsh.", cache, cache, "b.", "b.", *rest)
-    return Dims(operands, ("b.h.", "bh."), by_keys=None if paged else _decode_by_keys)
+def decode(*avals, spec, names) -> Dims:
+    x, letters = Operands.of(names, avals), _letters(names, avals)
+    if x.block_table is not None:  # pages belong to no row of the batch
+        letters |= {"key": "ppg.", "value": "ppg."}
+    if x.key_scale is not None:
+        of_scale = (letters["key"][0] if x.key_scale.shape[0] == x.key.shape[0] else ".") + "g"
+        letters |= {"key_scale": of_scale, "value_scale": of_scale}
+    by_keys = _decode_by_keys if x.block_table is None else None
+    return Dims(tuple(letters.values()), ("b.h.", "bh."), by_keys=by_keys)
 
 
-def _decode_by_keys(bind, axes, query, key, value, lo, hi, *others, has_sinks, **params):
+def _decode_by_keys(bind, axes, *operands, spec, names):
     """Each device attends to its slice of the caches; their parts are merged by their
     log-sum-exps."""
-    scales, sinks = others[: 2 * is_fp8(key)], others[2 * is_fp8(key) :]
-    size = key.shape[1]
+    x = Operands.of(names, operands)
+    lo, hi, size = x.kv_start, x.kv_end, x.key.shape[1]
     first = jax.lax.axis_index(axes) * size
     beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # NaN in the slices, too
     lo = jnp.where(beyond, 0, jnp.maximum(lo - first, 0))
     hi = jnp.where(beyond, size + 1, jnp.clip(hi - first, 0, size))
-    out, lse = bind(query, key, value, lo, hi, *scales, has_sinks=False, **params)
-    parts = zip(*(jax.lax.all_gather(x, axes) for x in (out.astype(lse.dtype), lse)), strict=True)
+    part = x._replace(kv_start=lo, kv_end=hi, sinks=None)
+    out, lse = bind(*part.leaves, spec=spec, names=part.names)
+    parts = zip(*(jax.lax.all_gather(y, axes) for y in (out.astype(lse.dtype), lse)), strict=True)
     out, lse = merged(list(parts))
-    if has_sinks:
-        out, lse = add_sinks(out, lse, *sinks)
-    return out.astype(query.dtype), lse
+    if x.sinks is not None:
+        out, lse = add_sinks(out, lse, x.sinks)
+    return out.astype(x.query.dtype), lse
 
 
 def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:

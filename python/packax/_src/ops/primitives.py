@@ -7,8 +7,7 @@ forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_lo
 backward_p: the same -> dq, dk, dv (those not in spec.needs_grad may hold anything), with
     spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
     spec.bias_grad the gradient of bias, shaped like it
-decode_p: query, key, value, kv_start, kv_end, block_table if paged, key_scale and value_scale if
-    key and value are in FP8, sinks if has_sinks -> out, lse
+decode_p: the same -> out, lse
 docs/internals/ffi.md lists every shape; lowering.py implements them per platform.
 """
 
@@ -34,7 +33,6 @@ from packax._src.core.spec import (
     Operands,
     accumulator,
     ceil_div,
-    is_fp8,
 )
 from packax._src.ops.batching_rules import (
     batch_attention,
@@ -263,13 +261,11 @@ def score_operands(
 
 # --- Decoding: keys and values of a batch row, or in pages listed by a table.
 
-decode_p = new_primitive(
-    "packax_decode", ("scale", "soft_cap", "precision", "paged", "has_sinks", "implementation")
-)
+decode_p = new_primitive("packax_decode", ("spec", "names"))
 
 
 @decode_p.def_abstract_eval
-def _decode_shapes(query, key, value, *operands, **static):
+def _decode_shapes(query, key, value, *operands, spec, names):
     batch, q_len, heads, _ = query.shape
     return [
         _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None)),
@@ -284,16 +280,18 @@ def _decode_gradient(primals, tangents, **params):
     )
 
 
-def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **params):
+def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
     """Caches that are not mapped are not copied: the folded batch reads its rows by a table."""
     folding = batching_rule(operands, dims)
     size = folding.size
-    query, key, value, kv_start, kv_end, *rest = zip(operands, dims, strict=True)
-    table = rest.pop(0) if paged else None
-    scales = [rest.pop(0) for _ in range(2)] if is_fp8(key[0]) else []
-    shared = all(dim is None for _, dim in (key, value, *scales))
-    rows = key[0].shape[batch_axis(key[1])]
-    if shared and not paged:
+    mapped = dict(zip(names, zip(operands, dims, strict=True), strict=True))
+    caches = {x: mapped[x] for x in ("key", "value", "key_scale", "value_scale") if x in mapped}
+    shared = all(dim is None for _, dim in caches.values())
+    key, dim = mapped["key"]
+    rows = key.shape[batch_axis(dim)]
+    folded = {name: folding.fold(*mapped[name]) for name in ("query", "kv_start", "kv_end")}
+    table = mapped.get("block_table")
+    if shared and table is None:
         table = (jnp.arange(rows, dtype=jnp.int32)[:, None], None)
     if table is not None:
         folded_table = folding.fold(*table)
@@ -306,21 +304,20 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
             page = folded_table * size if folding.behind else folded_table
             first = own if folding.behind else own * rows
             folded_table = jnp.where(there, page + first[:, None], -1)
-    folded = [folding.fold(*query)]
-    folded += [key[0], value[0]] if shared else [folding.fold(*key), folding.fold(*value)]
-    folded += [folding.fold(*kv_start), folding.fold(*kv_end)]
-    if table is not None:
-        folded.append(folded_table)
+        folded["block_table"] = folded_table
     if shared:
-        folded += [x for x, _ in scales]
-    elif scales:
-        arrays, axes = zip(*scales, strict=True)
-        folded += folding.fold_shared(arrays, axes, rows)
-    if has_sinks:
-        sinks, dim = rest[-1]
-        folded += folding.fold_shared([sinks], [dim], folded[0].shape[0] // size)
-    results = primitive.bind(*folded, paged=table is not None, has_sinks=has_sinks, **params)
-    return folding.unfold(results)
+        folded |= {name: x for name, (x, _) in caches.items()}
+    else:
+        folded |= {name: folding.fold(*caches.pop(name)) for name in ("key", "value")}
+        if caches:  # the scales
+            arrays, axes = zip(*caches.values(), strict=True)
+            folded |= zip(caches, folding.fold_shared(arrays, axes, rows), strict=True)
+    if "sinks" in mapped:
+        sinks, dim = mapped["sinks"]
+        batch = folded["query"].shape[0] // size
+        (folded["sinks"],) = folding.fold_shared([sinks], [dim], batch)
+    call = Operands(**folded)
+    return folding.unfold(primitive.bind(*call.leaves, spec=spec, names=call.names))
 
 
 register_batching(decode_p, _batch_decode)

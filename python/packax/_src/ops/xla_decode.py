@@ -12,37 +12,25 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import INT_MAX, accumulator, is_symbolic
+from packax._src.core.spec import INT_MAX, AttentionSpec, Operands, accumulator, is_symbolic
 from packax._src.ops.score_mods import add_sinks
 
 KEYS = 128
 
 
-def decode(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    kv_start: jax.Array,
-    kv_end: jax.Array,
-    block_table: jax.Array | None,
-    scales: tuple[jax.Array, jax.Array] | None,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
-    soft_cap: float,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-) -> tuple[jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) and lse (B, H, Sq); docs/internals/ffi.md has the shapes of decode_p."""
+def decode(spec: AttentionSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """The results of decode_p."""
+    query, key, value, block_table = x.query, x.key, x.value, x.block_table
     batch, q_len, heads, _ = query.shape
     kv_heads, v_dim = value.shape[2:]
     group = heads // kv_heads
     capacity = key.shape[1] * (1 if block_table is None else block_table.shape[1])
     size = KEYS if is_symbolic(capacity) else min(KEYS, capacity)
     room = jnp.asarray(capacity).astype(jnp.int32) if is_symbolic(capacity) else capacity
-    einsum = functools.partial(jnp.einsum, precision=precision)
+    einsum = functools.partial(jnp.einsum, precision=spec.precision)
     real = accumulator(query.dtype)
 
-    lo, hi = jnp.maximum(kv_start, 0), kv_end
+    lo, hi = jnp.maximum(x.kv_start, 0), x.kv_end
     beyond = (lo < hi) & (hi > room)
     some = (lo < hi) & ~beyond
     lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
@@ -63,16 +51,14 @@ def decode(
         # page.
         used = attends.any(1) if there is None else attends.any(1) & there
         keys, values = keys.astype(real), values.astype(real)
-        if scales is not None:
-            keys, values = (
-                x * _scale_of(y, page).astype(real)
-                for x, y in zip((keys, values), scales, strict=True)
-            )
+        if x.key_scale is not None:
+            keys = keys * _scale_of(x.key_scale, page).astype(real)
+            values = values * _scale_of(x.value_scale, page).astype(real)
         values = jnp.where(used[..., None, None], values, 0)
         attends = attends[:, None, None]  # (B, 1, 1, Sq, keys)
-        s = einsum("bihgd,bjhd->bhgij", rows, keys) * scale
-        if soft_cap:
-            s = soft_cap * jnp.tanh(s / soft_cap)
+        s = einsum("bihgd,bjhd->bhgij", rows, keys) * spec.scale
+        if spec.soft_cap:
+            s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if there is not None:
             s = jnp.where(there[:, None, None, None], s, jnp.nan)
         s = jnp.where(attends, s, -jnp.inf)
@@ -97,8 +83,8 @@ def decode(
     out = acc / jnp.where(met, total, 1)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, q_len, heads, v_dim)
     lse = lse.reshape(batch, heads, q_len)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
+    if x.sinks is not None:
+        out, lse = add_sinks(out, lse, x.sinks)
     out = jnp.where(beyond[..., None, None], jnp.nan, out)
     return out.astype(query.dtype), jnp.where(beyond[:, None], jnp.nan, lse)
 

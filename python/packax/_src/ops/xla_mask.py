@@ -119,10 +119,7 @@ def document_ranges(
 
 def _slots(ids, slots, bits, capacity):
     """The slot of every id in both tables, one table after the other: (2 * B * ids, 1)."""
-    size, total, bits = (
-        jnp.asarray(x).astype(jnp.int32) if is_symbolic(x) else np.int32(x)
-        for x in (slots, 2 * capacity, bits)
-    )
+    size, total, bits = (sized(x) for x in (slots, 2 * capacity, bits))
     # With a select: a concatenation would be a separate kernel.
     ids = lax.broadcast_in_dim(ids, (2, *ids.shape), (1, 2))
     a = lax.bitwise_and(ids, lax.full_like(ids, size - np.int32(1)))

@@ -26,11 +26,9 @@ from packax._src.context.load_balance import zigzag
 from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import accumulator
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.spans import spans
 from packax._src.ops.merge import merged
-from packax._src.requests import checked_precision, validate_score_params
+from packax._src.requests import checked_precision, per_head
 from packax.integrations.jax_nn import dense_mask
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
@@ -39,9 +37,8 @@ from packax.integrations.maxtext.masks import (
     checked_indexer,
     chosen,
     documents_of,
-    interval_of,
+    expression_of,
     reorder_sequence,
-    runs_of,
     striped,
 )
 
@@ -271,7 +268,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 record = record_max_logits and at == 0
                 parts.append(one_cache(self, query, key, value, own_ids, indexer, record))
                 at = to
-            sinks = validate_score_params(query, 0, 0, 1.0, sinks, None, None)[0].sinks
+            sinks = per_head("sinks", "logit", sinks, query, None)
             if sinks is not None:
                 lse = parts[0][1]
                 parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))
@@ -298,8 +295,9 @@ class AttentionOp(AdditiveMask, nnx.Module):
                     reorder_sequence(indexer_mask, ranks, 2, to_contiguous=True),
                 )
             )
-        images = None if bidirectional_mask is None else jnp.asarray(bidirectional_mask)
-        mask = self._mask(query, key, ids, kv_ids, positions, images, indexer_mask, before)
+        mask = self._mask(
+            query, key, ids, kv_ids, positions, bidirectional_mask, indexer_mask, before
+        )
         out, _ = self.attend(query, key, value, mask, sinks, record_max_logits)
         return moved(reorder_sequence(out, ranks) if in_order else out, back=True)
 
@@ -312,17 +310,14 @@ class AttentionOp(AdditiveMask, nnx.Module):
             cap, precision = self.attn_logits_soft_cap, self.precision
             results = _attend_dense(query, key, value, mask, cap, sinks, precision)
         else:
-            options: dict[str, Any] = {}
-            if self.attn_logits_soft_cap is not None:
-                options["soft_cap"] = self.attn_logits_soft_cap
-            if record:
-                options["return_max_logits"] = True
+            options: dict[str, Any] = {"return_max_logits": bool(record)}
             results = flash_attention(
                 query,
                 key,
                 value,
                 mask,
                 scale=1.0,
+                soft_cap=self.attn_logits_soft_cap,
                 sinks=sinks,
                 return_lse=True,
                 precision=self.precision,
@@ -365,37 +360,24 @@ class AttentionOp(AdditiveMask, nnx.Module):
     ) -> Any:
         """`positions`: of reordered tokens, which are back in order if nothing is sharded."""
         rows, keys = query.shape[1], key.shape[1]
-        if before and ids is not None:
-            kv_ids = ids if kv_ids is None else kv_ids
-            ids = ids[:, before : before + rows]
         plan = None
-        if positions is not None:
-            if self.divided:
-                plan = zigzag(self.reordered, rows)
-                if self.moba is not None:  # its choice of keys is in the order of the sequence
-                    query, key = plan.unpermute((query, key))
-                if indexer_mask is not None:
-                    indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
-                ids, kv_ids, positions, images = (
-                    None if x is None else plan.unpermute(x)
-                    for x in (ids, kv_ids, positions, images)
-                )
-            if ids is None:
-                ids = jnp.zeros_like(positions)
+        if positions is not None and self.divided:
+            plan = zigzag(self.reordered, rows)
+            if self.moba is not None:  # its choice of keys is in the order of the sequence
+                query, key = plan.unpermute((query, key))
+            if indexer_mask is not None:
+                indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
+            ids, kv_ids, positions, images = (
+                None if x is None else plan.unpermute(x) for x in (ids, kv_ids, positions, images)
+            )
         if images is not None and (before or rows != keys):
             raise NotImplementedError(
                 "bidirectional_mask is for self-attention without previous_chunk: "
                 f"there are {rows} rows and {keys} keys"
             )
-        expression = interval_of(self.attention_type, self.size, before)
-        if images is not None and self.attention_type != "full":
-            expression = spans(runs_of(images), expression)
-        if ids is not None:
-            kv_positions = None if kv_ids is None else positions
-            document = documents(
-                ids, kv_segment_ids=kv_ids, positions=positions, kv_positions=kv_positions
-            )
-            expression = expression & document
+        expression = expression_of(
+            self.attention_type, self.size, before, rows, ids, kv_ids, positions, images
+        )
         expression = chosen(expression, self.moba, query, key, before, indexer_mask)
         return self.built(expression, rows, keys, plan)
 

@@ -67,28 +67,11 @@ def one_cache(
         attended = both(None if attended is None else attended[:, None], chunks[..., place // size])
     if attended is not None:
         attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
-    return decode(
-        query,
-        key,
-        value,
-        attended,
-        most,
-        soft_cap=op.attn_logits_soft_cap,
-        precision=op.precision,
-        implementation=op.implementation,
-    )
+    return _decode(op, query, key, value, attended, most)
 
 
-def decode(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    attended: Any,
-    most: int,
-    *,
-    soft_cap: float | None,
-    precision: Any,
-    implementation: Any,
+def _decode(
+    op: Any, query: jax.Array, key: jax.Array, value: jax.Array, attended: Any, most: int
 ) -> tuple[jax.Array, jax.Array]:
     """out (B, 1, H, Dv) and lse (B, H, 1), scale 1.
 
@@ -99,9 +82,9 @@ def decode(
     keys, kv_heads = key.shape[1:3]
     options: dict[str, Any] = {
         "scale": 1.0,
-        "soft_cap": soft_cap,
-        "precision": precision,
-        "implementation": implementation,
+        "soft_cap": op.attn_logits_soft_cap,
+        "precision": op.precision,
+        "implementation": op.implementation,
     }
     if attended is None:
         lengths = jnp.full(batch, keys, jnp.int32)

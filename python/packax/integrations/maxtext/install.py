@@ -15,9 +15,8 @@ import math
 from typing import Any
 
 from flax import linen, nnx
-from jax.sharding import PartitionSpec as P
 
-from packax._src.core.sharding import AttentionSharding
+from packax._src.core.sharding import AttentionSharding, spec
 from packax.integrations import replace_everywhere
 from packax.integrations.fallback import fall_back
 from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reordered_ranks
@@ -203,15 +202,13 @@ def sharding_of(
         rows = ()
     of_heads = heads if heads == _dividing(mesh, heads, key[2]) else ()
     return AttentionSharding(
-        query=P(*map(_entry, (batch, rows, heads)), None),
-        key_value=P(*map(_entry, (batch, rows, of_heads)), None),
-        mesh=mesh,
+        query=spec(batch, rows, heads, ()), key_value=spec(batch, rows, of_heads, ()), mesh=mesh
     )
 
 
 def _axes(mesh: Any, name: str, rules: Any) -> tuple[str, ...]:
-    spec = linen.logical_to_mesh_axes((name,), rules=rules)
-    entry = spec[0] if spec else None
+    found = linen.logical_to_mesh_axes((name,), rules=rules)
+    entry = found[0] if found else None
     axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
@@ -220,7 +217,3 @@ def _dividing(mesh: Any, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
-
-
-def _entry(axes: tuple[str, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes

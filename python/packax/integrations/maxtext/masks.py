@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.load_balance import inverse_of, take_chunks, zigzag_order
 from packax._src.core.arguments import as_int32
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.block_sparse import block_sparse
@@ -42,12 +43,8 @@ def reorder_sequence(
             f"tensor has {tensor.shape[seq_dim]} places along axis {seq_dim}, which must be a "
             f"multiple of 2 * cp_size = {chunks}"
         )
-    rank = np.arange(cp_size)
-    order = np.stack([rank, chunks - 1 - rank], 1).ravel()
-    order = np.argsort(order) if to_contiguous else order
-    shape = tensor.shape
-    split = tensor.reshape(*shape[:seq_dim], chunks, -1, *shape[seq_dim + 1 :])
-    return split.take(order, axis=seq_dim).reshape(shape)
+    order = zigzag_order(cp_size)
+    return take_chunks(inverse_of(order) if to_contiguous else order, seq_dim, tensor)
 
 
 def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> Any:
@@ -92,9 +89,9 @@ def documents_of(name: str, ids: Any) -> jax.Array:
     return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
 
-def runs_of(mask: jax.Array) -> jax.Array:
+def runs_of(mask: Any) -> jax.Array:
     """A number for each run of True, -1 elsewhere."""
-    inside = mask.astype(bool)
+    inside = jnp.asarray(mask).astype(bool)
     before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
     return jnp.where(inside, number, NO_SPAN)
@@ -164,6 +161,38 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
         assert size is not None
         return own | chunked(size, offset=before)
     return own
+
+
+def expression_of(
+    attention_type: str,
+    size: int,
+    before: int,
+    rows: int,
+    ids: Any,
+    kv_ids: Any,
+    positions: Any,
+    bidirectional_mask: Any,
+) -> MaskExpression:
+    """The mask of `rows` rows that come after `before` keys, from arrays in the order of the
+    sequence.
+
+    ids: also of the keys before the rows; -1 is padding; None: one document. positions: of
+    reordered tokens, otherwise None.
+    """
+    expression = interval_of(attention_type, size, before)
+    if bidirectional_mask is not None and attention_type != "full":
+        expression = spans(runs_of(bidirectional_mask), expression)
+    if positions is not None and ids is None:
+        ids = jnp.zeros_like(positions)
+    if ids is None:
+        return expression
+    if before:
+        kv_ids = ids if kv_ids is None else kv_ids
+        ids = ids[:, before : before + rows]
+    kv_positions = None if kv_ids is None else positions
+    return expression & documents(
+        ids, kv_segment_ids=kv_ids, positions=positions, kv_positions=kv_positions
+    )
 
 
 def chosen(
@@ -249,28 +278,18 @@ class AdditiveMask:
         if ids is None and (decoding or kind == "full"):
             return None
         allowed: Any = None
-        expression = interval_of(kind, self.size, before)
         if decoding:
             allowed = (numbers("decoder_segment_ids", ids) == ACTIVE)[:, None]
-            if kind not in ("local_sliding", "chunk"):
-                expression = full()
+            local = kind in ("local_sliding", "chunk")
+            expression = interval_of(kind, self.size, before) if local else full()
         else:
-            if bidirectional_mask is not None and kind != "full":
-                expression = spans(runs_of(jnp.asarray(bidirectional_mask)), expression)
-            places: dict[str, Any] = {}
-            if self.reordered > 1 and segment_positions is not None and not before:
-                places["positions"] = segment_positions
-                ids = jnp.zeros_like(segment_positions) if ids is None else ids
-            if ids is not None:
-                ids = documents_of("decoder_segment_ids", ids)
-                if kv_ids is not None:
-                    kv_ids = documents_of("decoder_segment_ids_kv", kv_ids)
-                elif before:
-                    kv_ids = ids
-                if kv_ids is not None and places:
-                    places["kv_positions"] = segment_positions
-                ids = ids[:, before : before + rows] if before else ids
-                expression = expression & documents(ids, kv_segment_ids=kv_ids, **places)
+            positions = segment_positions if self.reordered > 1 and not before else None
+            ids = None if ids is None else documents_of("decoder_segment_ids", ids)
+            if kv_ids is not None:
+                kv_ids = documents_of("decoder_segment_ids_kv", kv_ids)
+            expression = expression_of(
+                kind, self.size, before, rows, ids, kv_ids, positions, bidirectional_mask
+            )
         pairs = jnp.asarray(expression.as_array(rows, keys)).reshape(-1, rows, keys)
         pairs = pairs if allowed is None else pairs & allowed
         return jnp.where(pairs, 0.0, MASKED)[:, None, None]

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from packax._src.context.load_balance import ContextPlan
+from packax._src.context.load_balance import ContextPlan, inverse_of, zigzag_order
 from packax._src.core.arguments import described
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
@@ -20,14 +19,8 @@ from packax.kvax.utils.typing import DeviceArray
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
     """(num_shards,) int32: the chunk at each place, 0, n-1, 1, n-2, ...; or its inverse."""
-    return jnp.asarray(chunk_order(num_shards)[1 if reverse else 0])
-
-
-def chunk_order(num_shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """The order of an even number of chunks, and its inverse, on the host."""
-    first = np.arange(num_shards // 2, dtype=np.int32)
-    order = np.stack([first, num_shards - 1 - first], axis=1).reshape(-1)
-    return order, np.argsort(order).astype(np.int32)
+    order = zigzag_order(num_shards // 2)
+    return jnp.asarray(inverse_of(order) if reverse else order)[0]
 
 
 def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
@@ -41,8 +34,10 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
             f"the length of the sequence must be a multiple of {num_shards}, twice the size of the "
             f"context axis, but is {length}"
         )
-    order, inverse = (x[None] for x in chunk_order(num_shards))
-    return ContextPlan(order, inverse, "zigzag", num_shards // 2, length, length // num_shards)
+    order = zigzag_order(num_shards // 2)
+    return ContextPlan(
+        order, inverse_of(order), "zigzag", num_shards // 2, length, length // num_shards
+    )
 
 
 def apply_permutation(
