@@ -34,17 +34,10 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
-TENSOR_MAPS["backward_dkdv_sm90_parts"] = {
-    "query": ("", 32, "QK_CHUNK"),
-    "key": ("", 64, "QK_CHUNK"),
-    "value": ("", 64, "V_CHUNK"),
-    "dout": ("", 32, "V_CHUNK"),
-    "lse2": ("fp32", 1, 32),
-    "delta": ("fp32", 1, 32),
-    "lo": ("i32", 1, 32),
-    "hi": ("i32", 1, 32),
-    "dk": ("", 64, "QK_CHUNK"),
-    "dv": ("", 64, "V_CHUNK"),
+TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32 rows a step
+    **{name: ("", 32, chunk) for name, chunk in (("query", "QK_CHUNK"), ("dout", "V_CHUNK"))},
+    **dict.fromkeys(("lse2", "delta"), ("fp32", 1, 32)),
+    **dict.fromkeys(("lo", "hi"), ("i32", 1, 32)),
 }
 TENSOR_MAPS["backward_dq_sm90_parts"] = TENSOR_MAPS["backward_dq_sm90"]
 TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
