@@ -21,13 +21,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc" / "aot"))
 
 import table  # noqa: E402
-from work import DETERMINISTIC, PARTS, SM90_BACKWARD, pair  # noqa: E402
+from work import DETERMINISTIC, PARTS, SM80_BACKWARD, SM90_BACKWARD, pair  # noqa: E402
 
 Constants = dict[str, int]
-TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
+TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS", "DQ_WARPS")  # a row of SM80_BACKWARD; TILES: 4
 
 
-DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
 SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS")
 SIZES = {  # constant -> the smallest and the largest
     "BLOCK_M": (16, 128),
@@ -35,6 +35,7 @@ SIZES = {  # constant -> the smallest and the largest
     "QK_CHUNK": (64, 256),
     "ROWS": (16, 64),
     "WARPS": (4, 8),
+    "DQ_WARPS": (1, 4),
     "STAGES": (1, 6),
 }
 
@@ -74,22 +75,30 @@ def row_of(
     kernel: str, arch: table.Arch, dims: tuple[int, int]
 ) -> tuple[dict[Any, Any], Any, Constants]:
     """A kernel's rows in the table, the key of the one for these dims, and its constants."""
-    sm90 = kernel in table.SM90_TILES
-    rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else table.TILES[kernel]
-    wanted = (table.row_of(*dims),) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
-    key = next((key for key in wanted if key in rows), None)
-    if dims not in table.ALL_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
+    rows: dict[Any, Any]
+    key: Any = (arch.tiles, *dims)
+    if arch.tiles == "hopper" and kernel in table.SM90_TILES:
+        rows, key = table.SM90_TILES[kernel], table.row_of(*dims)
+    elif kernel in SM80_BACKWARD:  # all of one row
+        rows = table.SM80_BACKWARD
+    elif key in table.SM80_FORWARD.get(kernel, {}):
+        rows = table.SM80_FORWARD[kernel]
+    else:
+        rows, key = table.TILES.get(kernel, {}), (arch.tiles, max(dims))
+    if dims not in table.ALL_DIMS or key not in rows:
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
-    return rows, key, dict(rows[key]) if sm90 else dict(zip(TILE, rows[key], strict=True))
+    row = rows[key]
+    named = row if isinstance(row, dict) else zip(TILE[: len(row)], row, strict=True)
+    return rows, key, dict(named)
 
 
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
     """The table's variant with `changed` constants; LookupError if there is no such variant."""
-    sm90 = kernel in table.SM90_TILES
     rows, key, row = row_of(kernel, arch, dims)
     kept = rows[key]
+    sm90 = isinstance(kept, dict)
     if assembler == "12.9":
         row |= table.UNDER_12_9.get((kernel, table.row_of(*dims)), {})
     unknown = set(changed) - set(row)
@@ -97,10 +106,14 @@ def variant(
         raise LookupError(
             f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
         )
+    if rows is table.SM80_BACKWARD and (row | changed)["BLOCK_M"] > 64:
+        raise LookupError(f"{kernel} takes at most 64 rows: its masks are of blocks of 64")
     try:  # table.py turns a row into constants and the rows of a program
         rows[key] = row | changed if sm90 else tuple((row | changed).values())
         if sm90:  # of 13.4, which changes no constants
             made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
+        elif rows is table.SM80_BACKWARD:
+            made = next(v for v in table.sm80_backward(arch, "bf16", *dims) if v.kernel == kernel)
         else:
             made = table.tiled(kernel, arch, "bf16", *dims)
     finally:
@@ -135,11 +148,12 @@ def chosen(
             print(f"left out: {error}", flush=True)
     for kernel, d, changed in map(parse, extra):
         wanted.setdefault((kernel, d), [{}]).append(changed)
-    for pipeline, (kernel, d) in itertools.product(
-        (SM90_BACKWARD, DETERMINISTIC, PARTS), list(wanted)
-    ):
+    hopper = (SM90_BACKWARD, DETERMINISTIC, PARTS)
+    pipelines = hopper if of_arch.tiles == "hopper" else (SM80_BACKWARD,)
+    for pipeline, (kernel, d) in itertools.product(pipelines, list(wanted)):
         for other in pipeline if kernel in pipeline else ():
-            wanted.setdefault((other, d), [{}])
+            # the tile of 8.x's kernel is also the layout of dQ's sum, which another kernel reads
+            wanted.setdefault((other, d), [{}] if pipeline in hopper else wanted[kernel, d])
     seen = set()
     for (kernel, d), rows in wanted.items():
         for changed, assembler in itertools.product(rows, assemblers):
@@ -149,7 +163,7 @@ def chosen(
                 made = variant(kernel, of_arch, d, changed, used)
             except LookupError as error:
                 print(f"left out: {error}", flush=True)
-                break
+                continue
             same = dataclasses.replace(made, label="")  # a change that changes nothing
             if same not in seen:
                 seen.add(same)

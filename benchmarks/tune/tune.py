@@ -12,10 +12,10 @@ runs every candidate once in another process, which may hang or die (`check` is 
 a candidate is left out. Then it compares every candidate's results with the portable kernels' on
 small odd documents, in full, and on sampled rows of the timed case (the forward's also with
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
-go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's
-backward launched together, `deterministic` the three without sums in memory, `parts` those of head
-dim 512. Put the winners into their rows, in csrc/aot. To compare tiles of decoding, build a wheel
-of each, and run benchmarks/decode.py with each.
+go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of a backward
+launched together (Hopper's, or of --arch 80@90 those of 8.x), `deterministic` the three without
+sums in memory, `parts` those of head dim 512. Put the winners into their rows, in csrc/aot. To
+compare tiles of decoding, build a wheel of each, and run benchmarks/decode.py with each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from cubin import Driver, Kernel
 from lib.cases import Case
 from probe import fatal_steps, say_begin, say_end
-from work import DETERMINISTIC, PARTS, SM90_BACKWARD, Built, Launch, Work, difference, pair
+from work import (
+    DETERMINISTIC,
+    PARTS,
+    SM80_BACKWARD,
+    SM90_BACKWARD,
+    Built,
+    Launch,
+    Work,
+    difference,
+    pair,
+)
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
@@ -43,18 +53,20 @@ RESULTS = {
     "forward_sm90_low_occupancy": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
-    **dict.fromkeys(SM90_BACKWARD, ("dq", "dk", "dv")),
+    **dict.fromkeys((*SM90_BACKWARD, *SM80_BACKWARD), ("dq", "dk", "dv")),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
     "backward_dkdv_sm90_parts": ("dk", "dv"),
     "backward_dq_sm90_parts": ("dq",),
 }
 KERNELS = tuple(RESULTS)
-PIPELINES = (SM90_BACKWARD, DETERMINISTIC, PARTS)
-TOGETHER = {  # a pipeline, and its kernel whose candidates are timed in it
-    "backward": "backward_sm90",
-    "deterministic": "backward_dq_sm90",
-    "parts": "backward_dq_sm90_parts",
+SUMMED = (SM90_BACKWARD, SM80_BACKWARD)  # dQ is added up in memory
+PIPELINES = (*SUMMED, DETERMINISTIC, PARTS)
+TOGETHER = {  # a kernel whose candidates are timed in their pipeline, and the pipeline
+    "backward_sm90": "backward",
+    "backward_sm80": "backward",
+    "backward_dq_sm90": "deterministic",
+    "backward_dq_sm90_parts": "parts",
 }
 CLOSE = 5e-3  # relative difference of two correct candidates in bfloat16, which also rounds P
 
@@ -87,7 +99,8 @@ def operations(case: Case, kernel: str) -> float | None:
     pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
     return {
         **dict.fromkeys(FORWARD, case.forward_flops),
-        **dict.fromkeys(("backward_sm90", *TOGETHER), case.backward_flops),
+        **dict.fromkeys(("backward_sm90", "backward_sm80"), case.backward_flops),
+        **dict.fromkeys(TOGETHER.values(), case.backward_flops),
         **dict.fromkeys(
             ("backward_dkdv", "backward_dkdv_sm90", "backward_dkdv_sm90_parts"),
             pairs * 2 * (qk + v),
@@ -98,6 +111,14 @@ def operations(case: Case, kernel: str) -> float | None:
     }.get(kernel)
 
 
+def sum_layout(kernel: Kernel) -> tuple[int, ...] | None:
+    """How a kernel of 8.x has the sum of dQ in memory, which is not by rows; None: any other."""
+    own = kernel.meta["constants"]
+    if "DQ_WARPS" not in own:
+        return None
+    return own.get("ROWS", own.get("BLOCK_M")), own["DQ_WARPS"], kernel.meta["threads"]
+
+
 class Plan:
     """How the candidates of one case run: alone, and as part of their pass."""
 
@@ -105,10 +126,6 @@ class Plan:
         self.work, self.candidates = work, candidates
         dims = (work.case.head_dim, work.case.value_dim)
         self.alone = {title: work.launch(kernel) for title, (_, kernel) in candidates.items()}
-        # the first of each kernel is the table's: the other kernels of its pass run with it
-        self.own: dict[str, Launch] = {}
-        for title, (name, _) in candidates.items():
-            self.own.setdefault(name, self.alone[title])
         # what runs before the kernels without sums in memory
         self.without_sum = {
             title: work.launch(kernel, clear_dq=0)
@@ -121,29 +138,39 @@ class Plan:
             if (portable := built.portable(name, dims)) is not None
         }
 
+    def first(self, name: str, layout: tuple[int, ...] | None = None) -> Launch | None:
+        """Of the candidates of a kernel the table's, which is the first, or the first with the same
+        layout of dQ's sum; None if there is none."""
+        for title, (other, kernel) in self.candidates.items():
+            if other == name and (not layout or sum_layout(kernel) in (None, layout)):
+                return self.alone[title]
+        return None
+
     def together(self, title: str) -> Launch | None:
-        """Hopper's three kernels with this candidate in its place; None if one of them is
+        """The three kernels of a backward with this candidate in its place; None if one of them is
         missing."""
-        name = self.candidates[title][0]
-        names = next(names for names in PIPELINES if name in names)
-        if any(part not in self.own for part in names):
-            return None
-        parts = [self.alone[title] if part == name else self.own[part] for part in names]
-        if names != SM90_BACKWARD:
-            parts[0] = next(iter(self.without_sum.values()))
+        name, kernel = self.candidates[title]
+        for names in PIPELINES:
+            others = {part: self.first(part, sum_layout(kernel)) for part in names}
+            if name not in names or None in others.values():
+                continue
+            parts = [self.alone[title] if part == name else others[part] for part in names]
+            if names not in SUMMED:
+                parts[0] = next(iter(self.without_sum.values()))
 
-        def run() -> None:
-            for part in parts:
-                part()
+            def run(parts: list[Any] = parts) -> None:
+                for part in parts:
+                    part()
 
-        return run
+            return run
+        return None
 
     def reference(self) -> dict[str, Any]:
         """Results of the portable kernels; of the table's own Hopper kernels where there are
         none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
-        forward = self.portables.get("forward") or self.own.get("forward_sm90")
+        forward = self.portables.get("forward") or self.first("forward_sm90")
         if forward is None:
             raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
         forward()
@@ -187,11 +214,9 @@ class Plan:
     def timed(self, right: list[str]) -> dict[str, Launch]:
         launches = {title: self.alone[title] for title in right}
         for title in right:
-            for whole, part in TOGETHER.items():
-                if self.candidates[title][0] != part:
-                    continue
-                if (run := self.together(title)) is not None:
-                    launches[title.replace(part, whole, 1)] = run
+            part = self.candidates[title][0]
+            if part in TOGETHER and (run := self.together(title)) is not None:
+                launches[title.replace(part, TOGETHER[part], 1)] = run
         return launches
 
 
@@ -202,8 +227,9 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
         name, _, rest = title.partition(" ")
         flops = operations(case, name)
-        own = title if title in plan.candidates else f"{TOGETHER.get(name)} {rest}"
-        meta = plan.candidates[own][1].meta if own in plan.candidates else {}
+        wholes = [f"{part} {rest}" for part, whole in TOGETHER.items() if whole == name]
+        own = next((x for x in (title, *wholes) if x in plan.candidates), "")
+        meta = plan.candidates[own][1].meta if own else {}
         rows.append({
             "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name,
             "tile": rest,
@@ -271,7 +297,10 @@ def time_candidates(
         for pipeline in PIPELINES:
             if any(name in pipeline for name, _ in wanted.values()):  # the others of its pipeline
                 wanted |= {
-                    t: c for t, c in every.items() if c[0] in pipeline and t.split()[1] == "table"
+                    t: c
+                    for t, c in every.items()
+                    if c[0] in pipeline
+                    and (t.split()[1] == "table" or c[0] == "backward_postprocess_sm80")
                 }
         wanted = {t: c for t, c in wanted.items() if f"{t} {size}" not in without}
         for name in [*CHECKS, *names]:

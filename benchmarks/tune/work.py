@@ -24,6 +24,7 @@ MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "bl
     "blocks_order")  # fmt: skip
 DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90")
 PARTS = ("backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
+SM80_BACKWARD = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -43,7 +44,9 @@ class Built:
     def kernel(self, row: dict[str, Any]) -> Kernel:
         name = row["file"]
         if name not in self.loaded:
-            self.loaded[name] = Kernel(self.driver, self.folder / "cubins" / f"{name}.json")
+            kernel = Kernel(self.driver, self.folder / "cubins" / f"{name}.json")
+            kernel.meta["constants"] = row["constants"]
+            self.loaded[name] = kernel
         return self.loaded[name]
 
     def masks(self) -> dict[str, Kernel]:
@@ -168,11 +171,11 @@ class Work:
     def grid(self, kernel: Kernel) -> int:
         name, block = kernel.meta["kernel"], kernel.meta["block"]
         rows, heads, kv_heads = self.case.seq, self.case.heads, self.case.kv_heads
-        if name in ("backward_preprocess", "backward_postprocess"):
+        if name in ("backward_preprocess", "backward_postprocess", "backward_postprocess_sm80"):
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)
-        if name in ("backward_sm90", "backward_dkdv_sm90", "backward_dkdv"):
+        if name in ("backward_sm90", "backward_sm80", "backward_dkdv_sm90", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
         if name == "backward_dkdv_sm90_parts":
             return kv_heads * -(-rows // 128) * (128 // block) * 2

@@ -40,21 +40,21 @@ def write(variant, label):
         rows, columns = (constants[n] if isinstance(n, str) else n for n in sizes)
         boxes.append({"box": [1, rows, min(columns, 64)], "swizzle": 3})
     meta = {"kernel": variant.kernel, "symbol": variant.kernel, "block": variant.block,
-        "params": params,
-            "tensor_maps": boxes, "threads": 128, "shared": 0, "registers": 99, "stack": 0,
-            "driver": variant.driver}
+        "params": params, "tensor_maps": boxes, "threads": 32 * variant.warps, "shared": 0,
+        "registers": 99, "stack": 0, "driver": variant.driver}
     image = folder / "cubins" / f"{variant.name}.cubin"
     image.with_suffix(".json").write_text(json.dumps(meta))
     image.write_text(json.dumps(meta | {"file": variant.name}))
     return {"kernel": variant.kernel, "dims": [variant.qk_dim, variant.v_dim], "file": variant.name,
             "assembler": variant.assembler, "label": label, "constants": constants}
 
-def built(*kernels, twins=True):
-    some = candidates.chosen("90a", kernels, [DIMS], ["12.9", "13.4"], [])
+def built(*kernels, arch="90a", twins=True):
+    some = candidates.chosen(arch, kernels, [DIMS], ["12.9", "13.4"], [])
     rows = [write(v, v.label) for v in some]
     if twins:
-        rows += [write(v, None) for v in table.variants(("90a",), ("bf16",), (DIMS,))
-                 if v.kernel not in table.SM90_TILES and not v.kernel.startswith("decode")
+        rows += [write(v, None) for v in table.variants((arch,), ("bf16",), (DIMS,))
+                 if v.kernel not in table.SM90_TILES and "sm80" not in v.kernel
+                 and not v.kernel.startswith("decode")
                  and not v.kernel.endswith(("_fallback", "bias", "_alone"))]  # not in the harness
     (folder / "index.json").write_text(json.dumps(rows))
     return rows
@@ -153,6 +153,38 @@ assert abs(flops["backward"] / flops["forward_sm90"] - 2.5) < 0.2
     lines = [x.split() for x in shown.splitlines()]
     line = [x for x in lines if x[2:5] == ["forward_sm90", "table", "13.4"]][-1]
     assert line[:2] == ["small", "128x128"] and any(x.startswith("1.000") for x in line)
+
+
+def test_candidates_of_gpus_like_a100_run_with_the_kernel_that_reads_their_sum(tmp_path):
+    """The layout of dQ's sum in memory depends on the tile and the warps."""
+    shown = script(
+        tmp_path,
+        """
+rows = {row["file"]: row for row in built("backward_sm80", "forward", arch="80@90")}
+tune.TIMED = {"small": (256, 2, 32, 8)}
+assert tune.time_candidates(folder, ["backward_sm80", "forward"], None, ["small"], 1) == 0
+report = json.loads((pathlib.Path(sys.argv[2]).parent / "tune.json").read_text())
+timed = {(row["kernel"], row["tile"]) for row in report["rows"]}
+for tile in ("table", "BLOCK_M=32", "DQ_WARPS=2"):
+    assert {("backward", f"{tile} 12.9"), ("backward_sm80", f"{tile} 12.9")} <= timed, timed
+assert ("forward", "BLOCK_N=64 12.9") in timed
+assert not any("BLOCK_M=128" in tile for kernel, tile in timed if kernel == "backward_sm80")
+
+def layout(launch):
+    kernel = rows[launch["file"]]["constants"]
+    meta = json.loads((folder / "cubins" / f"{launch['file']}.json").read_text())
+    return kernel.get("ROWS", kernel.get("BLOCK_M")), kernel["DQ_WARPS"], meta["threads"]
+
+pairs = [(a, b) for a, b in zip(cuda.launches, cuda.launches[1:])
+         if a["kernel"] == "backward_sm80" and b["kernel"] == "backward_postprocess_sm80"]
+assert len({layout(a) for a, _ in pairs}) > 2 and all(layout(a) == layout(b) for a, b in pairs)
+for a, _ in pairs:
+    assert a["grid"][0] % -(-a["q_len"] // 128) == 0
+for _, b in pairs:
+    assert b["grid"][0] == b["heads"] * -(-b["q_len"] // 64) * 64 // layout(b)[0]
+""",
+    )
+    assert "takes at most 64 rows" in shown
 
 
 def test_candidates_change_the_tables_row_and_leave_it(tmp_path):

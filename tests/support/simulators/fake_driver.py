@@ -20,6 +20,8 @@ WRITES = {  # kernel -> results that it fills with ones
     "backward_dq": ("dq",),
     "backward_sm90": ("dk", "dv"),
     "backward_postprocess": ("dq",),
+    "backward_sm80": ("dk", "dv"),
+    "backward_postprocess_sm80": ("dq",),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
     "backward_dkdv_sm90_parts": ("dk", "dv"),
