@@ -47,7 +47,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
     xp = numpy_of(each)
     if xp is np:
-        ends = np.cumsum(each, axis=-1, dtype=np.int64)
+        ends: Array = np.cumsum(each, axis=-1, dtype=np.int64)
         if each.size and each.min() < 0:
             raise ValueError(f"lengths must not be negative, but holds {each.min()}")
         total = int(ends[..., -1].max(initial=0)) if each.shape[-1] else 0
