@@ -90,6 +90,8 @@ def write(
         table = jnp.asarray(
             as_int32("block_table", block_table, ranks=(2,), shapes="(batch, max_blocks)")
         )
+        if 0 in (*table.shape, *cache.shape):  # no entry of the table, or no room in the pages
+            return cache
         block, place = place // cache.shape[1], place % cache.shape[1]
         row = table.at[row, block].get(mode="fill", fill_value=-1)
         there &= row >= 0

@@ -93,3 +93,16 @@ def test_decoding_from_pages_is_attention_of_the_prompt():
     rows = np.stack([query[at] for at in last])[:, None]
     out = packax.decode_attention(rows, *pages, np.array(LENGTHS), block_table=table)
     np.testing.assert_allclose(out[:, 0], np.stack([whole[at] for at in last]), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape,tokens", [((2, 0), 1), ((0, 3), 1), ((0, 3), 0)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+def test_a_table_without_entries_writes_nothing(shape, tokens, dtype):
+    """As in a decoding step of an empty batch."""
+    pages = jnp.ones((4, 2, 1, 8), dtype)
+    at = np.zeros((tokens, 1), np.int32)
+    got = kv_cache.write(
+        pages, jnp.zeros((tokens, 1, 1, 8)), at, at, block_table=jnp.zeros(shape, jnp.int32)
+    )
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.astype(np.float32), 1)

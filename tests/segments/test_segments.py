@@ -55,6 +55,20 @@ def test_from_lengths():
     assert segments.from_lengths(np.zeros(0, int)).shape == (0,)
 
 
+def test_a_batch_of_no_rows():
+    assert both(segments.from_lengths, np.zeros((0, 3), int), length=9).shape == (0, 9)
+    assert both(segments.from_cu_seqlens, np.zeros((0, 3), int), length=9).shape == (0, 9)
+    assert segments.from_lengths(np.zeros((0, 3), int)).shape == (0, 0)
+
+
+def test_lengths_whose_sum_does_not_fit_int32():
+    lengths = np.array([3, 2**31 - 1, 2**31 - 1, 2**30])
+    with pytest.raises(ValueError, match="add up to 5368709121 tokens, but length is 5"):
+        segments.from_lengths(lengths, length=5)
+    ids = segments.from_lengths(jnp.asarray(lengths), length=5)
+    assert ids.tolist() == [0, 0, 0, 1, 1]
+
+
 def test_from_cu_seqlens_is_from_lengths():
     ends = np.array([0, 3, 3, 7, 7, 7])
     ids = both(segments.from_cu_seqlens, ends, length=10)

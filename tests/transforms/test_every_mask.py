@@ -115,6 +115,17 @@ def test_derivatives_under_vmap_and_checkpoint(kind):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
+def test_as_array_of_traced_arrays():
+    given = arrays()
+
+    @jax.jit
+    def traced(a):
+        return {kind: make(a).as_array(S, S) for kind, make in KINDS.items()}
+
+    for kind, got in traced(given).items():
+        np.testing.assert_array_equal(got, KINDS[kind](given).as_array(S, S), err_msg=kind)
+
+
 def symbolic(dtype):
     """Shapes of `tensors` and `arrays` with batch and length unknown."""
     batch, length = jax.export.symbolic_shape("b, s")

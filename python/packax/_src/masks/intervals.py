@@ -270,7 +270,7 @@ class Prefix(Interval):
 
     def _as_array(self, at: Positions) -> Array:
         key = at.kv[..., None, :]
-        return (at.q[..., :, None] >= key) | (key < np.expand_dims(self._per_row(), -1))
+        return (at.q[..., :, None] >= key) | (key < self._per_row()[..., None])
 
     def limits(self, at: Positions) -> Limits:
         last = plus(self._per_row(), -1)

@@ -46,8 +46,8 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     """
     each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
     xp = numpy_of(each)
-    ends = xp.cumsum(each, axis=-1, dtype=np.int32)
     if xp is np:
+        ends: Array = np.cumsum(each, axis=-1, dtype=np.int64)
         if each.size and each.min() < 0:
             raise ValueError(f"lengths must not be negative, but holds {each.min()}")
         total = int(ends[..., -1].max(initial=0)) if each.shape[-1] else 0
@@ -56,6 +56,8 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
+    else:
+        ends = jnp.cumsum(jnp.minimum(each, length), axis=-1, dtype=np.int32)
     index = np.arange(length, dtype=np.int32)
 
     def of_row(ends: Any) -> Any:
@@ -64,7 +66,9 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
 
     if ends.ndim == 1:
         return of_row(ends)
-    return np.stack([of_row(x) for x in ends]) if xp is np else jax.vmap(of_row)(ends)
+    if xp is np:
+        return np.array([of_row(x) for x in ends], np.int32).reshape(len(ends), len(index))
+    return jax.vmap(of_row)(ends)
 
 
 def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
