@@ -22,13 +22,7 @@ from sm90.args import (
     RowStats,
     StepRange,
 )
-from sm90.bwd_producer import (
-    allocate_row_stats,
-    load_dout,
-    next_block,
-    row_of,
-    row_range_64,
-)
+from sm90.bwd_producer import allocate_row_stats, load_dout, next_block, row_of, row_range_64
 from sm90.bwd_split_consumer import KEYS, Rest, SplitArgs, consume_gradients, consume_scores
 from sm90.common import place_of_tile, position_row, split
 from sm90.config import constants
@@ -106,11 +100,11 @@ def load_rest(source, b, row, head, rest, stage, DIM: gl.constexpr, CHUNKS: gl.c
 def produce(args, config: gl.constexpr):
     maps = args.maps
     shared = args.shared
-    row_stats = args.row_stats
-    CHUNKS: gl.constexpr = config.CHUNKS
     tile = args.tile
     q_range = args.q_range
+    row_stats = args.row_stats
     group = tile.group
+    CHUNKS: gl.constexpr = config.CHUNKS
     load_keys(args, config)
     total = q_range.steps * group
     g = 0
@@ -138,7 +132,7 @@ def produce(args, config: gl.constexpr):
         load_line(row_stats.hi, shared.row_stats.hi.index(stage), mask_row, full)
 
         load_dout(args, own, row, stat, stage, phase, (), config)
-        load_rest(maps.query, tile.b, row, rest, args.q_rest, stage, config.QK_DIM, config.CHUNKS)
+        load_rest(maps.query, tile.b, row, rest, args.q_rest, stage, config.QK_DIM, CHUNKS)
         load_rest(maps.dout, tile.b, row, rest, args.do_rest, stage, config.V_DIM, config.V_CHUNKS)
         n, g = next_block(n, g, in_partial, q_range, group)
 

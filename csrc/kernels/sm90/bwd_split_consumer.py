@@ -9,14 +9,7 @@ its last product. Head dims are cut into chunks of columns, as in sm90/fwd.py.
 from sm90.args import Buffer, Exchange, KeyTileArgs, Number
 from sm90.bwd_producer import mask_bits
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
-from sm90.common import (
-    LOG2E,
-    accumulator,
-    opaque,
-    rematerialized_zero,
-    select_bits,
-    warp_arrive,
-)
+from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
 from sm90.dq_reduce import keys_read
 from sm90.gradient_store import store_gradient
 from sm90.soft_cap import tanh_of_scores

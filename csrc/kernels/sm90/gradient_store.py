@@ -7,19 +7,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @gluon.jit
-def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.constexpr):
-    """A head's columns of a gradient, from `row` on; with scale None as they are."""
+def store_tiles(target, tiles_s, b, row, head, CHUNKS: gl.constexpr):
+    """A head's columns of a gradient, from `row` on, which this warp group has put into tiles_s."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
-    for c in gl.static_range(CHUNKS):
-        result = sums[c] if scale is None else sums[c] * scale
-        tiles_s.index(c).store(result.to(target.dtype))
     fence_async_shared()
     gl.barrier()
     for c in gl.static_range(CHUNKS):
         chunk = tiles_s.index(c).reinterpret(target.dtype, [1, ROWS, COLUMNS], target.layout)
         tma.async_store(target, [b, row, head * (CHUNKS * COLUMNS) + c * COLUMNS], chunk)
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.constexpr):
+    """As store_tiles, from the sums of the columns; with scale None as they are."""
+    for c in gl.static_range(CHUNKS):
+        result = sums[c] if scale is None else sums[c] * scale
+        tiles_s.index(c).store(result.to(target.dtype))
+    store_tiles(target, tiles_s, b, row, head, CHUNKS)
 
 
 @gluon.jit
