@@ -38,8 +38,8 @@ class Rest:
 
 @gluon.aggregate
 class SplitArgs(KeyTileArgs):
-    """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS parts
-    of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one."""
+    """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
+    parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one."""
 
     p: Exchange
     part: Number
