@@ -76,7 +76,8 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
         (
             "sm90.soft_cap",
-            ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256", "sm80.fwd", "sm80.bwd"],
+            ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts",
+                "sm80.fwd", "sm80.bwd"],
         ),
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dq_parts"]),
@@ -97,6 +98,9 @@ def recompiled(monkeypatch, tmp_path, request):
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
         ("sm90.parts", ["sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"]),
+        ("sm90.bwd_split_consumer", ["sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
+        ("sm90.gradient_store", ["sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
+            "sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"]),
     ], *(0, 1, 3, 4, 12, 14, 20, 23, 30, 31)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:

@@ -18,7 +18,7 @@ The float32 dQ is in the order of the accumulator's registers, which only `backw
 undoes. Its additions come in any order: dQ differs by rounding from run to run.
 sm90/bwd_consumer.py has what a warp group computes, sm90/bwd_producer.py the producer,
 sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their
-own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
+own, sm90/bwd_dkdv_d192.py, sm90/bwd_dkdv_d256.py and sm90/bwd_dkdv_parts.py.
 """
 
 from sm90.args import (

@@ -14,6 +14,7 @@ from sm90.common import (
     warp_arrive,
 )
 from sm90.dq_reduce import add_staged, hand_on, keys_read
+from sm90.gradient_store import store_half
 from sm90.lse_by_mma import less, lse_scale
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
@@ -275,14 +276,4 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             ping_pong_wait(0)
     # other warp groups may still read this one's keys for their part of dQ
     keys_read(W, DQ)
-    k.store((dk_sum * args.scalars.scale).to(dtype))
-    v.store(dv_sum.to(dtype))
-    fence_async_shared()
-    gl.barrier()
-    own_key = tile.first_key + W * 64
-    dk_tile = shared.k_s.index(0).reinterpret(dtype, [1, 128, QK_DIM], args.dk.layout)
-    dk_tile = dk_tile.slice(W * 64, 64, dim=1)
-    tma.async_store(args.dk, [tile.b, own_key, tile.kv_head * QK_DIM], dk_tile)
-    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], args.dv.layout)
-    tma.async_store(args.dv, [tile.b, own_key, tile.kv_head * V_DIM], dv_tile)
-    tma.store_wait(0)
+    store_half(W, (k,), v, (dk_sum,), dv_sum, args, 1)

@@ -21,14 +21,13 @@ from sm90.bwd_producer import (
 from sm90.chunked_mma import add_products, finished, half_of_keys, scores, zeros
 from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
 from sm90.config import constants
+from sm90.gradient_store import store_half
 from sm90.softmax import half_name, unpack
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -191,11 +190,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     shared = args.shared
     tile = args.tile
     q_range = args.q_range
-    QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
-    dtype: gl.constexpr = args.dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
@@ -231,19 +228,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             n += 1
             n = gl.where(n == q_range.partial, 0, n)
     gl.barrier()  # dK and dV take the place of this warp group's keys and values
-    for c in gl.static_range(CHUNKS):
-        k[c].store((dk_sum[c] * args.scalars.scale).to(dtype))
-    v.store(dv_sum.to(dtype))
-    fence_async_shared()
-    gl.barrier()
-    own_key = tile.first_key + W * 64
-    for c in gl.static_range(CHUNKS):
-        dk_tile = shared.k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], args.dk.layout)
-        dk_tile = dk_tile.slice(W * 64, 64, dim=1)
-        tma.async_store(args.dk, [tile.b, own_key, tile.kv_head * QK_DIM + c * QK_CHUNK], dk_tile)
-    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], args.dv.layout)
-    tma.async_store(args.dv, [tile.b, own_key, tile.kv_head * V_DIM], dv_tile)
-    tma.store_wait(0)
+    store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS)
 
 
 @gluon.jit

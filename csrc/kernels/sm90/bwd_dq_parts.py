@@ -23,15 +23,14 @@ from sm90.common import (
     warp_arrive,
 )
 from sm90.config import constants
+from sm90.gradient_store import store_tiles
 from sm90.parts import PARTS, load_columns
 from sm90.pipeline import after, mask_of_batch_row, masked
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -177,13 +176,7 @@ def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
         # select, not multiply: a row that attends nothing may have met garbage
         result = gl.where(attended, sums[c] * args.scalars.scale, 0.0)
         tiles_s.index(c).store(result.to(dq.dtype))
-    fence_async_shared()
-    gl.barrier()
-    for c in gl.static_range(OWN):
-        chunk = tiles_s.index(c).reinterpret(dq.dtype, [1, ROWS, QK_CHUNK], dq.layout)
-        column = tile.head * config.QK_DIM + (W * OWN + c) * QK_CHUNK
-        tma.async_store(dq, [tile.b, tile.row, column], chunk)
-    tma.store_wait(0)
+    store_tiles(dq, tiles_s, tile.b, tile.row, tile.head * PARTS + W, OWN)
 
 
 @gluon.jit
@@ -249,7 +242,7 @@ def consume_scores(args, config: gl.constexpr):
 @gluon.jit
 def begin_dp(zeroth, phase, zero, shared):
     """do v^T, started half by half of the columns as they are there. `zeroth`: as of
-    bwd_dkdv_parts.add_rest."""
+    bwd_split_consumer.start_scores."""
     do = left_chunks(shared.do_s, zeroth, PARTS)
     mbarrier.wait(shared.v_full.index(0), phase)
     v_t = shared.v_s.index(zeroth).permute((1, 0))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-ROWS = gl.constexpr(64)  # of a block
+ROWS = gl.constexpr(64)  # of a block, if not said otherwise
 
 
 @gluon.constexpr_function
@@ -42,9 +42,8 @@ def row_bits_asm(n):
 
 @gluon.jit
 def row_bits(keys, lo_s, hi_s):
-    return gl.inline_asm(
-        row_bits_asm(ROWS), "=&r,=&r,r,r,r,r,~{memory}", (keys, lo_s, hi_s), keys.type
-    )
+    letters: gl.constexpr = "=&r,=&r,r,r,r,r,~{memory}"
+    return gl.inline_asm(row_bits_asm(lo_s.shape[0]), letters, (keys, lo_s, hi_s), keys.type)
 
 
 @gluon.jit
@@ -142,28 +141,29 @@ def mask_bits(keys, row, stage, args):
     q_len = scalars.q_len
     row_blocks = (q_len + 63) // 64
     row_stats = args.shared.row_stats
+    N: gl.constexpr = row_stats.lo.shape[1]  # rows of a block
     bits = row_bits(keys, row_stats.lo.index(stage), row_stats.hi.index(stage))
     if scalars.mask_mode > 0:
         flags = gl.load(mask.q_blocks + 4 * row_blocks + row // 64)
         if flags & 1:
             there = keys < scalars.kv_len
             kv_id = gl.load(mask.kv_ids + keys, mask=there, other=-1)
-            bits = bits & element_bits(kv_id, mask.q_ids, row, q_len, ROWS, "eq")
+            bits = bits & element_bits(kv_id, mask.q_ids, row, q_len, N, "eq")
             if scalars.mask_mode > 1:
                 q_pos = mask.q_pos
                 kv_at = gl.load(mask.kv_pos + keys, mask=there, other=0)
-                bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
+                bits = bits & element_bits(kv_at, q_pos, row, q_len, N, "ge")
                 if scalars.mask_mode > 2:
                     after = opaque(q_len)
-                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
+                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, N, "le")
     return bits
 
 
 @gluon.jit
-def row_of(n, in_partial, q_range):
+def row_of(n, in_partial, q_range, BLOCK: gl.constexpr = ROWS):
     """The first row of a head's n-th partial block, or of its full blocks' n-th."""
     nth = gl.where(in_partial, q_range.nth_partial(n), q_range.full_begin + n)
-    return q_range.start + nth * ROWS
+    return q_range.start + nth * BLOCK
 
 
 @gluon.jit
@@ -176,13 +176,13 @@ def next_block(n, g, in_partial, q_range, group):
 
 
 @gluon.jit
-def allocate_row_stats():
+def allocate_row_stats(BLOCK: gl.constexpr = ROWS):
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return RowStats(
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
-        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK], line),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK], line),
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK], line),
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK], line),
     )
 
 
@@ -214,12 +214,13 @@ def load_queries(args, head, row, stat, stage, phase, lse, config: gl.constexpr)
     row_stats = args.row_stats
     QK_DIM: gl.constexpr = config.QK_DIM
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
+    BLOCK: gl.constexpr = shared.q_s.shape[1]
     CHUNKS: gl.constexpr = QK_DIM // config.QK_CHUNK
     mbarrier.wait(shared.q_empty.index(stage), phase ^ 1)
     full = shared.q_full.index(stage)
     if LSE_BY_MMA:
         store_parts(lse, shared.lse_parts.index(stage))
-    mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * (8 if LSE_BY_MMA else 12))
+    mbarrier.expect(full, BLOCK * QK_DIM * 2 + BLOCK * (8 if LSE_BY_MMA else 12))
     load_chunks(maps.query, tile.b, row, head, full, shared.q_s, stage * CHUNKS, CHUNKS)
     if not LSE_BY_MMA:
         load_line(row_stats.lse2, shared.row_stats.lse2.index(stage), stat, full)
@@ -234,12 +235,13 @@ def load_dout(args, head, row, stat, stage, phase, delta, config: gl.constexpr):
     tile = args.tile
     V_DIM: gl.constexpr = config.V_DIM
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
+    BLOCK: gl.constexpr = shared.do_s.shape[1]
     V_CHUNKS: gl.constexpr = V_DIM // config.V_CHUNK
     mbarrier.wait(shared.do_empty.index(stage), phase ^ 1)
     full = shared.do_full.index(stage)
     if LSE_BY_MMA:
         store_parts(delta, shared.delta_parts.index(stage))
-    mbarrier.expect(full, ROWS * V_DIM * 2 + (0 if LSE_BY_MMA else ROWS * 4))
+    mbarrier.expect(full, BLOCK * V_DIM * 2 + (0 if LSE_BY_MMA else BLOCK * 4))
     load_chunks(args.maps.dout, tile.b, row, head, full, shared.do_s, stage * V_CHUNKS, V_CHUNKS)
     if not LSE_BY_MMA:
         load_line(args.row_stats.delta, shared.row_stats.delta.index(stage), stat, full)

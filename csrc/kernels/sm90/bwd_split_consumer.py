@@ -1,0 +1,216 @@
+"""What the two warp groups of a program of 64 keys compute where the sums of dK and dV do not fit
+one of them: the first makes S, P and dV, the second dP, dS and dK.
+
+P (rounded, as the product with dO takes it) passes from one to the other through shared memory.
+While one is at its exponentials, the other's products run, and the next scores of each begin under
+its last product. Head dims are cut into chunks of columns, as in sm90/fwd.py.
+"""
+
+from sm90.args import Buffer, Exchange, KeyTileArgs, Number
+from sm90.bwd_producer import mask_bits
+from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
+from sm90.dq_reduce import keys_read
+from sm90.gradient_store import store_gradient
+from sm90.soft_cap import tanh_of_scores
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+KEYS = gl.constexpr(64)  # of a program
+
+
+@gluon.aggregate
+class Rest:
+    """Columns that only S or dP reads: of the keys or values, and of a block of rows, which has one
+    place. `last_s`: a last chunk of the keys, read into registers, where P then goes."""
+
+    left_s: Buffer
+    last_s: Buffer
+    tiles_s: Buffer
+    full: Buffer
+    empty: Buffer
+
+
+@gluon.aggregate
+class SplitArgs(KeyTileArgs):
+    """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
+    parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one."""
+
+    p: Exchange
+    part: Number
+    q_rest: Rest | gl.constexpr
+    do_rest: Rest | gl.constexpr
+
+
+@gluon.jit
+def start_scores(left_s, tiles_s, rest, last, zeroth, stage, CHUNKS: gl.constexpr):
+    """S or dP of the block in `stage`, started; over the rest of the columns when they are there.
+
+    `zeroth` is 0, which the compiler does not know in the loops: descriptors of tiles that never
+    move, hoisted out of them, would be spilled."""
+    ROWS: gl.constexpr = tiles_s.shape[1]
+    zero = gl.zeros([KEYS, ROWS], gl.float32, accumulator(ROWS))
+    left = left_chunks(left_s, zeroth, CHUNKS)
+    if rest is not None:
+        rest_left = left_chunks(rest.left_s, zeroth, CHUNKS - len(last)) + last
+    s = scores(left, tiles_s, stage, zero, CHUNKS)
+    if rest is not None:
+        mbarrier.wait(rest.full.index(0), stage)  # its parity changes with every block
+        for c in gl.static_range(CHUNKS):
+            tile_t = rest.tiles_s.index(zeroth * CHUNKS + c).permute((1, 0))
+            s = warpgroup_mma(rest_left[c], tile_t, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def finished_scores(token, rest):
+    s = warpgroup_mma_wait(0, deps=(token,))
+    if rest is not None:
+        warp_arrive(rest.empty.index(0))
+    return s
+
+
+@gluon.jit
+def unknown_zero(i, stage, rest, config: gl.constexpr):
+    """`zeroth` of the i-th step of a loop."""
+    if rest is None:
+        zero = rematerialized_zero(i, config.REMATERIALIZE)
+    else:
+        zero = opaque(stage * 0)
+    return zero
+
+
+@gluon.jit
+def bits_of_masked(n, keys, stage, args):
+    """mask_bits of the n-th partial block of a head."""
+    ROWS: gl.constexpr = args.shared.q_s.shape[1]
+    row = args.q_range.start + args.q_range.nth_partial(n) * ROWS
+    return mask_bits(keys, row, stage, args)
+
+
+@gluon.jit
+def consume_scores(args, config: gl.constexpr):
+    """S, P and dV."""
+    shared = args.shared
+    tile = args.tile
+    q_range = args.q_range
+    scale = args.scalars.scale
+    rest = args.q_rest
+    SOFT_CAP: gl.constexpr = config.SOFT_CAP
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNK: gl.constexpr = config.V_CHUNK
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    NEW: gl.constexpr = CHUNKS if rest is None else 2 * CHUNKS  # groups of products of a block's S
+    ROWS: gl.constexpr = shared.q_s.shape[1]
+    scale2 = (args.scalars.soft_cap if SOFT_CAP else scale) * LOG2E
+    dtype: gl.constexpr = args.dv.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    v_layout: gl.constexpr = accumulator(V_CHUNK)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
+    keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+    dv_sum = zeros(v_layout, V_CHUNK, V_CHUNKS)
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    if rest is None:
+        last = ()
+    else:
+        last = (rest.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
+        gl.barrier()  # before P takes its place
+    if q_range.steps > 0:
+        mbarrier.wait(shared.q_full.index(0), 0)
+        s = start_scores(shared.k_s, shared.q_s, rest, last, 0, 0, CHUNKS)
+        s = finished_scores(s, rest)
+        stage = 0
+        phase = 0
+        for part in gl.static_range(2):  # partial blocks of every head, then the full ones
+            count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
+            n = 0
+            for i in range(0, count * tile.group):
+                other = stage ^ 1
+                lse = shared.row_stats.lse2.index(stage).load(gl.SliceLayout(0, s_layout))
+                if SOFT_CAP:
+                    s = tanh_of_scores(s, scale / args.scalars.soft_cap, ROWS)
+                    dtanh = 1.0 - s * s  # the derivative of tanh
+                if part == 0:
+                    s = select_bits(s, bits_of_masked(n, keys, stage, args), float("-inf"))
+                    n = gl.where(n + 1 == count, 0, n + 1)
+                warp_arrive(shared.q_empty.index(stage))
+                p32 = gl.exp2(s * scale2 - lse[None, :])
+                p = p32.to(dtype)
+                passed = (p32 * dtanh).to(dtype) if SOFT_CAP else p
+                mbarrier.wait(args.p.empty.index(stage), phase ^ 1)
+                args.p.tiles.index(stage).store(passed)
+                mbarrier.arrive(args.p.full.index(stage))
+                p_half = gl.convert_layout(p, p_layout)
+                mbarrier.wait(shared.do_full.index(stage), phase)
+                dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
+                phase = phase ^ stage
+                mbarrier.wait(shared.q_full.index(other), phase)
+                zeroth = unknown_zero(i, stage, rest, config)
+                s_token = start_scores(shared.k_s, shared.q_s, rest, last, zeroth, other, CHUNKS)
+                dv_sum = finished(dv_tokens, NEW, V_CHUNKS)
+                warp_arrive(shared.do_empty.index(stage))
+                s = finished_scores(s_token, rest)
+                stage = other
+    keys_read(0, 1)
+    head = tile.kv_head * config.PARTS + args.part
+    store_gradient(args.dv, dv_sum, None, shared.v_s, tile.b, tile.first_key, head, V_CHUNKS)
+
+
+@gluon.jit
+def consume_gradients(args, config: gl.constexpr):
+    """dP, dS and dK."""
+    shared = args.shared
+    tile = args.tile
+    q_range = args.q_range
+    rest = args.do_rest
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    NEW: gl.constexpr = V_CHUNKS if rest is None else 2 * V_CHUNKS
+    ROWS: gl.constexpr = shared.q_s.shape[1]
+    dtype: gl.constexpr = args.dk.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
+    keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+    dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    if q_range.steps > 0:
+        mbarrier.wait(shared.do_full.index(0), 0)
+        dp = start_scores(shared.v_s, shared.do_s, rest, (), 0, 0, V_CHUNKS)
+        dp = finished_scores(dp, rest)
+        stage = 0
+        phase = 0
+        for part in gl.static_range(2):
+            count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
+            n = 0
+            for i in range(0, count * tile.group):
+                other = stage ^ 1
+                dl = shared.row_stats.delta.index(stage).load(gl.SliceLayout(0, s_layout))
+                warp_arrive(shared.do_empty.index(stage))
+                mbarrier.wait(args.p.full.index(stage), phase)
+                p = args.p.tiles.index(stage).load(s_layout)
+                ds = p.to(gl.float32) * (dp - dl[None, :])
+                warp_arrive(args.p.empty.index(stage))
+                mbarrier.wait(shared.q_full.index(stage), phase)
+                if part == 0:
+                    ds = select_bits(ds, bits_of_masked(n, keys, stage, args), 0.0)
+                    n = gl.where(n + 1 == count, 0, n + 1)
+                ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+                dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+                phase = phase ^ stage
+                mbarrier.wait(shared.do_full.index(other), phase)
+                zeroth = unknown_zero(i, stage, rest, config)
+                dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zeroth, other, V_CHUNKS)
+                dk_sum = finished(dk_tokens, NEW, CHUNKS)
+                warp_arrive(shared.q_empty.index(stage))
+                dp = finished_scores(dp_token, rest)
+                stage = other
+    keys_read(1, 1)
+    head = tile.kv_head * config.PARTS + args.part
+    scale = args.scalars.scale
+    store_gradient(args.dk, dk_sum, scale, shared.k_s, tile.b, tile.first_key, head, CHUNKS)

@@ -1,0 +1,53 @@
+"""How sums in registers leave the Hopper backward kernels: rounded, by way of tiles in shared
+memory that nobody reads any more, in chunks of columns (chunked_mma.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def store_tiles(target, tiles_s, b, row, head, CHUNKS: gl.constexpr):
+    """A head's columns of a gradient, from `row` on, which this warp group has put into tiles_s."""
+    ROWS: gl.constexpr = tiles_s.shape[1]
+    COLUMNS: gl.constexpr = tiles_s.shape[2]
+    fence_async_shared()
+    gl.barrier()
+    for c in gl.static_range(CHUNKS):
+        chunk = tiles_s.index(c).reinterpret(target.dtype, [1, ROWS, COLUMNS], target.layout)
+        tma.async_store(target, [b, row, head * (CHUNKS * COLUMNS) + c * COLUMNS], chunk)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.constexpr):
+    """As store_tiles, from the sums of the columns; with scale None as they are."""
+    for c in gl.static_range(CHUNKS):
+        result = sums[c] if scale is None else sums[c] * scale
+        tiles_s.index(c).store(result.to(target.dtype))
+    store_tiles(target, tiles_s, b, row, head, CHUNKS)
+
+
+@gluon.jit
+def store_half(W: gl.constexpr, k, v, dk_sum, dv_sum, args, CHUNKS: gl.constexpr):
+    """dK, in chunks, and dV of the W-th 64 of 128 keys, by way of the place of these keys `k` (in
+    chunks, too) and values `v`."""
+    shared = args.shared
+    tile = args.tile
+    dtype: gl.constexpr = args.dk.dtype
+    QK_CHUNK: gl.constexpr = shared.k_s.shape[2]
+    V_DIM: gl.constexpr = v.shape[1]
+    for c in gl.static_range(CHUNKS):
+        k[c].store((dk_sum[c] * args.scalars.scale).to(dtype))
+    v.store(dv_sum.to(dtype))
+    fence_async_shared()
+    gl.barrier()
+    own_key = tile.first_key + W * 64
+    for c in gl.static_range(CHUNKS):
+        dk_tile = shared.k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], args.dk.layout)
+        dk_tile = dk_tile.slice(W * 64, 64, dim=1)
+        column = tile.kv_head * (CHUNKS * QK_CHUNK) + c * QK_CHUNK
+        tma.async_store(args.dk, [tile.b, own_key, column], dk_tile)
+    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], args.dv.layout)
+    tma.async_store(args.dv, [tile.b, own_key, tile.kv_head * V_DIM], dv_tile)
+    tma.store_wait(0)
