@@ -205,7 +205,7 @@ NB_MODULE(_ext, m) {
         nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
         nb::arg("end").noconvert(), nb::arg("rank_tokens").noconvert(),
         nb::arg("rank_areas").noconvert(), nb::arg("owner").noconvert(),
-        "Assigns documents to ranks by many strategies (packax/_src/context/local_plan.py); "
+        "Assigns documents to ranks by many strategies (context/document_assignment.py); "
         "changes the last four arrays in place.");
   m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");
 }

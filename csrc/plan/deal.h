@@ -1,7 +1,7 @@
 // Local plans on the host: assigns whole documents to ranks by every strategy that a plan tries.
 //
-// Results are those of `_deal` in python/packax/_src/context/local_plan.py, which is used if the
-// extension is not built.
+// Results are those of `_deal` in python/packax/_src/context/document_assignment.py, which is used
+// if the extension is not built.
 
 #pragma once
 

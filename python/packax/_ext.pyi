@@ -81,5 +81,5 @@ def deal(
     rank_areas: NDArray[np.int32],
     owner: NDArray[np.int32],
 ) -> None:
-    """Documents (D,) dealt to ranks by K strategies, as packax/_src/context/local_plan.py says; end
-    (K,), rank_tokens, rank_areas (K, ranks) and owner (K, D) are changed in place."""
+    """Documents (D,) dealt to ranks by K strategies (context/document_assignment.py); end (K,),
+    rank_tokens, rank_areas (K, ranks) and owner (K, D) are changed in place."""

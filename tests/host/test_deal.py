@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from packax._src.context import local_plan
-from packax._src.context.local_plan import Strategies, analyze_row
+from packax._src.context import document_assignment
+from packax._src.context.document_assignment import Strategies, analyze_row
 from packax._src.ops.ffi import ext
 
 needs_extension = pytest.mark.skipif(ext is None, reason="the extension is not built")
@@ -34,7 +34,7 @@ def test_the_same_as_python(monkeypatch: pytest.MonkeyPatch, ranks: int, number:
         stats = analyze_row(ids, keys, own, *before, shift)
         found = Strategies(stats)
         with monkeypatch.context() as patch:
-            patch.setattr(local_plan, "ext", None)
+            patch.setattr(document_assignment, "ext", None)
             expected = Strategies(stats)
         for name in ("owner", "tokens", "areas", "need"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

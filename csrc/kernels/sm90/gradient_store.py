@@ -1,5 +1,5 @@
-"""How sums in registers leave the Hopper backward kernels: rounded, by way of tiles in shared
-memory that nobody reads any more, in chunks of columns (chunked_mma.py)."""
+"""Stores the gradients of the Hopper backward kernels, in chunks of columns (chunked_mma.py): the
+sums in registers are rounded into shared memory that is no longer read, and copied from there."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

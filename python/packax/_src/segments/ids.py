@@ -56,7 +56,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
-    else:
+    else:  # a length beyond the row may mean "the rest", and must not overflow the sum
         ends = jnp.cumsum(jnp.minimum(each, length), axis=-1, dtype=np.int32)
     index = np.arange(length, dtype=np.int32)
 
