@@ -224,6 +224,10 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     k = half_of_keys(shared.k_s, 0, W, CHUNKS)
     v = shared.v_s.index(W)
     if q_range.steps > 0:
+        if not BLOCK_LISTS:
+            own_start, own_end = rows_of_half(
+                args.mask, tile.first_key // 64 + W, args.scalars.kv_len
+            )
         mbarrier.wait(shared.q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(scores(k, shared.q_s, 0, zero, CHUNKS),))
         stage = 0
@@ -245,17 +249,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     phase = phase ^ stage
                     stage = stage ^ 1
         else:  # partial blocks of all heads, then full
-            own_start, own_end = rows_of_half(
-                args.mask, tile.first_key // 64 + W, args.scalars.kv_len
-            )
             n = 0
             for i in range(0, q_range.steps * tile.group):
                 masked = i < q_range.partial * tile.group
                 row = q_range.start + q_range.nth_partial(n) * ROWS
                 k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
                 v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
-                own = (row < own_end) & (row + ROWS > own_start)
-                if (i >= q_range.partial * tile.group) | own:
+                full = i >= q_range.partial * tile.group
+                if full | ((row < own_end) & (row + ROWS > own_start)):
                     dk_sum, dv_sum, s = add_block(
                         dk_sum, dv_sum, s, row, (), masked, stage, phase, k_left, v_left, keys,
                         args, config,
