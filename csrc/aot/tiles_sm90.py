@@ -205,15 +205,17 @@ SM90_TILES |= {
     "backward_dkdv_sm90_block_lists": {
         dim: without_lse_by_mma(SM90_TILES["backward_dkdv_sm90"][dim]) | {"SKIP": 0}
         for dim in (64, 128)
-    }
-    | {
-        192: SM90_TILES["backward_dkdv_sm90"][192],
-        256: SM90_TILES["backward_dkdv_sm90"][256] | {"REMATERIALIZE": 1},  # else 192 B of spills
     },
     "backward_dq_sm90_block_lists": {
         dim: SM90_TILES["backward_dq_sm90_soft_cap"][dim] for dim in (64, 128)
-    }
-    | {dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)},
+    },
+}
+SM90_TILES["backward_dkdv_sm90_block_lists"] |= {
+    192: SM90_TILES["backward_dkdv_sm90"][192],
+    256: SM90_TILES["backward_dkdv_sm90"][256] | {"REMATERIALIZE": 1},  # else 192 B of spills
+}
+SM90_TILES["backward_dq_sm90_block_lists"] |= {
+    dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)
 }
 # With the largest logit of every row: the running maximum, which moves with every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
