@@ -87,6 +87,12 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90_block_lists", 128): 112,  # under ptxas 12.9
     ("backward_dkdv_sm90_block_lists", 128): 160,  # under ptxas 12.9; 144 under 13.4
     ("backward_dq_sm90_block_lists", 128): 152,  # under ptxas 13.4; 144 under 12.9
+    ("forward_sm90_block_lists", 192): 104,  # under ptxas 12.9; 80 under 13.4
+    ("backward_dkdv_sm90_block_lists", 192): 216,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dq_sm90_block_lists", 192): 280,  # under ptxas 12.9; 216 under 13.4
+    ("forward_sm90_block_lists", 256): 224,  # under ptxas 12.9; 88 under 13.4
+    ("backward_dkdv_sm90_block_lists", 256): 96,  # under ptxas 13.4
+    ("backward_dq_sm90_block_lists", 256): 200,  # under ptxas 12.9; 160 under 13.4
     # with a bias
     ("forward_sm90_alibi", 64): 280,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9

@@ -199,6 +199,8 @@ SM90_TILES |= {
         | {"BLOCK_N": 64, "STAGES": 4, "WARP_GROUPS": 2}
         | {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
         128: SM90_TILES["forward_sm90"][128] | {"BLOCK_N": 64, "STAGES": 4},
+        192: SM90_TILES["forward_sm90"][192] | {"BLOCK_N": 64, "STAGES": 4},
+        256: SM90_TILES["forward_sm90"][256],
     },
     "backward_dkdv_sm90_block_lists": {
         dim: without_lse_by_mma(SM90_TILES["backward_dkdv_sm90"][dim]) | {"SKIP": 0}
@@ -207,6 +209,13 @@ SM90_TILES |= {
     "backward_dq_sm90_block_lists": {
         dim: SM90_TILES["backward_dq_sm90_soft_cap"][dim] for dim in (64, 128)
     },
+}
+SM90_TILES["backward_dkdv_sm90_block_lists"] |= {
+    192: SM90_TILES["backward_dkdv_sm90"][192],
+    256: SM90_TILES["backward_dkdv_sm90"][256] | {"REMATERIALIZE": 1},  # else 192 B of spills
+}
+SM90_TILES["backward_dq_sm90_block_lists"] |= {
+    dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)
 }
 # With the largest logit of every row: the running maximum, which moves with every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
@@ -238,6 +247,8 @@ SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
     ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
     ("backward_dkdv_sm90", (192, 192)): ("sm90.bwd_dkdv_d256", 64),
     ("backward_dkdv_sm90_soft_cap", 256): ("sm90.bwd_dkdv_d256", 64),
+    ("backward_dkdv_sm90_block_lists", 192): ("sm90.bwd_dkdv_d192", 128),
+    ("backward_dkdv_sm90_block_lists", 256): ("sm90.bwd_dkdv_d256", 64),
 }
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200

@@ -282,7 +282,9 @@ def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
         assert left == [n for n in arguments_of(plain) if not n.isupper()]
         for v in ALL:
             if v.kernel == mapped:
-                assert v.block == 128 and dict(v.constants).get("BLOCK_N", 64) == 64, v.name
+                assert dict(v.constants).get("BLOCK_N", 64) == 64, v.name
+                # half of a tile of keys has the lists of the whole
+                assert v.block == (64 if "dkdv" in mapped and v.row == 256 else 128), v.name
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:

@@ -1,8 +1,8 @@
 """Block masks on a GPU. `pytest -m gpu`.
 
 `test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases`
-runs the fallback kernels. At head dims 64 and 128 a call with nothing but the block mask
-runs Hopper's own where the sizes of a block are powers of two.
+runs the fallback kernels. Up to head dim 256 a call with nothing but the block mask runs
+Hopper's own where the sizes of a block are powers of two.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gpu_runs import (
 from score_checks import check, sinks_of, slopes_of
 
 pytestmark = pytest.mark.gpu
+WIDE = (128, 128), (192, 128), (256, 256)  # kernels of their own for dK and dV
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,14 @@ def test_cases(name, dtype, dims, options):
 
 
 @pytest.mark.parametrize("size,share", [((128, 128), 0.4), ((1, 512), 0.3), ((64, 16), 0.1)])
-@pytest.mark.parametrize("dim,garbage", [(160, jnp.nan), (64, 1e30), (128, 1e30)])
-def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
+@pytest.mark.parametrize(
+    "dims,garbage",
+    [
+        ((264, 264), jnp.nan),
+        *((dims, 1e30) for dims in ((64, 64), (128, 128), (192, 128), (160, 160), (256, 256))),
+    ],
+)
+def test_long_sequences_equal_xla_and_every_time(size, share, dims, garbage):
     """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in
     each run.
 
@@ -67,9 +74,10 @@ def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
     expression = packax.causal() & packax.masks.block_sparse(chosen, size)
     mask = packax.create_attention_mask(expression, q_len=length, kv_len=length)
     rng = np.random.default_rng(0)
+    qk_dim, v_dim = dims
     query, key, value, dout = (
         jnp.asarray(rng.standard_normal((2, length, n, dim)), jnp.bfloat16)
-        for n in (heads, 2, 2, heads)
+        for n, dim in ((heads, qk_dim), (2, qk_dim), (2, v_dim), (heads, v_dim))
     )
 
     @jax.jit
@@ -107,11 +115,12 @@ def run_checked(x, expression):
     return got
 
 
+@pytest.mark.parametrize("dims", WIDE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [case.name for case in cases.SPARSE])
-def test_cases_with_nothing_else(name, dtype):
+def test_cases_with_nothing_else(name, dtype, dims):
     case = cases.BY_NAME[name]
-    run_checked(Tensors(*case.tensors(dtype, 128, 128)), case.expression())
+    run_checked(Tensors(*case.tensors(dtype, *dims)), case.expression())
 
 
 Q_LEN, KV_LEN = 777, 1301
@@ -159,10 +168,11 @@ def selection(n, joined=None):
 @pytest.mark.parametrize(
     "joined", range(len(JOINED)), ids=("full", "causal", "documents", "window")
 )
-def test_odd_lengths(n, joined):
+@pytest.mark.parametrize("dims", WIDE)
+def test_odd_lengths(n, joined, dims):
     """Every size joined with every mask, a map for each head and batch row or one for all;
     dtypes in turns."""
-    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, DTYPES[(n + joined) % 2], seed=n)
+    x = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, DTYPES[(n + joined) % 2], seed=n)
     got = run_checked(x, selection(n, JOINED[joined]))
     if SELECTIONS[n][0][0] <= 128:
         assert (np.asarray(got.lse)[:, :, 256:384] == -np.inf).all()
@@ -175,9 +185,10 @@ def test_odd_lengths(n, joined):
 
 @pytest.mark.parametrize("group", (1, 8))
 @pytest.mark.parametrize("q_len,kv_len", [(1, 1), (63, 65), (64, 640), (129, 1), (128, 128)])
-def test_short_sequences(q_len, kv_len, group):
+@pytest.mark.parametrize("dims", WIDE)
+def test_short_sequences(q_len, kv_len, group, dims):
     """A map for each head; blocks that are longer than all there is."""
-    x = tensors(2, q_len, kv_len, 8, 8 // group, 128, "bfloat16")
+    x = tensors(2, q_len, kv_len, 8, 8 // group, dims, "bfloat16")
     for size in ((1, 2), (512, 4096)):
         chosen, _ = cases.random_map(q_len, size, 0.5, (2, 8), (q_len, kv_len))
         run_checked(x, packax.masks.block_sparse(chosen, size))
@@ -196,12 +207,13 @@ def of_an_array(x: Tensors, mask, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", (0, 1, 4))
-def test_both_kinds_of_kernels(n, dtype):
+@pytest.mark.parametrize("dims", WIDE)
+def test_both_kinds_of_kernels(n, dtype, dims):
     """They agree far closer than either has to. On Hopper they are not the same kernels."""
-    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype, seed=7)
+    x = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, dtype, seed=7)
     mask = jax.block_until_ready(build(selection(n, JOINED[3]), x))
     poison(x)
-    general = of_an_array(x, mask, jnp.float32(128**-0.5))
+    general = of_an_array(x, mask, jnp.float32(dims[0] ** -0.5))
     got = run(x, mask)
     assert_agree(got, general)
     if getattr(jax.devices()[0], "compute_capability", "") == "9.0":
@@ -215,10 +227,11 @@ def test_a_negative_scale():
     assert_close(x, got, expression.as_array(Q_LEN, KV_LEN), -0.2)
 
 
-def test_gradients_in_one_order():
+@pytest.mark.parametrize("dims", WIDE)
+def test_gradients_in_one_order(dims):
     """The same bits twice, with `deterministic=True` too, and in a call that wants only some of
     them."""
-    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(0, JOINED[1])
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, "bfloat16"), selection(0, JOINED[1])
     mask = build(expression, x)
     first = run_checked(x, expression)
     for deterministic in (False, True):
@@ -238,10 +251,11 @@ def test_gradients_in_one_order():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", (0, 3, 4))
-def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
+@pytest.mark.parametrize("dims", WIDE)
+def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype, dims):
     """In rows and keys that the block mask leaves alone, of every head: scores there overflow to
     infinities and NaNs."""
-    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, JOINED[1])
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, dtype), selection(n, JOINED[1])
     allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
     rows = ~allowed.any(3).swapaxes(1, 2)[..., None]  # (batch, rows, heads, 1)
     keys = ~allowed.any((1, 2))[..., None, None]

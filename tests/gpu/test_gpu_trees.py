@@ -37,8 +37,9 @@ def test_against_the_oracle(kind, joined):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_trees(seed):
-    """Many shapes of trees at the head dim of models, with grouped heads, and deterministic."""
-    x = tensors(3, LENGTH, LENGTH, 8, 2, 128, "bfloat16", seed)
+    """Many shapes of trees at head dims of models, with grouped heads, and deterministic."""
+    dims = (128, 128), (192, 128), (256, 256)
+    x = tensors(3, LENGTH, LENGTH, 8, 2, dims[seed % 3], "bfloat16", seed)
     expression = expression_of(seed, 3, list(trees.JOINED)[seed % len(trees.JOINED)])
     got = run(x, expression)
     assert_close(x, got, expression.as_array(LENGTH, LENGTH))
@@ -97,12 +98,12 @@ def both_passes(x, mask, implementation):
 
 
 @pytest.mark.parametrize("name", trees.LARGE)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_large_trees_equal_xla(name, dim):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_large_trees_equal_xla(name, dims):
     """Long lists, mostly full; and the kernels that build masks make the same integers."""
     tree = trees.LARGE[name]()
     length = len(tree.ids)
-    x = tensors(1, length, length, 2, 1, dim, "bfloat16")
+    x = tensors(1, length, length, 2, 1, dims, "bfloat16")
     expression = packax.masks.tree(*tree) & packax.causal()
     mask = packax.create_attention_mask(expression)
     by_xla = packax.create_attention_mask(expression, implementation="xla")

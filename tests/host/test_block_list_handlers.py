@@ -31,7 +31,7 @@ GIVEN = {"scale": ("float32", 0.375), "mask_mode": ("int32", 1)}
 SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
 
 
-@pytest.fixture(params=[64, 128])
+@pytest.fixture(params=[64, 128, 192, 256])
 def mapped(tmp_path, driver, request):
     """A machine whose build has the kernels with a map for its head dims."""
     return make_machine(
@@ -83,7 +83,7 @@ def test_backward(mapped, s, of_blocks, needs_grad):
     grids = {"backward_preprocess": lambda r: [rows // r]}
     if needs_grad & 2:
         keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
-        grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys]
+        grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys * (128 // n)]
     if needs_grad & 1:
         tiles = s.heads * s.batch * ceil(s.q_len / 128)
         grids["backward_dq_sm90_block_lists"] = lambda m: [min(MULTIPROCESSORS, tiles)]
@@ -92,7 +92,8 @@ def test_backward(mapped, s, of_blocks, needs_grad):
     arrays = {**call.operands, **call.results, **sections}
     values = {name: {**scalars, **pointers, **of_a_map(blocks)} for name in grids}
     for kernel in grids.keys() - {"backward_preprocess"}:
-        assert mapped.row(kernel, mapped.variant["cc"])["block"] == 128
+        half = "dkdv" in kernel and mapped.variant["qk_dim"] == 256
+        assert mapped.row(kernel, mapped.variant["cc"])["block"] == (64 if half else 128)
         values[kernel] |= backward_maps(mapped, kernel, arrays)
     expect_launches(mapped, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": mapped.xla.stream}
@@ -137,9 +138,9 @@ def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(
 
 
 @pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(192, 192), (512, 512)])
 def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
-    """Of all head dims 64 and 128 alone have them."""
+    """Hopper has plain kernels of these head dims."""
     machine = make_machine(
         tmp_path,
         driver,

@@ -236,32 +236,39 @@ def test_alibi(dim, case):
     backward(p, "backward_sm90", {})
 
 
+OF_BLOCK_LISTS = (64, 64), (128, 128), (192, 128), (256, 256)
+
+
 @pytest.mark.parametrize(
-    "dim,blocks,case",
+    "dims,blocks,case",
     some(
         itertools.product(
-            [64, 128],
+            OF_BLOCK_LISTS,
             [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)],
             ["documents", "longer keys", "ids that come back"],
         ),
         0,
         8,
+        27,
+        41,
     ),
     ids=str,
 )
-def test_maps_of_blocks(dim, blocks, case):
-    p = Problem(case, (dim, dim), "_block_lists", blocks=blocks)
+def test_maps_of_blocks(dims, blocks, case):
+    p = Problem(case, dims, "_block_lists", blocks=blocks)
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
     queries_alone(p)
 
 
 @pytest.mark.parametrize(
-    "dim,case", some([(64, "prompt and answers"), *itertools.product([128], TREES)], 0)
+    "dims,case",
+    some([((64, 64), "prompt and answers"), *itertools.product(OF_BLOCK_LISTS[1:], TREES)], 0, 3),
+    ids=str,
 )
-def test_packed_trees(dim, case):
+def test_packed_trees(dims, case):
     """Lists that leave siblings out, full blocks, and the test of a key's subtree in the others."""
-    p = Problem(case, (dim, dim), "_block_lists", heads=4, kv_heads=2)
+    p = Problem(case, dims, "_block_lists", heads=4, kv_heads=2)
     assert p.mask["q_block_lists"][..., 1].any() and (p.mask["q_blocks"][:, 4] & 1).any()
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})

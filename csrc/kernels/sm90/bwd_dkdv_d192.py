@@ -9,7 +9,18 @@ for dK but its last chunk. The softmax of one warp group runs under its own dP a
 the other. Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """
 
-from sm90.args import KernelScalars, KeyTileArgs, KeyTileMask, KeyTileShared, Maps, RowStats
+from sm90.args import (
+    BlockMask,
+    KernelScalars,
+    KeyTileArgs,
+    KeyTileMask,
+    KeyTileShared,
+    Maps,
+    RowStats,
+    StepRange,
+)
+from sm90.block_lists import bits_of_rows, blocks_of_lists, list_of_keys, mask_of_head
+from sm90.bwd_listed_producer import produce_listed
 from sm90.bwd_producer import (
     ROWS,
     allocate_row_stats,
@@ -31,6 +42,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+
+@gluon.aggregate
+class DkdvArgs(KeyTileArgs):
+    blocks: BlockMask
 
 
 @gluon.constexpr_function
@@ -136,10 +152,10 @@ def begin_scores(stage, phase, k, shared, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def add_block(
-    dk_sum, dv_sum, s, row, masked, stage, phase, k, v, keys, args, config: gl.constexpr
+    dk_sum, dv_sum, s, row, head, masked, stage, phase, k, v, keys, args, config: gl.constexpr
 ):  # fmt: skip
     """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the
-    next. No product is under way where it branches."""
+    next. No product is under way where it branches. `head` is read with block lists only."""
     shared = args.shared
     CHUNKS: gl.constexpr = config.CHUNKS
     scale2 = args.scalars.scale * LOG2E
@@ -153,6 +169,9 @@ def add_block(
     bits = keys
     if masked:
         bits = mask_bits(keys, row, stage, args)
+        if config.BLOCK_LISTS:
+            head_mask = mask_of_head(args.blocks, args.scalars, args.tile.mask_b, head)
+            bits = bits & bits_of_rows(head_mask, keys, row, args.scalars.q_len)
         s = select_bits(s, bits, float("-inf"))
     p = probabilities(s, scale2, shared.row_stats.lse2.index(stage), half)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -193,6 +212,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     V_DIM: gl.constexpr = config.V_DIM
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
+    BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
+    REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
@@ -203,30 +224,49 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     k = half_of_keys(shared.k_s, 0, W, CHUNKS)
     v = shared.v_s.index(W)
     if q_range.steps > 0:
-        own_start, own_end = rows_of_half(args.mask, tile.first_key // 64 + W, args.scalars.kv_len)
+        if not BLOCK_LISTS:
+            own_start, own_end = rows_of_half(
+                args.mask, tile.first_key // 64 + W, args.scalars.kv_len
+            )
         mbarrier.wait(shared.q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(scores(k, shared.q_s, 0, zero, CHUNKS),))
         stage = 0
         phase = 0
-        n = 0
-        for i in range(0, q_range.steps * tile.group):  # partial blocks of all heads, then full
-            masked = i < q_range.partial * tile.group
-            row = q_range.start + q_range.nth_partial(n) * ROWS
-            k_left = half_of_keys(
-                shared.k_s, rematerialized_zero(i, config.REMATERIALIZE), W, CHUNKS
-            )
-            v_left = shared.v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
-            if (i >= q_range.partial * tile.group) | ((row < own_end) & (row + ROWS > own_start)):
-                dk_sum, dv_sum, s = add_block(
-                    dk_sum, dv_sum, s, row, masked, stage, phase, k_left, v_left, keys, args,
-                    config,
-                )  # fmt: skip
-            else:
-                s = skip_blocks(stage, phase, k_left, shared, CHUNKS)
-            phase = phase ^ stage
-            stage = stage ^ 1
-            n += 1
-            n = gl.where(n == q_range.partial, 0, n)
+        if BLOCK_LISTS:
+            for g in range(0, tile.group):
+                head = tile.kv_head * tile.group + g
+                listed, partial, full_count = list_of_keys(args.blocks, args.scalars, tile, g)
+                for i in range(0, partial + full_count):
+                    row = gl.load(listed + i) * ROWS
+                    k_left = half_of_keys(
+                        shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS
+                    )
+                    v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
+                    dk_sum, dv_sum, s = add_block(
+                        dk_sum, dv_sum, s, row, head, i < partial, stage, phase, k_left, v_left,
+                        keys, args, config,
+                    )  # fmt: skip
+                    phase = phase ^ stage
+                    stage = stage ^ 1
+        else:  # partial blocks of all heads, then full
+            n = 0
+            for i in range(0, q_range.steps * tile.group):
+                masked = i < q_range.partial * tile.group
+                row = q_range.start + q_range.nth_partial(n) * ROWS
+                k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
+                v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
+                full = i >= q_range.partial * tile.group
+                if full | ((row < own_end) & (row + ROWS > own_start)):
+                    dk_sum, dv_sum, s = add_block(
+                        dk_sum, dv_sum, s, row, (), masked, stage, phase, k_left, v_left, keys,
+                        args, config,
+                    )  # fmt: skip
+                else:
+                    s = skip_blocks(stage, phase, k_left, shared, CHUNKS)
+                phase = phase ^ stage
+                stage = stage ^ 1
+                n += 1
+                n = gl.where(n == q_range.partial, 0, n)
     gl.barrier()  # dK and dV take the place of this warp group's keys and values
     store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS)
 
@@ -234,16 +274,17 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
 @gluon.jit
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
+    scale, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
+    q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ."""
+    """As bwd.backward_sm90 without dQ; block lists may be None."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS, HALVES=2,
-        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
+        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False, BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
@@ -270,12 +311,21 @@ def backward_dkdv_sm90(
     )
     mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
     tile, q_range, mask = tile_of_program(mask, kv_order, scalars, 128)
-    args = KeyTileArgs(
+    blocks = BlockMask(
+        block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
+    )
+    if config.BLOCK_LISTS:
+        q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
+    args = DkdvArgs(
         maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
-        mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars,
+        mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars, blocks=blocks,
     )  # fmt: skip
     gl.warp_specialize(
-        [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],
+        [
+            (consume, (0, args, config)),
+            (consume, (1, args, config)),
+            (produce_listed if config.BLOCK_LISTS else produce, (args, config)),
+        ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

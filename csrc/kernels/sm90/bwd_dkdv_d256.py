@@ -5,7 +5,18 @@ A program is 64 keys of one key/value head, and its two warp groups divide the w
 (sm90/bwd_split_consumer.py).
 """
 
-from sm90.args import Exchange, KernelScalars, KeyTileMask, KeyTileShared, Maps, RowStats
+from sm90.args import (
+    BlockMask,
+    Exchange,
+    KernelScalars,
+    KeyTileMask,
+    KeyTileShared,
+    Maps,
+    RowStats,
+    StepRange,
+)
+from sm90.block_lists import blocks_of_lists
+from sm90.bwd_listed_producer import produce_listed
 from sm90.bwd_producer import ROWS, allocate_row_stats, produce, tile_of_program
 from sm90.bwd_split_consumer import KEYS, SplitArgs, consume_gradients, consume_scores
 from sm90.config import constants
@@ -17,12 +28,15 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
+    scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
+    q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ; `soft_cap` may be None."""
+    """As bwd.backward_sm90 without dQ; options: `soft_cap` or block lists. These are of tiles of
+    128 keys, so a program may visit blocks of rows that attend to the other 64 keys only."""
+    BLOCK_LISTS: gl.constexpr = block_mask is not None
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     config: gl.constexpr = constants(
@@ -58,14 +72,23 @@ def backward_dkdv_sm90(
     )
     mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
     tile, q_range, mask = tile_of_program(mask, kv_order, scalars, KEYS)
+    blocks = None
+    if BLOCK_LISTS:
+        blocks = BlockMask(
+            block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
+        )
+        q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
     args = SplitArgs(
         maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
-        mask=mask, shared=shared, p=p, tile=tile, q_range=q_range, scalars=scalars,
+        mask=mask, shared=shared, p=p, blocks=blocks, tile=tile, q_range=q_range, scalars=scalars,
         part=0, q_rest=None, do_rest=None,
     )  # fmt: skip
     gl.warp_specialize(
-        [(consume_scores, (args, config)), (consume_gradients, (args, config)),
-            (produce, (args, config))],
+        [
+            (consume_scores, (args, config)),
+            (consume_gradients, (args, config)),
+            (produce_listed if BLOCK_LISTS else produce, (args, config)),
+        ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

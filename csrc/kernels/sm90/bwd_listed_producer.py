@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def produce_listed(args, config: gl.constexpr):
     """The producer warp: blocks of every head's list, and the rows of one block more, whose scores
-    are made and dropped."""
+    are made and dropped (of a tile of 64 keys dP, too)."""
     tile = args.tile
     load_keys(args, config)
     i = 0
@@ -36,3 +36,5 @@ def produce_listed(args, config: gl.constexpr):
         phase = (i // 2) & 1
         stat = tile.bh * tile.padded
         load_queries(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)
+        if config.HALVES == 1:
+            load_dout(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)

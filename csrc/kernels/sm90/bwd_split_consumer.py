@@ -6,7 +6,8 @@ While one is at its exponentials, the other's products run, and the next scores 
 its last product. Head dims are cut into chunks of columns, as in sm90/fwd.py.
 """
 
-from sm90.args import Buffer, Exchange, KeyTileArgs, Number
+from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number
+from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import mask_bits
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
 from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
@@ -39,12 +40,22 @@ class Rest:
 @gluon.aggregate
 class SplitArgs(KeyTileArgs):
     """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
-    parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one."""
+    parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one.
+    blocks: None without block lists."""
 
     p: Exchange
+    blocks: BlockMask | gl.constexpr
     part: Number
     q_rest: Rest | gl.constexpr
     do_rest: Rest | gl.constexpr
+
+
+@gluon.aggregate
+class Listed:
+    """A head's list of blocks, and its block mask."""
+
+    first: Number
+    mask: HeadMask
 
 
 @gluon.jit
@@ -86,11 +97,93 @@ def unknown_zero(i, stage, rest, config: gl.constexpr):
 
 
 @gluon.jit
-def bits_of_masked(n, keys, stage, args):
-    """mask_bits of the n-th partial block of a head."""
+def bits_of_masked(n, listed, keys, stage, args):
+    """mask_bits of a head's n-th partial block, or of the n-th of `listed`."""
     ROWS: gl.constexpr = args.shared.q_s.shape[1]
-    row = args.q_range.start + args.q_range.nth_partial(n) * ROWS
-    return mask_bits(keys, row, stage, args)
+    if listed is None:
+        row = args.q_range.start + args.q_range.nth_partial(n) * ROWS
+        bits = mask_bits(keys, row, stage, args)
+    else:
+        row = gl.load(listed.first + n) * ROWS
+        bits = mask_bits(keys, row, stage, args)
+        bits = bits & bits_of_rows(listed.mask, keys, row, args.scalars.q_len)
+    return bits
+
+
+@gluon.jit
+def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
+    """`sums` with what every block of rows adds to them. `add` takes the scores (or dP) `s` of a
+    block and computes those of the next; `fixed` is the same for all blocks."""
+    tile = args.tile
+    q_range = args.q_range
+    stage = 0
+    phase = 0
+    if args.blocks is None:  # partial blocks of every head, then the full ones
+        for part in gl.static_range(2):
+            count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
+            n = 0
+            for i in range(0, count * tile.group):
+                sums, s, n, stage, phase = add(
+                    sums, s, i, n, count, None, stage, phase, fixed, args, part == 0, config
+                )
+    else:  # partial blocks of a head, then its full ones
+        for g in range(0, tile.group):
+            first, partial, full_count = list_of_keys(args.blocks, args.scalars, tile, g)
+            head = tile.kv_head * tile.group + g
+            listed = Listed(first, mask_of_head(args.blocks, args.scalars, tile.mask_b, head))
+            n = 0
+            for part in gl.static_range(2):
+                for i in range(0, partial if part == 0 else full_count):
+                    sums, s, n, stage, phase = add(
+                        sums, s, i, n, partial, listed, stage, phase, fixed, args, part == 0, config
+                    )
+    return sums
+
+
+@gluon.jit
+def add_to_values(
+    dv_sum, s, i, n, count, listed, stage, phase, fixed, args, MASKED: gl.constexpr,
+    config: gl.constexpr,
+):  # fmt: skip
+    """`add` of add_blocks for dV and S. With MASKED the block is the n-th of a head's `count`
+    partial blocks; `listed`: None without block lists."""
+    keys, scale2, last = fixed
+    shared = args.shared
+    rest = args.q_rest
+    SOFT_CAP: gl.constexpr = config.SOFT_CAP
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    NEW: gl.constexpr = CHUNKS if rest is None else 2 * CHUNKS  # groups of products of a block's S
+    ROWS: gl.constexpr = shared.q_s.shape[1]
+    dtype: gl.constexpr = args.dv.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.V_CHUNK), 2)
+    other = stage ^ 1
+    lse = shared.row_stats.lse2.index(stage).load(gl.SliceLayout(0, s_layout))
+    if SOFT_CAP:
+        s = tanh_of_scores(s, args.scalars.scale / args.scalars.soft_cap, ROWS)
+        dtanh = 1.0 - s * s  # the derivative of tanh
+    if MASKED:
+        s = select_bits(s, bits_of_masked(n, listed, keys, stage, args), float("-inf"))
+        n = gl.where(n + 1 == count, 0, n + 1)
+    warp_arrive(shared.q_empty.index(stage))
+    p32 = gl.exp2(s * scale2 - lse[None, :])
+    p = p32.to(dtype)
+    passed = (p32 * dtanh).to(dtype) if SOFT_CAP else p
+    mbarrier.wait(args.p.empty.index(stage), phase ^ 1)
+    args.p.tiles.index(stage).store(passed)
+    mbarrier.arrive(args.p.full.index(stage))
+    p_half = gl.convert_layout(p, p_layout)
+    mbarrier.wait(shared.do_full.index(stage), phase)
+    dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
+    phase = phase ^ stage
+    mbarrier.wait(shared.q_full.index(other), phase)
+    zeroth = unknown_zero(i, stage, rest, config)
+    s_token = start_scores(shared.k_s, shared.q_s, rest, last, zeroth, other, CHUNKS)
+    dv_sum = finished(dv_tokens, NEW, V_CHUNKS)
+    warp_arrive(shared.do_empty.index(stage))
+    s = finished_scores(s_token, rest)
+    return dv_sum, s, n, other, phase
 
 
 @gluon.jit
@@ -98,67 +191,66 @@ def consume_scores(args, config: gl.constexpr):
     """S, P and dV."""
     shared = args.shared
     tile = args.tile
-    q_range = args.q_range
-    scale = args.scalars.scale
     rest = args.q_rest
-    SOFT_CAP: gl.constexpr = config.SOFT_CAP
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNK: gl.constexpr = config.V_CHUNK
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    NEW: gl.constexpr = CHUNKS if rest is None else 2 * CHUNKS  # groups of products of a block's S
-    ROWS: gl.constexpr = shared.q_s.shape[1]
-    scale2 = (args.scalars.soft_cap if SOFT_CAP else scale) * LOG2E
-    dtype: gl.constexpr = args.dv.dtype
-    s_layout: gl.constexpr = accumulator(ROWS)
-    v_layout: gl.constexpr = accumulator(V_CHUNK)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
+    scale2 = (args.scalars.soft_cap if config.SOFT_CAP else args.scalars.scale) * LOG2E
+    s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
     keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-    dv_sum = zeros(v_layout, V_CHUNK, V_CHUNKS)
+    dv_sum = zeros(accumulator(V_CHUNK), V_CHUNK, V_CHUNKS)
     mbarrier.wait(shared.kv_full.index(0), 0)
     if rest is None:
         last = ()
     else:
         last = (rest.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
         gl.barrier()  # before P takes its place
-    if q_range.steps > 0:
+    if args.q_range.steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         s = start_scores(shared.k_s, shared.q_s, rest, last, 0, 0, CHUNKS)
         s = finished_scores(s, rest)
-        stage = 0
-        phase = 0
-        for part in gl.static_range(2):  # partial blocks of every head, then the full ones
-            count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
-            n = 0
-            for i in range(0, count * tile.group):
-                other = stage ^ 1
-                lse = shared.row_stats.lse2.index(stage).load(gl.SliceLayout(0, s_layout))
-                if SOFT_CAP:
-                    s = tanh_of_scores(s, scale / args.scalars.soft_cap, ROWS)
-                    dtanh = 1.0 - s * s  # the derivative of tanh
-                if part == 0:
-                    s = select_bits(s, bits_of_masked(n, keys, stage, args), float("-inf"))
-                    n = gl.where(n + 1 == count, 0, n + 1)
-                warp_arrive(shared.q_empty.index(stage))
-                p32 = gl.exp2(s * scale2 - lse[None, :])
-                p = p32.to(dtype)
-                passed = (p32 * dtanh).to(dtype) if SOFT_CAP else p
-                mbarrier.wait(args.p.empty.index(stage), phase ^ 1)
-                args.p.tiles.index(stage).store(passed)
-                mbarrier.arrive(args.p.full.index(stage))
-                p_half = gl.convert_layout(p, p_layout)
-                mbarrier.wait(shared.do_full.index(stage), phase)
-                dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
-                phase = phase ^ stage
-                mbarrier.wait(shared.q_full.index(other), phase)
-                zeroth = unknown_zero(i, stage, rest, config)
-                s_token = start_scores(shared.k_s, shared.q_s, rest, last, zeroth, other, CHUNKS)
-                dv_sum = finished(dv_tokens, NEW, V_CHUNKS)
-                warp_arrive(shared.do_empty.index(stage))
-                s = finished_scores(s_token, rest)
-                stage = other
+        dv_sum = add_blocks(add_to_values, dv_sum, s, (keys, scale2, last), args, config)
     keys_read(0, 1)
     head = tile.kv_head * config.PARTS + args.part
     store_gradient(args.dv, dv_sum, None, shared.v_s, tile.b, tile.first_key, head, V_CHUNKS)
+
+
+@gluon.jit
+def add_to_keys(
+    dk_sum, dp, i, n, count, listed, stage, phase, fixed, args, MASKED: gl.constexpr,
+    config: gl.constexpr,
+):  # fmt: skip
+    """As add_to_values, for dK and dP."""
+    keys = fixed[0]
+    shared = args.shared
+    rest = args.do_rest
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    NEW: gl.constexpr = V_CHUNKS if rest is None else 2 * V_CHUNKS
+    dtype: gl.constexpr = args.dk.dtype
+    s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.QK_CHUNK), 2)
+    other = stage ^ 1
+    dl = shared.row_stats.delta.index(stage).load(gl.SliceLayout(0, s_layout))
+    warp_arrive(shared.do_empty.index(stage))
+    mbarrier.wait(args.p.full.index(stage), phase)
+    p = args.p.tiles.index(stage).load(s_layout)
+    ds = p.to(gl.float32) * (dp - dl[None, :])
+    warp_arrive(args.p.empty.index(stage))
+    mbarrier.wait(shared.q_full.index(stage), phase)
+    if MASKED:
+        ds = select_bits(ds, bits_of_masked(n, listed, keys, stage, args), 0.0)
+        n = gl.where(n + 1 == count, 0, n + 1)
+    ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+    phase = phase ^ stage
+    mbarrier.wait(shared.do_full.index(other), phase)
+    zeroth = unknown_zero(i, stage, rest, config)
+    dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zeroth, other, V_CHUNKS)
+    dk_sum = finished(dk_tokens, NEW, CHUNKS)
+    warp_arrive(shared.q_empty.index(stage))
+    dp = finished_scores(dp_token, rest)
+    return dk_sum, dp, n, other, phase
 
 
 @gluon.jit
@@ -166,50 +258,19 @@ def consume_gradients(args, config: gl.constexpr):
     """dP, dS and dK."""
     shared = args.shared
     tile = args.tile
-    q_range = args.q_range
     rest = args.do_rest
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    NEW: gl.constexpr = V_CHUNKS if rest is None else 2 * V_CHUNKS
-    ROWS: gl.constexpr = shared.q_s.shape[1]
-    dtype: gl.constexpr = args.dk.dtype
-    s_layout: gl.constexpr = accumulator(ROWS)
-    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
+    s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
     keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
     dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
     mbarrier.wait(shared.kv_full.index(0), 0)
-    if q_range.steps > 0:
+    if args.q_range.steps > 0:
         mbarrier.wait(shared.do_full.index(0), 0)
         dp = start_scores(shared.v_s, shared.do_s, rest, (), 0, 0, V_CHUNKS)
         dp = finished_scores(dp, rest)
-        stage = 0
-        phase = 0
-        for part in gl.static_range(2):
-            count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
-            n = 0
-            for i in range(0, count * tile.group):
-                other = stage ^ 1
-                dl = shared.row_stats.delta.index(stage).load(gl.SliceLayout(0, s_layout))
-                warp_arrive(shared.do_empty.index(stage))
-                mbarrier.wait(args.p.full.index(stage), phase)
-                p = args.p.tiles.index(stage).load(s_layout)
-                ds = p.to(gl.float32) * (dp - dl[None, :])
-                warp_arrive(args.p.empty.index(stage))
-                mbarrier.wait(shared.q_full.index(stage), phase)
-                if part == 0:
-                    ds = select_bits(ds, bits_of_masked(n, keys, stage, args), 0.0)
-                    n = gl.where(n + 1 == count, 0, n + 1)
-                ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-                dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
-                phase = phase ^ stage
-                mbarrier.wait(shared.do_full.index(other), phase)
-                zeroth = unknown_zero(i, stage, rest, config)
-                dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zeroth, other, V_CHUNKS)
-                dk_sum = finished(dk_tokens, NEW, CHUNKS)
-                warp_arrive(shared.q_empty.index(stage))
-                dp = finished_scores(dp_token, rest)
-                stage = other
+        dk_sum = add_blocks(add_to_keys, dk_sum, dp, (keys,), args, config)
     keys_read(1, 1)
     head = tile.kv_head * config.PARTS + args.part
     scale = args.scalars.scale
