@@ -6,10 +6,10 @@ in torch, taking turns on one GPU.
 Cases: lib/mask_cases.py; `--cases selections`: block masks that depend on data (lib/selections.py),
 compared with packax's causal attention of all keys; `--cases trees`: packed trees
 (lib/packed_trees.py), also compared with their paths as packed documents. FLOPs are those of
-attended pairs, 4 * H * D per pair forward, 2.5 times that backward; ratios are of medians, over 1:
-packax is faster. Every output and gradient is first compared with one float32 reference; a wrong
-one is not timed. torch runs in another process, which compiles FlexAttention for each case. Writes
-masks.json into --out (default: $OUT, else benchmarks/results).
+attended pairs: two products forward, five backward. Ratios are of medians, over 1: packax is
+faster. Every output and gradient is first compared with one float32 reference; a wrong one is not
+timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -115,8 +115,12 @@ def run_case(
             return torch.ask(do="time", name=name, what=what, launches=launches)
         return burst(rows[name]["passes"][what], jax.block_until_ready, launches)
 
-    forward = 4.0 * case.heads * case.head_dim * area
-    time_rows(rows, ask, {"fwd": forward, "bwd": 2.5 * forward}, rounds)
+    products = 2.0 * case.heads * area
+    flops = {
+        "fwd": products * (case.head_dim + case.value_dim),
+        "bwd": products * (3 * case.head_dim + 2 * case.value_dim),
+    }
+    time_rows(rows, ask, flops, rounds)
     for row in rows.values():
         row.pop("passes", None)
     return rows

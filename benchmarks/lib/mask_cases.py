@@ -72,10 +72,11 @@ class OptionCase:
     selection: Selection | None = None
     tree: PackedTree | None = None
     batch: int = 1
+    v_dim: int = 0  # of values and output; 0: head_dim
 
     @property
     def value_dim(self) -> int:
-        return self.head_dim
+        return self.v_dim or self.head_dim
 
     def tables(self) -> dict[str, np.ndarray]:
         """Images of 576 tokens in text, one every 1500, or those of the tree. For a selection,
@@ -133,11 +134,23 @@ def _window(size: int) -> Callable[[Any, Tables], Any]:
     return lambda p, _: p.sliding_window(size - 1)
 
 
-def _tree(name: str, tree: PackedTree, dim: int) -> OptionCase:
+def _dims(dim: int, v_dim: int) -> str:
+    return f"{dim}v{v_dim}" if v_dim else f"d{dim}"
+
+
+def _tree(name: str, tree: PackedTree, dim: int, v_dim: int = 0) -> OptionCase:
     return OptionCase(
-        f"{name}_d{dim}", tree.tokens, dim, on_path,
+        f"{name}_{_dims(dim, v_dim)}", tree.tokens, dim, on_path,
         lambda p, tables: p.causal() & p.masks.tree(tables["segments"], tables["parents"]),
-        tree=tree,
+        tree=tree, v_dim=v_dim,
+    )  # fmt: skip
+
+
+def _selection(name: str, selection: Selection, dim: int, v_dim: int = 0) -> OptionCase:
+    """Selected blocks of a causal row of 32k."""
+    return OptionCase(
+        f"{name}_32k_{_dims(dim, v_dim)}", 32768, dim, causal, causal_mask, selection=selection,
+        v_dim=v_dim,
     )  # fmt: skip
 
 
@@ -161,13 +174,18 @@ CASES = (
     OptionCase("alibi_16k_d128", 16384, 128, causal, causal_mask, alibi=True),
     OptionCase("sinks_16k_d64", 16384, 64, causal, causal_mask, sinks=True),
     OptionCase("sinks_window128_32k_d64", 32768, 64, window(128), _window(128), sinks=True),
-    OptionCase("moba_32k_d128", 32768, 128, causal, causal_mask, selection=MOBA),
-    OptionCase("moba_own_32k_d128", 32768, 128, causal, causal_mask, selection=MOBA_OWN),
-    OptionCase("indexer_32k_d128", 32768, 128, causal, causal_mask, selection=INDEXER),
-    OptionCase("indexer_blocks_32k_d128", 32768, 128, causal, causal_mask, selection=INDEXER_64),
+    _selection("moba", MOBA, 128),
+    _selection("moba_own", MOBA_OWN, 128),
+    _selection("indexer", INDEXER, 128),
+    _selection("indexer_blocks", INDEXER_64, 128),
     *(
-        _tree(name, tree, dim)
-        for dim in (128, 64)
+        _selection(name, selection, dim, v_dim)
+        for dim, v_dim in ((192, 128), (256, 0))
+        for name, selection in (("moba", MOBA), ("indexer_blocks", INDEXER_64))
+    ),
+    *(
+        _tree(name, tree, dim, v_dim)
+        for dim, v_dim in ((128, 0), (64, 0), (192, 128), (256, 0))
         for name, tree in (
             ("tree_4k_16x2k", prompt_and_answers(4096, 16, 2048)),
             ("tree_16k_8x1k", prompt_and_answers(16384, 8, 1024)),
