@@ -288,6 +288,7 @@ def time_candidates(
                               "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [],
                               "wrong": [], "fatal": without}  # fmt: skip
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
     for of in [d for d in there if dims is None or d in dims]:

@@ -36,12 +36,13 @@ BACKWARD = {
     ("ampere", 128, 128): (64, 128, 2, 8, 4),
     ("ampere", 192, 128): (64, 64, 2, 8, 4),
     ("ampere", 192, 192): (64, 64, 2, 8, 4),
-    ("ampere", 256, 256): (32, 64, 2, 8, 4),
+    ("ampere", 256, 256): (64, 64, 1, 8, 4),
     ("small", 64, 64): (64, 128, 2, 8, 2),
     ("small", 96, 96): (64, 64, 2, 8, 2),
     ("small", 128, 128): (32, 64, 2, 4, 2),
     ("small", 192, 128): (32, 64, 2, 8, 4),
     ("small", 192, 192): (32, 32, 2, 4, 2),
+    ("small", 256, 256): (32, 32, 1, 4, 2),
 }
 
 # With a soft cap and nothing else: the same tiles, of the head dims that models with it have.
