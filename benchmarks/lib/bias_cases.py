@@ -84,6 +84,7 @@ CASES = (
     BiasCase("t5_causal_4k_d64", 2, 4096, 16, 16, 64, "array", causal=True),
     BiasCase("dropout_4k_d64", 2, 4096, 16, 16, 64, causal=True, dropout=0.1),
     BiasCase("dropout_16k_d128", 1, 16384, 32, 8, 128, causal=True, dropout=0.1),
+    BiasCase("array_4k_d128", 1, 4096, 16, 16, 128, "array"),
     BiasCase("array_4k_d256", 1, 4096, 16, 16, 256, "array"),
     BiasCase("dropout_8k_d256", 1, 8192, 16, 8, 256, causal=True, dropout=0.1),
 )

@@ -33,11 +33,15 @@ SPILLS: dict[tuple, int] = {
     ("backward_dbias", 256): 56,  # 12 loads in the loop, no stores
     ("forward_bias_alone", 64): 32,
     ("forward_bias_alone", 128): 24,
+    ("forward_bias_alone", 256): 240,
     ("backward_dkdv_bias_alone", 128): 88,
+    ("backward_dkdv_bias_alone", 256): 544,
     ("backward_dq_bias_alone", 64): 64,
     ("backward_dq_bias_alone", 128): 96,
+    ("backward_dq_bias_alone", 256): 320,
     ("backward_dbias_alone", 64): 96,
     ("backward_dbias_alone", 128): 176,
+    ("backward_dbias_alone", 256): 8,
     ("backward_dbias", 128, "f32"): 360,
     ("forward_bias", 128, "tf32"): 184,
     ("backward_dkdv_bias", 128, "tf32"): 160,
@@ -113,4 +117,4 @@ SPILLS: dict[tuple, int] = {
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
 # stand-in there, and that with a bias.
-SERIALISED = ("backward_dkdv", "backward_dkdv_bias_alone")
+SERIALISED = ("backward_dkdv", "backward_dkdv_bias_alone", "forward_bias_alone")

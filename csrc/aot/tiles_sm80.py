@@ -6,8 +6,8 @@ from __future__ import annotations
 # Head dims that have no other kernels, and only these GPUs: on others such calls are padded.
 DIMS = ((96, 96), (192, 192))
 
-# The fastest of those tried on an H100 by proxy (docs/internals/proxy.md), except "small" at 256,
-# 96, 192 and soft caps: no other tiles of these were timed.
+# The fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md). Of soft caps, no
+# other tiles were timed.
 
 # kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, STAGES (one buffer each of
 # keys and values), warps: rows whose forward is sm80/fwd.py. At 64 the compiler of portable/fwd.py
@@ -17,7 +17,7 @@ FORWARD = {
         ("ampere", 96, 96): (128, 64, 1, 4),
         ("ampere", 128, 128): (128, 32, 1, 4),
         ("ampere", 192, 128): (128, 32, 1, 4),
-        ("ampere", 192, 192): (128, 64, 1, 8),
+        ("ampere", 192, 192): (128, 128, 1, 8),
         ("ampere", 256, 256): (128, 64, 1, 8),
         ("small", 96, 96): (128, 64, 1, 4),
         ("small", 128, 128): (128, 32, 1, 4),
@@ -35,14 +35,14 @@ BACKWARD = {
     ("ampere", 96, 96): (64, 128, 2, 8, 2),
     ("ampere", 128, 128): (64, 128, 2, 8, 4),
     ("ampere", 192, 128): (64, 64, 2, 8, 4),
-    ("ampere", 192, 192): (64, 64, 2, 8, 4),
+    ("ampere", 192, 192): (32, 128, 2, 8, 4),
     ("ampere", 256, 256): (64, 64, 1, 8, 4),
     ("small", 64, 64): (64, 128, 2, 8, 2),
-    ("small", 96, 96): (64, 64, 2, 8, 2),
+    ("small", 96, 96): (64, 64, 2, 4, 2),
     ("small", 128, 128): (32, 64, 2, 4, 2),
     ("small", 192, 128): (32, 64, 2, 8, 4),
-    ("small", 192, 192): (32, 32, 2, 4, 2),
-    ("small", 256, 256): (32, 32, 1, 4, 2),
+    ("small", 192, 192): (32, 64, 1, 8, 4),
+    ("small", 256, 256): (32, 32, 1, 4, 4),
 }
 
 # With a soft cap and nothing else: the same tiles, of the head dims that models with it have.

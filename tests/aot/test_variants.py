@@ -192,7 +192,7 @@ def test_with_a_bias_alone() -> None:
         (kernel, dtype, dim, dim)
         for kernel in table.BIAS_ALONE_TILES
         for dtype in table.DTYPES
-        for dim in (64, 128)
+        for dim in (64, 128, 256)
     )
     for v in rows:
         of = dict(v.constants)

@@ -89,8 +89,7 @@ def packed_case(kind):
     [("odd", (0, 1, 1)), ("padding", (1, 0, 1)), ("reappear", (1, 1, 0)), ("full", (0, 1, 1))],
 )
 def test_a_bias_alone(kind, axes, dims, dtype):
-    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it, up
-    to head dim 128."""
+    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it."""
     case = packed_case(kind)
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)

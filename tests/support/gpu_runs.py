@@ -18,6 +18,7 @@ import numpy as np
 import oracle
 import packax
 from oracle import Results
+from packax import _ext
 
 MANY = 2**26  # elements
 
@@ -28,6 +29,12 @@ class Tensors(NamedTuple):
     value: jax.Array
     dout: jax.Array
     dlse: jax.Array
+
+
+def has_hopper_kernels() -> bool:
+    """A proxy build (docs/internals/proxy.md) runs on Hopper without them."""
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return capability == "9.0" and any("sm90" in v["kernel"] for v in _ext.variants())
 
 
 def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tensors:
