@@ -87,8 +87,10 @@ jax.config.update("jax_platforms", "cpu")
 selections.CHUNK = 100
 sizes = {"moba": (1, 64, 3), "moba_own": (1, 64, 3), "indexer": (1, 1, 90),
     "indexer_blocks": (64, 64, 4)}
-cases = {case.name.removesuffix("_32k_d128"): case for case in select("selections")}
+every = select("selections")
+cases = {case.name.removesuffix("_32k_d128"): case for case in every if case.head_dim == 128}
 assert set(cases) == set(sizes)
+assert {(c.head_dim, c.value_dim) for c in every} == {(128, 128), (192, 128), (256, 256)}
 S, N = 768, 4
 i, j = np.arange(S)[:, None], np.arange(S)
 blocks = {}
@@ -97,7 +99,7 @@ for name, case in cases.items():
     assert (case.selection.rows, case.selection.keys) == (rows, 512 if keys == 64
         and rows == 1 else keys)
     of = dataclasses.replace(case.selection, keys=keys, top=top)
-    case = dataclasses.replace(case, seq=S, heads=N, kv_heads=2, head_dim=16, selection=of)
+    case = dataclasses.replace(case, seq=S, heads=N, kv_heads=2, head_dim=16, v_dim=8, selection=of)
     tables = selections.tables(case)
     chosen = tables["chosen"]
     first_row, first_key = np.arange(0, S, rows)[:, None], np.arange(0, S, keys)
@@ -150,7 +152,7 @@ from lib.mask_cases import CASES, select
 
 jax.config.update("jax_platforms", "cpu")
 trees = {case.name: case.tree for case in select("trees")}
-assert len(trees) == 6 and trees["tree_4k_16x2k_d64"].tokens == 4096 + 16 * 2048
+assert len(trees) == 12 and trees["tree_4k_16x2k_d64"].tokens == 4096 + 16 * 2048
 assert trees["tree_16k_8x1k_d128"].paths() == 8 * [17408]
 assert trees["tree_binary6_512_d128"].paths() == 32 * [6 * 512]
 case = select("tree_4k_16x2k_d128")[0]
