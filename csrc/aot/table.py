@@ -122,6 +122,7 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_bias_alone": "portable.bwd",
     "backward_dq_bias_alone": "portable.bwd_dq",
     "backward_dbias_alone": "portable.bwd_dbias",
+    "backward_dq_dbias_alone": "portable.bwd_dq",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -139,6 +140,7 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
 
 # module -> the function of all its kernels, where it is not called as the kernel
 FUNCTIONS = {
+    "portable.bwd_dq": "backward_dq",
     "sm90.fwd": "forward_sm90",
     "sm90.bwd": "backward_sm90",
     "sm90.bwd_dq": "backward_dq_sm90",

@@ -83,4 +83,9 @@ BIAS_ALONE_TILES: dict[str, dict[int, tuple[int, int, int, int, int]]] = {
         128: (64, 64, 1, 8, 128),
         256: (64, 64, 1, 8, 0),
     },
+    "backward_dq_dbias_alone": {
+        64: (64, 64, 2, 4, 168),
+        128: (64, 64, 2, 4, 0),
+        256: (128, 64, 1, 8, 0),
+    },
 }

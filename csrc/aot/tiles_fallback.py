@@ -26,16 +26,17 @@ PLAIN_ARGUMENTS = ("row_heads",)
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
+    gradient = () if "dbias" in kernel else ("dbias",)
     if kernel.endswith("_alone"):
         of_scores = [name for name in FALLBACK_ARGUMENTS if name not in ("qk_dim", "v_dim")]
-        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS)
+        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS, *gradient)
     if kernel.endswith("_bias"):
-        return PLAIN_ARGUMENTS
+        return (*PLAIN_ARGUMENTS, *gradient)
     if kernel.endswith("_fallback"):
-        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
-    return (
-        (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
-    )
+        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS, *gradient)
+    if f"{kernel}_fallback" in FALLBACK_KERNELS:
+        return (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS, *gradient)
+    return ()
 
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for

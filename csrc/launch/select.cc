@@ -251,13 +251,21 @@ bool NeedsDbias(const B& o) { return o.needs_dbias; }
 
 Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
 
+// The bias has an element for each row along the axis, not one for all.
+bool HasAxis(const B& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
+
 // A program computes a square tile of the bias's gradient.
 Grid BiasTiles(const B& o, int64_t block) {
-  const auto along = [&](int bit, int64_t size) {
-    return (o.bias_axes >> bit & 1) != 0 ? size : 1;
-  };
+  const auto along = [&](int axis, int64_t size) { return HasAxis(o, axis) ? size : 1; };
   return {Product({along(0, o.batch), along(1, o.heads), CeilDiv(along(2, o.q_len), block),
                    CeilDiv(o.kv_len, block)})};
+}
+
+// The gradient of the bias is that of the logits, without sums, and the kernel of dQ writes it.
+bool DqWritesDbias(const B& o, const Device&) {
+  const auto whole = [&](int axis, int64_t size) { return size == 1 || HasAxis(o, axis); };
+  return OnlyBias(o) && o.needs_dbias && o.needs_dq && whole(0, o.batch) && whole(1, o.heads) &&
+         whole(2, o.q_len);
 }
 
 // One kernel for all gradients. It sums dQ in float32 in any order; dK and dV do not depend on
@@ -331,6 +339,8 @@ constexpr Row<B> kBackward[] = {
      Fused<BackwardSm80SoftCapArgs, BackwardPostprocessSm80Args>(), true},
     {[](const B& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      Portable<BackwardDeltaArgs, BackwardDkdvArgs, BackwardDqArgs>()},
+    {DqWritesDbias, Gpus::kSome, Dims::kCovering,
+     Portable<BackwardDeltaFallbackArgs, BackwardDkdvBiasAloneArgs, BackwardDqDbiasAloneArgs>()},
     {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,
      WithDbias<BackwardDkdvBiasAloneArgs, BackwardDqBiasAloneArgs, BackwardDbiasAloneArgs>()},
     {[](const B& o, const Device&) { return !o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,

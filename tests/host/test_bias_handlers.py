@@ -78,6 +78,8 @@ def wide(tmp_path, driver):
 
 
 def grids_of(s, direction, axes=ALL_AXES, suffix=""):
+    """Those of calls whose bias has a gradient of its own kernel."""
+
     def rows(m):
         return [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]
 
@@ -120,14 +122,36 @@ def test_a_bias_of_the_querys_dtype(machine, direction):
 
 
 @pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("axes", [0, 3, 7])
+@pytest.mark.parametrize("axes", [0, 3, 6, 7])
 def test_a_bias_alone_on_hopper(hopper, direction, axes):
     s, dims = Sizes(kv_len=704), (32, 24)
     hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which serve these
     call = bias_alone(direction, hopper, s, axes=axes)
     scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": axes, "qk_dim": dims[0],
         "v_dim": dims[1]}  # fmt: skip
-    expect_launches(hopper, call, scalars, grids_of(s, direction, axes, "_alone"))
+    grids = grids_of(s, direction, axes, "_alone")
+    if direction == "backward" and axes == ALL_AXES:
+        del grids["backward_dbias_alone"]
+        grids["backward_dq_dbias_alone"] = grids.pop("backward_dq_bias_alone")
+    expect_launches(hopper, call, scalars, grids)
+
+
+@pytest.mark.parametrize(
+    "s,axes",
+    [
+        (Sizes(kv_len=704), 7),
+        (Sizes(batch=1, mask_batch=1, kv_len=704), 6),
+        (Sizes(heads=1, kv_heads=1, kv_len=704), 5),
+        (Sizes(q_len=1, kv_len=704), 3),
+    ],
+    ids=("all", "one batch row", "one head", "one row"),
+)
+def test_a_bias_with_an_element_for_every_pair(hopper, s, axes):
+    call = bias_alone("backward", hopper, s, axes=axes)
+    assert kernels_of(hopper, call) == KERNELS["backward_dbias_of_pairs"]
+    call = bias_alone("backward", hopper, s, axes=axes, needs_grad=2)
+    delta, dkdv, _, dbias = KERNELS["backward_bias_alone"]
+    assert kernels_of(hopper, call) == [delta, dkdv, dbias]
 
 
 @pytest.mark.parametrize("direction", MAKE)

@@ -151,10 +151,13 @@ BOTH_WAYS = packax.documents(IDS)
             (BOTH_WAYS, 200, (1, 0, 1), 1),
             (packax.full(), 131, (0, 1, 1), 2),
             (packax.causal() & packax.documents(IDS[:1]), 200, (1, 1, 0), 2),
+            (packax.causal() & BOTH_WAYS, 200, (1, 1, 1), 2),
+            (BOTH_WAYS, 200, (1, 1, 1), 1),
+            (packax.sliding_window(40), 131, (1, 1, 1), 2),
         ],
-        0,
+        *(0, 4),
     ),
-    ids=("packed", "both ways", "full blocks", "one row for all"),
+    ids=lambda x: f"{x}" if isinstance(x, tuple) else None,
 )
 def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
     """Of documents that begin at no multiple of 8, which is what they read at once."""
@@ -198,12 +201,13 @@ HIDING = [
 
 
 @pytest.mark.parametrize(
-    "case,alone",
-    some(itertools.product(HIDING, [True, False]), 7),
-    ids=lambda x: " ".join(x[:2]) if isinstance(x, tuple) else "alone" if x else "with options",
+    "case,kind",
+    some(itertools.product(HIDING, ["alone", "alone, in each batch row", "with options"]), 1, 11),
+    ids=lambda x: " ".join(x[:2]) if isinstance(x, tuple) else x,
 )
-def test_additive_masks(case, alone):
-    check_additive_masks(case, alone, TILES, DIMS, COMPILED)
+def test_additive_masks(case, kind):
+    batch = 2 if kind.endswith("row") else 1
+    check_additive_masks(case, kind.startswith("alone"), TILES, DIMS, COMPILED, batch)
 
 
 @pytest.mark.parametrize("kind,name,expression,q_len", some(HIDING))
@@ -212,8 +216,9 @@ def test_additive_masks_above_head_dim_128(kind, name, expression, q_len):
     check_additive_masks(case, False, tiles_above_128("hopper"), *WIDE[0])
 
 
-def check_additive_masks(case, alone, tiles, dims, compiled):
-    """Queries of 0 in some batch rows: the softmax of equal logits, however large."""
+def check_additive_masks(case, alone, tiles, dims, compiled, batch=1):
+    """Queries of 0 in some batch rows: the softmax of equal logits, however large. The bias has
+    `batch` rows."""
     kind, name, expression, q_len = case
     kv_len, heads, kv_heads = 200, 2, 1
     allowed = np.broadcast_to(np.asarray(expression.as_array(q_len, kv_len)), (2, q_len, kv_len))
@@ -226,7 +231,7 @@ def check_additive_masks(case, alone, tiles, dims, compiled):
     value, dout = draw(2, kv_len, kv_heads, dims[1]), draw(2, q_len, heads, dims[1])
     query[1] = 0
     value_of = additive_masks.values_of(np.float32)[name]
-    bias = additive_masks.hiding(kind, value_of, (1, heads, q_len, kv_len)).astype(np.float32)
+    bias = additive_masks.hiding(kind, value_of, (batch, heads, q_len, kv_len)).astype(np.float32)
     idle = additive_masks.emptied(allowed, bias, (2, heads, q_len))
     dout = np.where(idle.swapaxes(1, 2)[..., None], np.float32(0), dout)  # as shard.py leaves it
     dlse = np.where(idle | alone, np.float32(0), draw(2, heads, q_len))

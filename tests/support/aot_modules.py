@@ -42,6 +42,7 @@ DBIAS = ["backward_dbias", "backward_dbias_alone"]
 BIAS = [
     *("forward_bias", "backward_dkdv_bias", "backward_dq_bias"),
     *("forward_bias_alone", "backward_dkdv_bias_alone", "backward_dq_bias_alone"),
+    "backward_dq_dbias_alone",
     *DBIAS,
 ]
 FORWARDS = [

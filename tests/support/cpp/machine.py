@@ -98,6 +98,9 @@ POINTERS |= {
     f"{kernel}_alone": " ".join(x for x in POINTERS[kernel].split() if x not in OF_SCORES)
     for kernel in ALONE
 }
+POINTERS["backward_dq_dbias_alone"] = POINTERS["backward_dq_bias_alone"].replace(
+    " dq ", " dq dbias "
+)
 CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
@@ -173,7 +176,7 @@ SCALARS |= {
 SCALARS |= {
     f"{kernel}_alone": "scale:f mask_mode bias_axes batch mask_batch q_len kv_len heads "
     "kv_heads qk_dim v_dim"
-    for kernel in ALONE
+    for kernel in (*ALONE, "backward_dq_dbias")
 }
 SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
@@ -248,6 +251,12 @@ KERNELS = {
         "backward_dkdv_bias_alone",
         "backward_dq_bias_alone",
         "backward_dbias_alone",
+    ],
+    # of a bias with an element for every pair
+    "backward_dbias_of_pairs": [
+        "backward_delta_fallback",
+        "backward_dkdv_bias_alone",
+        "backward_dq_dbias_alone",
     ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],

@@ -56,8 +56,8 @@ def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...
 def alone(
     query, key, value, dout, mask, extras, added: Added, tiles, dims, stages
 ) -> dict[str, np.ndarray]:
-    """Both passes by the kernels with a bias alone; `tiles`: of the forward, of dK and dV, of dQ,
-    and the side of that of dbias."""
+    """Both passes by the kernels with a bias alone, chosen as in C++; `tiles`: of the forward, of
+    dK and dV, of dQ, and the side of that of dbias."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     tensors = (query, key, value)
@@ -91,16 +91,20 @@ def alone(
         *of_backward, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *own,
         **constants(*tiles[1]),
     )  # fmt: skip
+    sizes = dbias.shape
+    whole = sizes[:3] == (batch, heads, q_len)
     launch(
-        "backward_dq_bias_alone", rows_grid(tiles[2][0]), *of_backward, dq, *mask.rows,
-        mask.q_blocks, mask.q_order, *own, **constants(*tiles[2]),
+        "backward_dq_dbias_alone" if whole else "backward_dq_bias_alone", rows_grid(tiles[2][0]),
+        *of_backward, dq, *([dbias] if whole else []), *mask.rows, mask.q_blocks, mask.q_order,
+        *own, **constants(*tiles[2]),
     )  # fmt: skip
-    side, sizes = tiles[3], dbias.shape
-    launch(
-        "backward_dbias_alone",
-        (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),), *of_backward, dbias,
-        *mask.rows, mask.q_blocks, *own, **constants(side, side),
-    )  # fmt: skip
+    side = tiles[3]
+    if not whole:
+        launch(
+            "backward_dbias_alone",
+            (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),), *of_backward,
+            dbias, *mask.rows, mask.q_blocks, *own, **constants(side, side),
+        )  # fmt: skip
     return {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
 
 
