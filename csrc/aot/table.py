@@ -35,6 +35,7 @@ from tiles_decode import (
     NATIVE_FP8,
 )
 from tiles_decode import absent_arguments as absent_from_decode
+from tiles_decode import warp_constants
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
@@ -298,6 +299,9 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     }
     if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
+    if decodes:
+        kind = "float32" if dtype in FLOAT32 else arch.tiles
+        constants |= warp_constants(kernel, kind, v_dim, rows, keys)
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
@@ -320,6 +324,7 @@ def fp8_decoding(
                         "FLOAT32_PRODUCTS": 0,
                         "NATIVE_FP8": int(arch.tiles in NATIVE_FP8),
                         "PAGED": int(kernel.endswith("_pages")),
+                        **warp_constants(kernel, arch.tiles, dims[1], rows, keys),
                     }
                     yield Variant(kernel, arch, FP8, *dims, tuple(constants.items()), rows, warps)
 

@@ -38,12 +38,12 @@ DECODE_TILES = {
         ("blackwell", 192): (64, 64, 2, 8),
         ("blackwell", 256): (64, 64, 2, 8),
         ("ampere", 64): (64, 64, 3, 4),
-        ("ampere", 128): (64, 64, 3, 8),
-        ("ampere", 192): (64, 32, 3, 8),
+        ("ampere", 128): (64, 32, 3, 4),
+        ("ampere", 192): (64, 32, 3, 4),
         ("ampere", 256): (64, 32, 3, 8),
         ("small", 64): (64, 64, 3, 4),
         ("small", 128): (64, 32, 3, 4),
-        ("small", 192): (64, 32, 2, 8),
+        ("small", 192): (64, 32, 3, 4),
         ("small", 256): (64, 32, 2, 8),
     },
 }
@@ -96,6 +96,16 @@ FP8_DECODE_TILES |= {f"{kernel}_pages": tiles for kernel, tiles in FP8_DECODE_TI
 # What these kernels alone take.
 FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
 NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16
+
+
+def warp_constants(kernel: str, kind: str, v_dim: int, rows: int, keys: int) -> dict[str, int]:
+    """How a tile is divided among its warps (csrc/kernels/portable/decode.py). KEY_GROUPS is for a
+    cache in FP8, and takes 16 keys of a warp at least. V_PARTS is for products by mma.sync: above
+    two parts, the sums of a warp's rows do not fit in its registers. Chosen by the machine code,
+    which then has 2 barriers in a step and not 6 to 15: no times yet."""
+    groups = kernel in FP8_DECODE_TILES and rows == 16 and keys >= 64
+    parts = kernel == "decode_tall" and kind in ("ampere", "small") and v_dim == 2 * rows
+    return {"KEY_GROUPS": 4 if groups else 1, "V_PARTS": 2 if parts else 1}
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from tiers import marked, once_each, some
 
 SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
-TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64)}
+TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64), "v_parts": 2}
 SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
 
 
@@ -64,12 +64,15 @@ def test_equals_the_definition(name: str) -> None:
     check(CASES[name]._replace(dims=(24, 40)), 3, **SHORT)
 
 
-@pytest.mark.parametrize("name", ["16 rows", "causal=False", "starts by row", "pages of 1, left"])
-def test_tall_tiles(name: str) -> None:
+@pytest.mark.parametrize(
+    "name,parts",
+    once_each(["16 rows", "causal=False", "starts by row", "pages of 1, left"], [1, 2]),
+)
+def test_tall_tiles(name: str, parts: int) -> None:
     """More rows than one tile has in the first, fewer in the others; dims that fill the columns,
-    and not."""
-    case = CASES[name]._replace(heads=6, dims=(16, 24) if name == "16 rows" else (16, 32))
-    check(case, 2, **TALL)
+    and not, also none of a part."""
+    dims = {"16 rows": (16, 24), "causal=False": (16, 16)}.get(name, (16, 32))
+    check(CASES[name]._replace(heads=6, dims=dims), 2, **TALL | {"v_parts": parts})
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
     assert not np.allclose(decoding.exact(case, x, SCALE).lse, want.lse, **close)
 
 
-FP8 = {"kernel": "decode_fp8", "room": (64, 64), "tile": (16, 32)}
+FP8 = {"kernel": "decode_fp8", "room": (64, 64), "tile": (16, 64), "key_groups": 4}
 FP8_CASES = [
     ("soft cap and sinks", "one", jnp.bfloat16),
     ("one row", "heads", jnp.float16),
@@ -130,7 +133,11 @@ def test_a_cache_in_fp8(name: str, kind: str, dtype: Any) -> None:
     """As exact as plain attention, in the query's dtype, of what the bytes and scales stand for."""
     case = CASES[name]._replace(dims=(32, 48))
     x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
-    kernel = FP8 | ({"kernel": "decode_tall_fp8", "tile": (32, 32)} if name == "16 rows" else {})
+    kernel = FP8
+    if name == "16 rows":
+        kernel = FP8 | {"kernel": "decode_tall_fp8", "tile": (32, 32), "key_groups": 1}
+    elif name == "pages longer than a block":  # as above head dim 128
+        kernel = FP8 | {"tile": (16, 32), "key_groups": 1}
     got = run(case, x, 3, **kernel)
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
