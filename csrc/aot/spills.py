@@ -65,7 +65,8 @@ SPILLS: dict[tuple, int] = {
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
     ("decode", 512): 24,  # none in a loop
-    ("decode_fp8_pages", 64): 8,
+    ("decode_fp8", 128): 32,  # none in a loop, as in the next
+    ("decode_fp8_pages", 128): 72,
     ("decode_tall_fp8", 128): 8,
     ("decode_tall_fp8_pages", 64): 32,
     ("decode_tall_fp8_pages", 128): 16,

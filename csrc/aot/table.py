@@ -33,9 +33,9 @@ from tiles_decode import (
     FP8_DECODE_TILES,
     FP8_DIMS,
     NATIVE_FP8,
+    warp_constants,
 )
 from tiles_decode import absent_arguments as absent_from_decode
-from tiles_decode import warp_constants
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES

@@ -196,13 +196,13 @@ def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    key_groups: int = 1, v_parts: int = 1, shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
+    key_groups: int = 1, v_parts: int = 1, shares: int = 0,
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
     but no product is rounded; `key_groups` and `v_parts`: how tiles are divided among warps;
-    `shares`: to deal out, 0: `splits` of every sequence; `scales`:
-    (rows, kv_heads), of keys and values in float8_e4m3fn, for which a query is in 16 bits and `out`
-    in float32."""
+    `shares`: to deal out, 0: `splits` of every sequence; `scales`: (rows, kv_heads), of keys and
+    values in float8_e4m3fn, for which a query is in 16 bits and `out` in float32."""
     if exact is None:
         arithmetic = sys.modules["portable.arithmetic"]
         with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
