@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,36 @@ def test_meshes(kind, entered):
         compiled = jax.jit(both(CASES["lse"])).lower(*args).compile()
         assert not set(collectives(compiled)) & set(MOVES)
         assert_equal(compiled(*args), expected("lse", 2))
+
+
+WHOLE_TILES = 128  # a length that XLA's tiles divide: no operand is padded
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "export"),
+    some(
+        [
+            ("lse", [1, 1], False),
+            ("lse", [1, 1], True),
+            ("lse", [4, 2], True),
+            ("sinks", [1, 1], False),
+            ("deterministic", [1, 1], False),
+            ("jax.nn's call", [1, 1], False),
+        ],
+        *(0, 2),
+    ),
+)
+def test_explicit_axes_that_divide_nothing(name, sizes, export):
+    """On one device, whose mesh has axes of size 1, and in a file."""
+    args = [x[:, :WHOLE_TILES] for x in tensors()]
+    function = jax.jit(both(CASES[name]))
+    want = function(*args)
+    mesh = mesh_of("Explicit", sizes)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "attention in an exported program")
+        args = shard(mesh, *args)
+        got = (jax.export.export(function)(*args).call if export else function)(*args)
+    assert_equal(got, want)
 
 
 SCORES = {  # what has a gradient besides query, key and value, and how it may be sharded

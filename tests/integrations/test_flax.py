@@ -86,6 +86,10 @@ def test_linen_decodes_with_its_cache(parameters):
         decode(linen(ours.dot_product_attention, decode=True), parameters, X),
         decode(linen(decode=True), parameters, X),
     )
+    mask = packax.sliding_window(3)  # of the new row, which is not the first
+    got = decode(linen(ours.attention_fn(mask), decode=True), parameters, X)
+    whole = linen(ours.dot_product_attention).apply(parameters, X, mask=mask)
+    same(got.swapaxes(0, 1), whole)
 
 
 def test_linen_scan_over_layers_with_remat():

@@ -3,6 +3,7 @@
 MaxText is in no extra: the tests of it run where somebody installed it (docs/guide/maxtext.md).
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from tiers import some
 
 linen = pytest.importorskip("flax.linen")
 from maxtext_reference import close, ids_and_positions, tensors  # noqa: E402
-from packax.integrations import maxtext  # noqa: E402
+from packax.integrations import fallback, maxtext  # noqa: E402
 from packax.integrations.maxtext.install import sharding_of  # noqa: E402
+
+install = importlib.import_module("packax.integrations.maxtext.install")
 
 RULES = (
     ("activation_batch_attn", ("data", "fsdp", "expert")),
@@ -118,6 +121,37 @@ def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
     (_, expected), slope = jax.jit(jax.value_and_grad(of_one, has_aux=True))(q)
     close(back[0], expected)
     close(back[1], slope)
+
+
+class TheirOp:
+    """As MaxText's AttentionOp is called."""
+
+    attention_type, kv_quant, mesh, config = "mla", None, None, None
+    attn_logits_soft_cap = sliding_window_size = chunk_attn_window_size = None
+
+    def __init__(self, *, attention_kernel):
+        self.attention_kernel = attention_kernel
+
+    def __call__(self, query, key, value, model_mode="train"):
+        return self.attention_kernel
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (576, 512)])
+def test_head_dims_without_kernels_run_on_theirs(monkeypatch, dims):
+    """Latent attention, and its absorbed form: use_mla_absorbed_mqa."""
+    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(install, "_say", lambda *_: None)
+    monkeypatch.setattr(install, "has_kernels", lambda q, k, v: q.shape[3] <= 512)
+    op = install._op_of(TheirOp)(attention_kernel="autoselected")
+    query, key, value = (jnp.ones((1, 8, *x)) for x in ((2, dims[0]), (1, dims[0]), (1, dims[1])))
+    if dims == (192, 128):
+        assert op(query, key, value).shape == (1, 8, 2, 128)
+        return
+    with pytest.warns(fallback.FallbackWarning, match="dtype float32 and head dims 576/512: runs"):
+        assert op(query, key, value) == "dot_product"
+    monkeypatch.setenv("PACKAX_FALLBACK", "error")
+    with pytest.raises(NotImplementedError, match="576/512"):
+        op(query, key, value)
 
 
 def program(text):

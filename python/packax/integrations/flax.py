@@ -26,6 +26,8 @@ from flax import linen, nnx
 
 from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
+from packax._src.core.spec import PADDING_SEGMENT_ID
+from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
@@ -56,9 +58,10 @@ def attention_fn(
 
     Args:
         mask: positional or by name. It applies to every call. A mask of keys or an expression that
-            the call passes is joined with it; a built mask cannot be joined. When training, pass
-            the mask to the layer's call instead: a function created in each step is compiled in
-            each step.
+            the call passes is joined with it; a built mask cannot be joined. Over a decode cache,
+            intervals such as `packax.causal()` place the new row at the last key that the cache
+            attends. When training, pass the mask to the layer's call instead: a function created in
+            each step is compiled in each step.
         options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
             (also its `deterministic`, which here refers to gradients, not dropout).
 
@@ -178,6 +181,10 @@ def dot_product_attention(
             "mask is a built mask, so it cannot be joined with is_causal, a mask of attention_fn "
             "or the mask of a decode cache: pass an expression instead"
         )
+    if len(masks) > 1 and sizes[-2] == 1 < sizes[-1] and not is_packax(masks[1]):
+        shaped = _shaped("mask", masks[1], sizes).astype(bool)
+        if is_of_keys(shaped):
+            masks = [masks[0] & _row_in_cache(shaped, sizes[-1])]
     rate = 0.0 if deterministic else float(dropout_rate)
     options = {"precision": precision, **_options}
     if reason is None:
@@ -222,6 +229,16 @@ def dot_product_attention(
     if dense:
         out = mean_where_empty(out[0], out[1], v)
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _row_in_cache(mask: jax.Array, keys: int) -> MaskExpression:
+    """The keys of a decode cache that are True in (B or 1, 1, 1, keys), for the new row, whose
+    place is the last of them."""
+    allowed = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys))
+    index = jax.lax.broadcasted_iota(jnp.int32, allowed.shape, 1)
+    place = jnp.max(jnp.where(allowed, index, 0), axis=1, keepdims=True)
+    ids = jnp.where(allowed, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
+    return documents(jnp.zeros_like(place), kv_segment_ids=ids, positions=place, kv_positions=index)
 
 
 def _no_kernel(

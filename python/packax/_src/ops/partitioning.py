@@ -75,7 +75,8 @@ def partitioned(
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
         if mesh is None:
-            with _with_64_bits(ctx.avals_in):
+            # Types of Explicit axes are not those of plain avals, even if the axes are of size 1.
+            with _with_64_bits(ctx.avals_in), jax.sharding.use_abstract_mesh(_NO_MESH):
                 return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])

@@ -17,6 +17,7 @@ from typing import Any
 from flax import linen, nnx
 
 from packax._src.core.sharding import AttentionSharding, spec
+from packax._src.ops.ffi import has_kernels
 from packax.integrations import replace_everywhere
 from packax.integrations.fallback import fall_back
 from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reordered_ranks
@@ -34,7 +35,10 @@ _ORDERED = (  # the arrays of a batch with a value per token
     "targets_loss_mask",
 )
 _OWN = ("pad_kv_total", "compress_ratio", "slot")  # no effect without compressed_kv
-_FASTER = "There are kernels for every attention type except compressed, without dropout"
+_FASTER = (
+    "There are kernels for every attention type except compressed, without dropout, for bfloat16, "
+    "float16 and float32, and head dims that are multiples of 8 up to 512, in float32 up to 256"
+)
 _DENSE = "dot_product"
 _TILE = 256  # rows: two chunks of 128 for each rank
 _BATCH, _ROWS, _HEADS = "activation_batch_attn", "activation_q_length", "activation_heads"
@@ -133,6 +137,9 @@ def _no_kernel(op: Any, given: dict[str, Any]) -> str:
         return "compressed keys"
     if op.kv_quant is not None:
         return "a quantised cache"
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    if not has_kernels(query, key, value):  # as the 576/512 of use_mla_absorbed_mqa
+        return f"dtype {query.dtype} and head dims {query.shape[3]}/{value.shape[3]}"
     return ""
 
 
