@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_array, numpy_of
 from packax._src.core.spec import PADDING_SEGMENT_ID
 
 
@@ -46,6 +47,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     """
     each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
     xp = numpy_of(each)
+    length = None if length is None else checked_size("length", length, 0)
     if xp is np:
         ends: Array = np.cumsum(each, axis=-1, dtype=np.int64)
         if each.size and each.min() < 0:
@@ -56,8 +58,10 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
-    else:  # a length beyond the row may mean "the rest", and must not overflow the sum
-        ends = jnp.cumsum(jnp.minimum(each, length), axis=-1, dtype=np.int32)
+    else:  # cut off at the end of the row, so that no sum overflows
+        ends = jax.lax.associative_scan(
+            lambda x, y: jnp.minimum(x + y, length), jnp.minimum(each, length), axis=-1
+        )
     index = np.arange(length, dtype=np.int32)
 
     def of_row(ends: Any) -> Any:
@@ -279,6 +283,8 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
         array([0, 3, 5], dtype=int32)
     """
     ids = as_int32("segment_ids", segment_ids)
+    if max_documents is not None:
+        max_documents = checked_size("max_documents", max_documents, 0)
     xp = numpy_of(ids)
     rows = np.arange(ids.size, dtype=np.int32) // max(1, ids.shape[-1])
     flat = ids.reshape(-1)
@@ -317,11 +323,21 @@ def returning(ids: np.ndarray) -> list[int]:
 
 
 def _flags(name: str, x: ArrayLike, shape: tuple[int, ...] | None = None) -> Array:
-    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    array = x if isinstance(x, jax.Array) else numpy_array(name, x)
     flags = as_int32(name, array.astype(np.int32) if array.dtype == bool else array)
     if shape is not None:
         same_shape(name, flags, "positions", shape)
     return flags
+
+
+def checked_size(name: str, size: Any, least: int) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, but is {size!r}")
+    return number
 
 
 def same_shape(name: str, x: Array, other: str, shape: tuple[int, ...]) -> None:
