@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import as_int32
+from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import FP8, is_fp8
 from packax._src.decode import checked_kv_scale
 
@@ -68,6 +71,18 @@ def write(
                [1, 1, 1, 1]], dtype=int32)
     """
     cache, new = jnp.asarray(cache), jnp.asarray(new)
+    arrays = (cache, new, sequence_ids, positions, block_table, scale)
+    return over_auto_axes(_written, arrays, typed_axes(cache))
+
+
+def _written(
+    cache: jax.Array,
+    new: jax.Array,
+    sequence_ids: Any,
+    positions: Any,
+    block_table: Any,
+    scale: Any,
+) -> jax.Array:
     if cache.ndim != 4 or new.ndim != 4 or cache.shape[2:] != new.shape[2:]:
         raise ValueError(
             "cache and new must have shapes (sequences or pages, length, heads, head dim) and "
