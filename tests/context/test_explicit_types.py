@@ -297,3 +297,15 @@ def test_masks_of_a_sharded_batch(kind):
         jax.tree.leaves(found), jax.tree.leaves(step(*tensors, ids, blocks)), strict=True
     ):
         np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [("data",), ("data", "context")], ids=str)
+def test_a_plan_of_a_sharded_tree(dims):
+    ids = np.repeat(np.array([[0, 1, 2], [0, 0, 1]], np.int32), [300, 100, 112], axis=1)
+    parents = np.array([-1, 0, 0], np.int32)
+
+    def plan(ids):
+        expression = packax.masks.tree(ids, parents) & packax.causal()
+        return packax.context_plan(expression, ranks=2).order
+
+    np.testing.assert_array_equal(jax.jit(plan)(placed(ids, *dims)), plan(ids))
