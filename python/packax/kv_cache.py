@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import as_int32
+from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import FP8, is_fp8
 from packax._src.decode import checked_kv_scale
 
@@ -68,6 +71,18 @@ def write(
                [1, 1, 1, 1]], dtype=int32)
     """
     cache, new = jnp.asarray(cache), jnp.asarray(new)
+    arrays = (cache, new, sequence_ids, positions, block_table, scale)
+    return over_auto_axes(_written, arrays, typed_axes(cache))
+
+
+def _written(
+    cache: jax.Array,
+    new: jax.Array,
+    sequence_ids: Any,
+    positions: Any,
+    block_table: Any,
+    scale: Any,
+) -> jax.Array:
     if cache.ndim != 4 or new.ndim != 4 or cache.shape[2:] != new.shape[2:]:
         raise ValueError(
             "cache and new must have shapes (sequences or pages, length, heads, head dim) and "
@@ -86,17 +101,19 @@ def write(
     if scale is not None and not is_fp8(cache):
         raise ValueError(f"scale is for caches in {FP8}, but cache is {cache.dtype}: omit it")
     there = (row >= 0) & (place >= 0)
+    table = None
     if block_table is not None:
         table = jnp.asarray(
             as_int32("block_table", block_table, ranks=(2,), shapes="(batch, max_blocks)")
         )
-        if 0 in (*table.shape, *cache.shape):  # no entry of the table, or no room in the pages
-            return cache
+    if 0 in cache.shape or (table is not None and 0 in table.shape):  # no room
+        return cache
+    if table is not None:
         block, place = place // cache.shape[1], place % cache.shape[1]
         row = table.at[row, block].get(mode="fill", fill_value=-1)
         there &= row >= 0
     if is_fp8(cache):
-        paged = block_table is not None
+        paged = table is not None
         scales = checked_kv_scale("scale", scale, cache.shape[0], cache.shape[2], paged=paged)
         of_token = scales[0] if scales.shape[0] == 1 else scales.at[row].get(mode="clip")
         largest = float(jnp.finfo(cache.dtype).max)

@@ -182,6 +182,8 @@ def test_second_derivatives():
         (1.0, KEY, "dropout_rate must be at least 0 and less than 1, but is 1.0"),
         (-0.1, KEY, "dropout_rate must be at least 0 and less than 1, but is -0.1"),
         (float("nan"), KEY, "dropout_rate must be at least 0 and less than 1, but is nan"),
+        (10**400, KEY, "dropout_rate must be at least 0 and less than 1, but is inf"),
+        (jnp.float32(0.1), KEY, "known when tracing, but is an array, float32[]"),
         ("0.1", KEY, "dropout_rate must be a Python or numpy number"),
         (True, KEY, "dropout_rate must be a Python or numpy number"),
         (0.1, None, "dropout_rate above 0 needs dropout_key"),

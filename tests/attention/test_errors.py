@@ -114,6 +114,7 @@ def test_the_good_call_is_good():
         ({"bias": packax.alibi([1, 2, 3, 4])}, ["slopes must be an array of floats, but is int"]),
         ({"bias": packax.alibi("a")}, ["slopes must be an array of floats, but is 'a'"]),
         ({"sinks": "a"}, ["sinks must be an array of floats, but is 'a'"]),
+        ({"sinks": [0.0, [1.0]]}, ["sinks must be an array of floats, but is [0.0, [1.0]]"]),
         ({"bias": packax.alibi(None)}, ["slopes must be an array of floats, but is None"]),
         (
             {"bias": packax.alibi(np.ones(4), positions=np.zeros((3, 10), int))},

@@ -216,3 +216,96 @@ def test_axes_of_other_types_say_nothing():
         ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding is None
+
+
+def tokens(seed=0):
+    """Ids of a tree in two batch rows, and arrays of one number per token."""
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.integers(-1, 3, (BATCH, 16)), axis=1).astype(np.int32)
+    return ids, np.array([-1, 0, 0], np.int32), rng.integers(0, 99, ids.shape).astype(np.int32)
+
+
+def placed(x, *dims):
+    return jax.device_put(x, NamedSharding(mesh(), P(*dims)))
+
+
+@pytest.mark.parametrize("dims", [("data",), (None, "context"), ("data", "context")], ids=str)
+def test_functions_of_sharded_tokens(dims):
+    """Results are sharded as ids are; lengths become rows that are sharded by batch alone."""
+    ids, parents, words = tokens()
+    weights = (words % 3).astype(np.float32)
+    segments, tree = packax.segments, packax.masks.tree
+
+    def every(ids, words, weights):
+        return (
+            segments.positions(ids),
+            segments.from_positions(words % 4, valid=words > 9),
+            *segments.next_tokens(words, ids, weights),
+            packax.masks.tree_positions(tree(ids, parents)),
+            packax.masks.path_predecessors(tree(ids, parents)),
+        )
+
+    def sizes(words):
+        return segments.from_lengths(words, length=9), segments.from_cu_seqlens(0 * words, 9)
+
+    on = tuple(placed(x, *dims) for x in (ids, words, weights))
+    for run in (every, jax.jit(every)):
+        for x, want in zip(run(*on), every(ids, words, weights), strict=True):
+            np.testing.assert_array_equal(x, want)
+            assert jax.typeof(x).sharding.spec[: len(dims)] == dims
+    for x, want in zip(sizes(on[1]), sizes(jnp.asarray(words)), strict=True):
+        np.testing.assert_array_equal(x, want)
+        assert jax.typeof(x).sharding.spec[0] == dims[0]
+    runs = np.where(ids < 0, -1, np.arange(BATCH)[:, None])
+    found = segments.cu_seqlens(placed(runs, *dims), max_documents=3)
+    np.testing.assert_array_equal(found, segments.cu_seqlens(runs, max_documents=3))
+
+
+def test_new_tokens_of_a_sharded_batch():
+    cache, new = np.zeros((2, 8, 2, 4), np.float32), np.ones((BATCH, 1, 2, 4), np.float32)
+    row, place = np.array([[0], [1]]), np.array([[2], [7]])
+    want = packax.kv_cache.write(cache, new, row, place)
+    for dims in (("data", None, "tensor"), ()):
+        found = packax.kv_cache.write(
+            placed(cache, *dims), placed(new, "data", None, "tensor"), placed(row, "data"), place
+        )
+        np.testing.assert_array_equal(found, want)
+        assert tuple(jax.typeof(found).sharding.spec)[: len(dims)] == dims
+
+
+@pytest.mark.parametrize("kind", ["tree", "blocks", "blocks of heads"])
+def test_masks_of_a_sharded_batch(kind):
+    """Trees and block masks whose arrays are sharded by batch and heads, without a sharding."""
+    rng = np.random.default_rng(1)
+    ids, parents, _ = tokens()
+    blocks = rng.random((BATCH, HEADS if kind == "blocks of heads" else 1, 4, 4)) < 0.6
+    shapes = [(BATCH, 16, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    tensors = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+    def loss(query, key, value, ids, blocks):
+        expression = packax.masks.tree(ids, parents) & packax.causal()
+        if kind != "tree":
+            expression = packax.masks.block_sparse(blocks, 4) & packax.documents(ids)
+        mask = packax.create_attention_mask(expression)
+        return jnp.sum(packax.flash_attention(query, key, value, mask) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    dims = ("data", "tensor") if kind == "blocks of heads" else ("data",)
+    on = [placed(x, "data", None, "tensor") for x in tensors]
+    found = step(*on, placed(ids, "data"), placed(blocks, *dims))
+    for x, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(step(*tensors, ids, blocks)), strict=True
+    ):
+        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [("data",), ("data", "context")], ids=str)
+def test_a_plan_of_a_sharded_tree(dims):
+    ids = np.repeat(np.array([[0, 1, 2], [0, 0, 1]], np.int32), [300, 100, 112], axis=1)
+    parents = np.array([-1, 0, 0], np.int32)
+
+    def plan(ids):
+        expression = packax.masks.tree(ids, parents) & packax.causal()
+        return packax.context_plan(expression, ranks=2).order
+
+    np.testing.assert_array_equal(jax.jit(plan)(placed(ids, *dims)), plan(ids))

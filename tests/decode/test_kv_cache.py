@@ -106,3 +106,7 @@ def test_a_table_without_entries_writes_nothing(shape, tokens, dtype):
     )
     assert got.dtype == dtype
     np.testing.assert_array_equal(got.astype(np.float32), 1)
+    for rows, room in ((0, 4), (3, 0)):
+        none = jnp.ones((rows, room, 1, 8), dtype)
+        got = kv_cache.write(none, jnp.zeros((tokens, 1, 1, 8)), at, at)
+        assert got.shape == none.shape and got.dtype == dtype

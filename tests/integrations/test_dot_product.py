@@ -212,6 +212,13 @@ def test_dims_as_jax_nn_takes_them():
         packax.dot_product_attention(q, k, v, scale=jnp.float32(2)),
     )
     assert packax.dot_product_attention(q[:0], k[:0], v[:0]).shape == (0, T, HEADS, DIM)
+    dense = jnp.ones((0, HEADS, T, S), bool)
+    assert packax.dot_product_attention(q[:0], k[:0], v[:0], mask=dense).shape[0] == 0
+    for implementation in (None, "xla"):
+        none = packax.dot_product_attention(
+            q[:, :0], k, v, mask=packax.causal(), implementation=implementation
+        )
+        assert none.shape == (1, 0, HEADS, DIM)
 
 
 def test_the_shape_of_a_mask_says_what_rows_without_keys_give():

@@ -102,6 +102,17 @@ def test_key_masks_of_every_kind():
     assert np.abs(one[1] - out[1]).max() > 0.1
 
 
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
+def test_nothing_to_attend(sizes):
+    batch, q_len, k_len = sizes
+    q, k = jnp.ones((batch, 4, q_len, 8)), jnp.ones((batch, 4, k_len, 8))
+    for out in (
+        ours.flash_attention(q, k, k, jnp.ones((batch, k_len), bool)),
+        ours.causal_flash_attention(q, k, k),
+    ):
+        assert out.shape == q.shape and not out.any()
+
+
 @pytest.mark.parametrize(
     ("shapes", "key_mask", "message"),
     [

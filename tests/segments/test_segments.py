@@ -67,6 +67,8 @@ def test_lengths_whose_sum_does_not_fit_int32():
         segments.from_lengths(lengths, length=5)
     ids = segments.from_lengths(jnp.asarray(lengths), length=5)
     assert ids.tolist() == [0, 0, 0, 1, 1]
+    many = segments.from_lengths(jnp.full(1 << 17, 1 << 16), length=1 << 16)
+    assert not many.any()
 
 
 def test_from_cu_seqlens_is_from_lengths():
@@ -170,7 +172,17 @@ def test_cu_seqlens_is_the_reverse():
         (lambda: segments.cu_seqlens([0, 1, 0]), "id 0 twice in row 0"),
         (lambda: segments.cu_seqlens([0, 1], 1), "max_documents is 1, .* has 2 documents"),
         (lambda: segments.cu_seqlens(jnp.array([0])), "pass max_documents=: it is a static size"),
-        (lambda: segments.pack([[1]], 0), "length must be at least 1, but is 0"),
+        (lambda: segments.cu_seqlens(jnp.array([0]), -1), "max_documents must be an integer of at"),
+        (lambda: segments.from_lengths([1], length=2.5), "length must be an integer .* but is 2.5"),
+        (lambda: segments.from_attention_mask([[1], [1, 0]]), "attention_mask must be an array"),
+        (lambda: segments.from_attention_mask(packax.full()), "but is a Full"),
+        (lambda: segments.check_packing([[1], [1, 0]]), "segment_ids must be an array of integers"),
+        (lambda: segments.pack([[1]], 0), "length must be an integer of at least 1, but is 0"),
+        (lambda: segments.pack([[1]], 2.5), "length must be an integer of at least 1, but is 2.5"),
+        (lambda: segments.pack([[1]], 4, 0.5), "padding_token must be integers"),
+        (lambda: segments.pack([[1]], 4, 2**40), "padding_token must fit int32"),
+        (lambda: segments.pack([[1], 2], 4), r"documents\[1\] must have shape \(tokens,\)"),
+        (lambda: segments.pack([None], 4), r"documents\[0\] must be an array .* but is None"),
         (lambda: segments.pack([[1], [[2]]], 4), r"documents\[1\] must have shape \(tokens,\)"),
         (lambda: segments.pack([[0.5]], 4), r"documents\[0\] must be integers"),
     ],

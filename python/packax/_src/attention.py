@@ -23,7 +23,7 @@ from packax._src.core.sharding import (
 from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression, batch_of
-from packax._src.ops.dropout import check_key, checked_rate, rows_of, streams_of
+from packax._src.ops.dropout import check_key, rows_of, streams_of
 from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.row_sums import log_sum_exp
 from packax._src.ops.score_mods import (
@@ -40,6 +40,7 @@ from packax._src.requests import (
     check_mask,
     check_request,
     checked_precision,
+    checked_rate,
     checked_scale,
     checked_soft_cap,
     validate_score_params,

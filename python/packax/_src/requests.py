@@ -18,6 +18,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.core.spec import MaskMode, accumulator, is_symbolic
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
+from packax._src.ops.dropout import WORDS
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
 # The most query heads of any known model, and the most where keys have as many.
@@ -291,7 +292,7 @@ def per_head(
         return None
     try:
         given = jnp.asarray(given)
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be an array of floats, but is {given!r}") from None
     if not jnp.issubdtype(given.dtype, jnp.floating):
         raise ValueError(f"{name} must be an array of floats, but is {given.dtype}")
@@ -374,6 +375,14 @@ def checked_soft_cap(soft_cap: Any) -> float:
         none = ": for no cap, pass None" if number == 0 else ""
         raise ValueError(f"soft_cap must be from {_CAPS[0]} to {_CAPS[1]}, but is {number}{none}")
     return number
+
+
+def checked_rate(rate: Any) -> int:
+    """Dropout's threshold: an element is dropped if its 32-bit word is below it; 0: no dropout."""
+    number = _number("dropout_rate", rate)
+    if not 0 <= number < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and less than 1, but is {number}")
+    return min(round(number * WORDS), WORDS - 1)
 
 
 def _number(name: str, given: Any) -> float:

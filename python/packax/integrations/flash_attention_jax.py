@@ -104,7 +104,7 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
             f"{name} must have the batch dimensions of q, {batch}, before (heads, length, dim) or "
             f"(length, dim), but has shape {x.shape}"
         )
-    return x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2)
+    return x.reshape(math.prod(batch), *x.shape[-3:]).swapaxes(1, 2)
 
 
 def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> MaskExpression:
@@ -120,4 +120,4 @@ def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> 
         whole = None
     if whole is None or mask.shape[-1:] != (k_len,):  # one value is not for all keys
         raise ValueError(f"key_mask must have shape {shape}, (*batch, k_len), but has {mask.shape}")
-    return dot_product.key_mask(whole.reshape(-1, k_len), q_len)
+    return dot_product.key_mask(whole.reshape(math.prod(batch), k_len), q_len)

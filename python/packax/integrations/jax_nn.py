@@ -215,7 +215,7 @@ def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
     """The pairs that are True; mask: (B or 1, H or 1, rows or 1, keys or 1)."""
     if is_of_keys(mask):
         return key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
-    if rows == 0 or keys == 0:
+    if 0 in (mask.shape[0], rows, keys):  # there is no pair
         return full()
     whole = list(mask.shape)
     for axis, length in ((2, rows), (3, keys)):
@@ -230,7 +230,7 @@ def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
 def dense_mask(expression: MaskExpression, rows: Any, keys: Any) -> jax.Array:
     """The booleans of an expression, (B or 1, H or 1, rows, keys)."""
     dense = jnp.asarray(expression.as_array(rows, keys))
-    return dense if dense.ndim == 4 else dense.reshape(-1, 1, *dense.shape[-2:])
+    return jnp.expand_dims(dense, tuple(range(dense.ndim - 2, 2)))
 
 
 def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -203,6 +203,29 @@ def typed_mesh(x: Any) -> Any:
     """The mesh of the type of x, or of x's devices if it has any, as outside jit."""
     typed = jax.typeof(x).sharding.mesh
     return typed if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", typed)
+
+
+def over_auto_axes(
+    function: Callable[..., Any], arrays: Sequence[Any], dims: Sequence[Axes]
+) -> Any:
+    """function(*arrays), also where types of arrays are sharded over mesh axes of type Explicit.
+
+    jax has no rule for many operations on such arrays, so these axes are of type Auto inside.
+    `dims`: the mesh axes of each dimension of the results.
+    """
+    typed = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)]
+    sharded = next((arrays[n] for n in typed if any(typed_axes(arrays[n]))), None)
+    if sharded is None:
+        return function(*arrays)
+
+    def merged(*some: Any) -> Any:
+        every = list(arrays)
+        for n, x in zip(typed, some, strict=True):
+            every[n] = x
+        return function(*every)
+
+    to = NamedSharding(jax.typeof(sharded).sharding.mesh, spec(*dims))
+    return jax.sharding.auto_axes(merged, out_sharding=to)(*(arrays[n] for n in typed))
 
 
 def with_types(

@@ -15,6 +15,7 @@ from packax._src.core.arguments import Array, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
     AttentionSharding,
+    Axes,
     Layout,
     check_divides,
     layout_of,
@@ -154,6 +155,8 @@ def create_attention_mask(
     tree = tree_of(expression)
     if tree is not None and block_size is None:
         block_size = ONE_BLOCK
+    if layout is None and plan is None and block_size is not None:
+        layout = _layout_of_types(expression)
     build = functools.partial(
         _build,
         batch=batch,
@@ -192,6 +195,23 @@ def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
                 "Reshard one like the other (jax.sharding.reshard)"
             )
     return None if found is None else found[0]
+
+
+def _layout_of_types(expression: MaskExpression) -> Layout | None:
+    """The layout if types of arrays shard the batch or the heads of a block mask: jax has no rule
+    for some operations on such arrays, so every rank builds its part."""
+    batch: Axes = ()
+    heads: Axes = ()
+    mesh: Any = None
+    for _, x, side in expression.arrays():
+        if isinstance(x, jax.Array) and any(typed_axes(x)):
+            mesh, axes = typed_mesh(x), typed_axes(x)
+            batch = batch or (axes[0] if x.ndim > 1 or side == "batch" else ())
+            heads = axes[1] if x.ndim == 4 else heads
+    if mesh is None:
+        return None
+    heads = tuple(axis for axis in heads if axis not in batch)
+    return layout_of(AttentionSharding(spec(batch, (), heads), spec(batch), mesh))
 
 
 def _check_plan(

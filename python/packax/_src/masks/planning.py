@@ -29,6 +29,8 @@ from packax._src.core.sharding import (
     Layout,
     check_divides,
     layout_of,
+    over_auto_axes,
+    typed_axes,
 )
 from packax._src.core.spec import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.masks.block_sparse import BlockSparse
@@ -291,13 +293,17 @@ def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
         mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
         keys = _keys_of_mask(mask)
         return keys >> max(0, kv_len.bit_length() - length.bit_length())
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(expression)):
-        return _keys_on_device(jax.tree.map(_whole_rows, expression), length)
-    return _keys_of_rows(expression, length, np)
+    structure: Any
+    leaves, structure = jax.tree.flatten(expression)
+    on_device = [x for x in leaves if isinstance(x, jax.Array)]
+    if not on_device:
+        return _keys_of_rows(expression, length, np)
+    batch = next(filter(None, (typed_axes(x)[0] for x in on_device if x.ndim > 1)), ())
 
+    def of_leaves(*leaves: Any) -> Any:
+        return _keys_on_device(structure.unflatten(leaves), length)
 
-def _whole_rows(x: Any) -> Any:
-    return whole_rows(x) if isinstance(x, jax.Array) and x.ndim > 1 else x
+    return over_auto_axes(of_leaves, leaves, (batch,))
 
 
 def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of, shown
-from packax._src.core.sharding import vary_together
+from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
 from packax._src.core.spec import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.expressions import (
     And,
@@ -221,9 +221,7 @@ def tree_positions(expression: MaskExpression) -> Array:
         >>> packax.masks.tree_positions(packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
         array([0, 1, 2, 2, 3], dtype=int32)
     """
-    nodes, flat = _of_expression(expression)
-    position = numpy_of(nodes.position).where(nodes.valid[:, None], nodes.position, 0)
-    return position[0] if flat else position
+    return _of_tokens(expression, _positions)
 
 
 def path_predecessors(expression: MaskExpression) -> Array:
@@ -247,19 +245,27 @@ def path_predecessors(expression: MaskExpression) -> Array:
         >>> packax.masks.path_predecessors(two_answers)
         array([-1,  0,  1,  1,  3], dtype=int32)
     """
-    nodes, flat = _of_expression(expression)
-    before = _by_row(lambda *x: _predecessors(Nodes(*x[:-1]), x[-1]), *nodes)
-    return before[0] if flat else before
+    return _of_tokens(expression, _all_predecessors)
 
 
-def _of_expression(expression: Any) -> tuple[Nodes, bool]:
-    """The nodes of the tree in it, and whether its ids have no batch."""
+def _of_tokens(expression: Any, function: Callable[[Nodes], Any]) -> Any:
+    """function(the nodes of the tree in it), (B, S), without a batch if the tree has none."""
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
             f"expression must contain tree(...) or shared_prefix(...), but is {expression!r}"
         )
-    return found.nodes(), found.ids.ndim == 1 and found.others.ndim == 1
+    flat = found.ids.ndim == found.others.ndim == 1
+
+    def of_arrays(ids: Any, others: Any) -> Any:
+        made = function(Tree(ids, others, found.form).nodes())
+        return made[0] if flat else made
+
+    arrays = found.ids, found.others
+    ids, others = (typed_axes(x) if isinstance(x, jax.Array) else ((),) * x.ndim for x in arrays)
+    batch = [axes[0] for axes in (ids, others) if len(axes) == 2]
+    dims = ([] if flat else [next(filter(None, batch), ())]) + [ids[-1]]
+    return over_auto_axes(of_arrays, arrays, dims)
 
 
 def tree_of(expression: MaskExpression) -> Tree | None:
@@ -542,6 +548,14 @@ def _index_at(nodes: Nodes, position: Any, xp: ModuleType = jnp) -> Any:
     at = xp.where(nodes.start[at] > position, nodes.ups[0][at], at)
     rank = nodes.rank[at] + position - nodes.start[at]
     return nodes.token[xp.clip(rank, 0, nodes.token.shape[0] - 1)]
+
+
+def _positions(nodes: Nodes) -> Any:
+    return numpy_of(nodes.position).where(nodes.valid[:, None], nodes.position, 0)
+
+
+def _all_predecessors(nodes: Nodes) -> Any:
+    return _by_row(lambda *x: _predecessors(Nodes(*x[:-1]), x[-1]), *nodes)
 
 
 def _predecessors(nodes: Nodes, xp: ModuleType) -> Any:

@@ -1,4 +1,4 @@
-"""Dropout of the softmax's probabilities: checks of the request, and the counters of its bits.
+"""Dropout of the softmax's probabilities: the check of its key, and the counters of its bits.
 
 Bits are Philox4x32-10 (Salmon et al., 2011) of the random key and the indices of batch row, head,
 row and key. So nothing is stored, and the bits do not depend on mesh, tile or pass. `streams` holds
@@ -9,7 +9,6 @@ batch, heads and rows.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -28,18 +27,6 @@ class OneForAll(NamedTuple):
     """As dropout_key it makes all batch rows and heads drop the same pairs of row and key."""
 
     key: Any
-
-
-def checked_rate(rate: Any) -> int:
-    """The threshold: an element is dropped if its 32-bit word is below it; 0: no dropout."""
-    if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
-        raise ValueError(
-            "dropout_rate must be a Python or numpy number, known when tracing, but is a "
-            f"{type(rate).__name__}"
-        )
-    if not 0 <= float(rate) < 1:
-        raise ValueError(f"dropout_rate must be at least 0 and less than 1, but is {rate}")
-    return min(round(float(rate) * WORDS), WORDS - 1)
 
 
 def inverse_keep(threshold: int) -> float:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_array, numpy_of
+from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import PADDING_SEGMENT_ID
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _on_rows(shards_rows: bool) -> Callable[[Function], Function]:
+    """For functions of arrays that mesh axes of type Explicit may shard. The results are (batch,
+    length), sharded like the first such array; `shards_rows`: along the length, too."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arrays: Any, **named: Any) -> Any:
+            def run(*every: Any) -> Any:
+                own, others = every[: len(arrays)], every[len(arrays) :]
+                return function(*own, **dict(zip(named, others, strict=True)))
+
+            every = (*arrays, *named.values())
+            sharded = (typed_axes(x) for x in every if isinstance(x, jax.Array))
+            dims = next((axes for axes in sharded if any(axes)), ())
+            return over_auto_axes(run, every, dims if shards_rows else dims[:-1])
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 class NextTokens(NamedTuple):
@@ -24,6 +51,7 @@ class NextTokens(NamedTuple):
     weights: Any
 
 
+@_on_rows(shards_rows=False)
 def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     """Segment ids of documents of these lengths, one after another, then padding.
 
@@ -46,6 +74,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     """
     each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
     xp = numpy_of(each)
+    length = None if length is None else checked_size("length", length, 0)
     if xp is np:
         ends: Array = np.cumsum(each, axis=-1, dtype=np.int64)
         if each.size and each.min() < 0:
@@ -56,8 +85,10 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
-    else:  # a length beyond the row may mean "the rest", and must not overflow the sum
-        ends = jnp.cumsum(jnp.minimum(each, length), axis=-1, dtype=np.int32)
+    else:  # cut off at the end of the row, so that no sum overflows
+        ends = jax.lax.associative_scan(
+            lambda x, y: jnp.minimum(x + y, length), jnp.minimum(each, length), axis=-1
+        )
     index = np.arange(length, dtype=np.int32)
 
     def of_row(ends: Any) -> Any:
@@ -71,6 +102,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     return jax.vmap(of_row)(ends)
 
 
+@_on_rows(shards_rows=False)
 def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
     """Segment ids from cumulative lengths, as flash-attention's varlen functions take them.
 
@@ -156,6 +188,7 @@ def from_one_based(segment_ids: ArrayLike) -> Array:
     return ids - np.int32(1)
 
 
+@_on_rows(shards_rows=True)
 def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Array:
     """Segment ids from position ids: a document starts where the position is 0.
 
@@ -185,6 +218,7 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
     return ids if real is None else xp.where(real, xp.maximum(ids, 0), PADDING_SEGMENT_ID)
 
 
+@_on_rows(shards_rows=True)
 def positions(segment_ids: ArrayLike) -> Array:
     """Positions that restart in every document, as RoPE needs: 0, 1, 2, ... for each id.
 
@@ -217,6 +251,7 @@ def positions(segment_ids: ArrayLike) -> Array:
     return xp.where(ids == PADDING_SEGMENT_ID, 0, place).astype(np.int32)
 
 
+@_on_rows(shards_rows=True)
 def next_tokens(
     tokens: ArrayLike, segment_ids: ArrayLike, token_weights: ArrayLike | None = None
 ) -> NextTokens:
@@ -279,6 +314,12 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
         array([0, 3, 5], dtype=int32)
     """
     ids = as_int32("segment_ids", segment_ids)
+    if max_documents is not None:
+        max_documents = checked_size("max_documents", max_documents, 0)
+    return over_auto_axes(_cu_seqlens, (ids, max_documents), ())
+
+
+def _cu_seqlens(ids: Array, max_documents: int | None) -> Array:
     xp = numpy_of(ids)
     rows = np.arange(ids.size, dtype=np.int32) // max(1, ids.shape[-1])
     flat = ids.reshape(-1)
@@ -317,11 +358,21 @@ def returning(ids: np.ndarray) -> list[int]:
 
 
 def _flags(name: str, x: ArrayLike, shape: tuple[int, ...] | None = None) -> Array:
-    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    array = x if isinstance(x, jax.Array) else numpy_array(name, x)
     flags = as_int32(name, array.astype(np.int32) if array.dtype == bool else array)
     if shape is not None:
         same_shape(name, flags, "positions", shape)
     return flags
+
+
+def checked_size(name: str, size: Any, least: int) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, but is {size!r}")
+    return number
 
 
 def same_shape(name: str, x: Array, other: str, shape: tuple[int, ...]) -> None:

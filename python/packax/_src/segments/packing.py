@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from packax._src.core.arguments import ArrayLike, as_int32
+from packax._src.core.arguments import ArrayLike, as_int32, numpy_array
 from packax._src.core.spec import PADDING_SEGMENT_ID
+from packax._src.segments.ids import checked_size, returning, same_shape
 from packax._src.segments.ids import positions as positions_of
-from packax._src.segments.ids import returning, same_shape
 
 _LIKE_PADDING = (0, -100)  # the padding of packers that number from 1, and of labels
 
@@ -68,7 +68,8 @@ def pack(
         `np.where(packed.source < 0, 0, np.concatenate(weights)[packed.source])`.
 
     Raises:
-        ValueError: a document that is not an array of integers (tokens,), or a length below 1.
+        ValueError: a document that is not an array of integers (tokens,), a padding_token that is
+            not an integer, or a length below 1.
 
     Examples:
         >>> packed = packax.segments.pack([[1, 2], [3, 4, 5], [6]], length=4)
@@ -79,13 +80,9 @@ def pack(
         array([[ 0,  0,  0,  1],
                [ 0,  0, -1, -1]], dtype=int32)
     """
-    if length < 1:
-        raise ValueError(f"length must be at least 1, but is {length}")
-    arrays = [
-        as_int32(f"documents[{n}]", np.asarray(x, None if len(x) else np.int32), ranks=(1,),
-                 shapes="(tokens,)")
-        for n, x in enumerate(documents)
-    ]  # fmt: skip
+    length = checked_size("length", length, 1)
+    padding = as_int32("padding_token", padding_token, ranks=(0,), shapes="()")
+    arrays = [_tokens(f"documents[{n}]", x) for n, x in enumerate(documents)]
     ends = np.cumsum([len(x) for x in arrays], dtype=np.int64)
     pieces = [
         range(i, min(i + length, end))
@@ -115,8 +112,15 @@ def pack(
         source[row, : sum(sizes)] = np.concatenate([np.arange(x.start, x.stop) for x in members])
         positions[row, : sum(sizes)] = np.concatenate([np.arange(n) for n in sizes])
         segment_ids[row, : sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
-    flat = np.concatenate([*arrays, np.array([padding_token], np.int32)])  # -1 is the last
+    flat = np.concatenate([*arrays, np.atleast_1d(padding)])  # -1 is the last
     return Packed(flat[source], segment_ids, positions, source)
+
+
+def _tokens(name: str, document: Any) -> np.ndarray:
+    tokens = numpy_array(name, document)
+    if tokens.shape == (0,):  # numpy makes floats of an empty list
+        tokens = tokens.astype(np.int32)
+    return np.asarray(as_int32(name, tokens, ranks=(1,), shapes="(tokens,)"))
 
 
 def check_packing(
@@ -159,9 +163,7 @@ def check_packing(
 def _on_host(name: str, x: ArrayLike, ids: np.ndarray | None = None) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"{name} is traced: check a batch outside of jit")
-    array = np.asarray(x)
-    if name != "weights":
-        array = np.asarray(as_int32(name, array))
+    array = np.asarray(x) if name == "weights" else np.asarray(as_int32(name, numpy_array(name, x)))
     if ids is None:
         return array
     same_shape(name, np.atleast_2d(array), "segment_ids", ids.shape)

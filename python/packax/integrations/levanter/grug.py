@@ -106,7 +106,7 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: An
             f"a dense mask must have shape ({rows}, {keys}) or (1 or {q.shape[0]}, {rows}, {keys}),"
             f" but has {mask.shape}"
         )
-    whole = mask.reshape(-1, 1, rows, keys)
+    whole = mask[None, None] if mask.ndim == 2 else mask[:, None]
     if mask.dtype == jnp.bool_:
         expression = array_mask(whole, rows, keys)
         out, lse = packax.flash_attention(
