@@ -154,7 +154,7 @@ def test_rules_in_letters():
     assert partitioning.shardy_rule(dims) == "b x0 h x1, b x2 g x3, b x4 -> b x5 h x6, b h x7"
 
 
-def test_gspmd(monkeypatch):
+def test_gspmd():
     """The partitioner before Shardy, as long as jax has it."""
     if not hasattr(jax.config, "jax_use_shardy_partitioner"):
         pytest.skip("this jax has one partitioner")
