@@ -51,13 +51,9 @@ def test_a_sharded_sequence_is_gathered_on_request(monkeypatch):
     assert_equal(out, expected("documents", 2)[1])
 
 
-def test_one_device_has_the_same_program(monkeypatch):
-    args = tensors()
-    with_rules = jax.jit(both(CASES["lse"])).lower(*args).as_text()
-    assert "CustomSPMDPartitioning" not in with_rules
-    monkeypatch.setattr(partitioning, "_mesh_in_use", lambda module: None)
-    jax.clear_caches()
-    assert jax.jit(both(CASES["lse"])).lower(*args).as_text() == with_rules
+def test_one_device_has_no_rules():
+    text = jax.jit(both(CASES["lse"])).lower(*tensors()).as_text()
+    assert "CustomSPMDPartitioning" not in text
 
 
 def test_the_rule_is_in_the_program_for_cuda():
