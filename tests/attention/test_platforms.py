@@ -209,7 +209,7 @@ def test_kernels_of_masks_elsewhere_are_an_error(monkeypatch):
         text_of(lambda ids: built(ids, implementation="cuda"), IDS)
 
 
-def test_a_mask_over_ranks_in_xla_has_no_call(monkeypatch):
+def test_a_mask_over_ranks_in_xla_has_no_call():
     plan = packax.context_plan(packax.causal(), ranks=2, kind="zigzag", length=512)
     asked = {"plan": plan, "implementation": "xla"}
     ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)

@@ -31,7 +31,7 @@ CASE = cases.BY_NAME["batch_of_three"]  # groups of two heads, padding, one docu
 )
 def test_sinks(name, dtype):
     case = cases.BY_NAME[name]
-    check(case, dtype, sinks=sinks_of(case.heads))
+    check(case, dtype, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,6 @@ def test_sinks(name, dtype):
 def test_options(name, dtype, options):
     """An option alone, and several together, on masks of every kind."""
     case = cases.BY_NAME[name]
-    options = dict(options)
-    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
-        if options.pop(option, False):
-            options[option] = made(case.heads)
     got = check(case, dtype, (24, 40), **options)
     assert np.abs(got.gradients["scale"]) > 1e-3
 

@@ -111,7 +111,7 @@ bar_chart(report, pathlib.Path(sys.argv[2]))
 
 
 @pytest.mark.exhaustive
-def test_short_cases_and_head_dims_run_and_are_tabled(tmp_path):
+def test_short_cases_and_head_dims_run_and_are_tabled():
     """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
     same."""
     shown = script("""

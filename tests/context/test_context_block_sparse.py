@@ -11,8 +11,19 @@ import jax
 import numpy as np
 import packax
 import pytest
-from context import BATCH, HEADS, LENGTH, ROWS, assert_same, mesh_of, results, tensors
-from jax.sharding import NamedSharding
+from context import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    ROWS,
+    assert_same,
+    in_order,
+    mesh_of,
+    moved,
+    placed,
+    results,
+    tensors,
+)
 from jax.sharding import PartitionSpec as P
 from tiers import some
 
@@ -46,24 +57,6 @@ def one_device(name):
     return jax.jit(results)(*tensors(), mask)
 
 
-def placed(mesh, plan, sharding=SHARDING):
-    """Inputs in the plan's order, on the mesh."""
-    x = tensors()
-    if plan is not None:
-        x = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
-    batch, context, heads = [*sharding.query, None, None][:3]
-    specs = [sharding.query, *[sharding.key_value] * 2, sharding.query, P(batch, heads, context)]
-    return [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)]
-
-
-def in_order(got, plan):
-    return (
-        got
-        if plan is None
-        else [plan.unpermute(np.asarray(x), 2 if n == 1 else 1) for n, x in enumerate(got)]
-    )
-
-
 @pytest.mark.parametrize(
     "name,sizes,kind,plan",
     some(
@@ -88,8 +81,8 @@ def test_results_are_those_of_one_device(name, sizes, kind, plan):
         return results(*x, mask, gather_head_groups=1)
 
     with jax.set_mesh(mesh):
-        got = jax.block_until_ready(run(expression_of(name), plan, *placed(mesh, plan)))
-        got = in_order(got, plan)
+        inputs = placed(mesh, moved(plan, tensors()), SHARDING)
+        got = in_order(plan, jax.device_get(run(expression_of(name), plan, *inputs)))
     assert_same(got, one_device(name))
 
 
@@ -143,10 +136,8 @@ def test_in_a_shard_map_of_the_callers(inside):
             in_specs=(specs, plan_specs, *[rows] * 4, lse),
             out_specs=(rows, lse, *[rows] * 3),
         )
-        got = jax.block_until_ready(
-            jax.jit(function)(first, of_plan, *placed(mesh, plan, sharding))
-        )
-        got = in_order(got, plan)
+        inputs = placed(mesh, moved(plan, tensors()), sharding)
+        got = in_order(plan, jax.device_get(jax.jit(function)(first, of_plan, *inputs)))
     assert_same(got, one_device("odd"))
 
 

@@ -12,7 +12,17 @@ import numpy as np
 import packax
 import pytest
 from cases import ids_of, positions_of
-from context import BATCH, LENGTH, ROWS, assert_same, expression_of, mesh_of, one_device, tensors
+from context import (
+    BATCH,
+    LENGTH,
+    ROWS,
+    assert_same,
+    expression_of,
+    in_order,
+    mesh_of,
+    one_device,
+    tensors,
+)
 from context import results as results_of
 from jax._src.dispatch import runtime_tokens
 from jax.sharding import NamedSharding
@@ -50,8 +60,8 @@ def inputs_of(tensors):
     ids=str,
 )
 def test_batch_and_mask_in_one_call(of_plan, kind):
-    plan, expression = of_plan
     """Results are one device's; the batch is sharded as its types or XLA say."""
+    plan, expression = of_plan
 
     @jax.jit
     def run(batch):
@@ -60,7 +70,7 @@ def test_batch_and_mask_in_one_call(of_plan, kind):
         )
         assert made.kind == plan and mask.sharding == SHARDING
         got = results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask, gather_head_groups=1)
-        return [made.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)], query
+        return in_order(made, got), query
 
     mesh = mesh_of(2, 2, 2, kind=kind, axes=AXES)
     heads = P("data", None, "tensor")
@@ -117,7 +127,7 @@ def test_inside_a_shard_map_of_the_callers():
         )
         got = jax.block_until_ready(jax.jit(function)(inputs_of(tensors()), ROWS))
         plan = packax.context_plan(expression_of("documents"), sharding=sharding)
-        got = [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+        got = in_order(plan, got)
     assert_same(got, one_device("documents"))
 
 

@@ -26,13 +26,16 @@ from context import (
     TENSOR_REPLICATED,
     assert_same,
     expression_of,
+    in_order,
     mesh_of,
+    moved,
     one_device,
+    placed,
     plan_of,
     results,
+    specs_of,
     tensors,
 )
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import some
 
@@ -46,16 +49,9 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, gro
     One group of heads compiles fastest; test_head_groups has more.
     """
     inputs = tensors() if inputs is None else inputs
-    order = (lambda x, _: x) if plan is None else (lambda x, axis: plan.permute(x, axis))
-    query, key, value, dout = (order(x, 1) for x in inputs[:4])
-    dlse = order(inputs[4], 2)
-    lse_spec = P(sharding.query[0], *reversed([*sharding.query, None, None][1:3]))
-    specs = (sharding.query, sharding.key_value, sharding.key_value, sharding.query, lse_spec)
+    inputs = moved(plan, inputs)
     if explicit:
-        query, key, value, dout, dlse = (
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip((query, key, value, dout, dlse), specs, strict=True)
-        )
+        inputs = placed(mesh, inputs, sharding)
 
     @jax.jit
     def run(plan, *tensors):
@@ -66,14 +62,13 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, gro
 
     with jax.set_mesh(mesh):
         # Fake devices wait for each other in one pool of threads: one program at a time.
-        got = jax.block_until_ready(run(plan, query, key, value, dout, dlse))
+        got = jax.block_until_ready(run(plan, *inputs))
     if explicit:
-        for x, spec in zip(got, (specs[0], lse_spec, *specs[:3]), strict=True):
+        *specs, _, lse_spec = specs_of(sharding)
+        for x, spec in zip(got, (specs[0], lse_spec, *specs), strict=True):
             full = [*spec, *[None] * (x.ndim - len(spec))]
             assert [*jax.typeof(x).sharding.spec] == full
-    if plan is None:
-        return got
-    return tuple(plan.unpermute(np.asarray(x), 2 if n == 1 else 1) for n, x in enumerate(got))
+    return in_order(plan, jax.device_get(got))
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -256,8 +251,6 @@ def test_keys_in_the_order_of_the_sequence():
 def test_a_plan_without_a_mesh():
     """One device, permuted rows: what one rank of a larger mesh would do, and a debugging aid."""
     plan = plan_of("balanced", 4)
-    query, key, value, dout, dlse = tensors()
     mask = packax.create_attention_mask(expression_of("documents"), plan=plan)
-    got = jax.jit(results)(*plan.permute((query, key, value, dout)), plan.permute(dlse, 2), mask)
-    got = [plan.unpermute(np.asarray(x), 2 if n == 1 else 1) for n, x in enumerate(got)]
-    assert_same(got, one_device("documents"))
+    got = jax.jit(results)(*moved(plan, tensors()), mask)
+    assert_same(in_order(plan, jax.device_get(got)), one_device("documents"))

@@ -28,11 +28,12 @@ from context import (
     mesh_of,
     of_ids_alone,
     one_device,
+    placed,
     plan_of,
+    restricted,
     results,
     tensors,
 )
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import some
 
@@ -66,15 +67,7 @@ PARTIAL_HANGS = pytest.mark.skipif(
 )
 def test_inside_a_shard_map(names, inside, check_vma):
     """All axes the user's, or some: the mask comes from outside, or is built inside from ids."""
-
-    def kept(spec):
-        def of(axes):
-            axes = axes if isinstance(axes, tuple) else (axes,)
-            left = tuple(axis for axis in axes if axis in names)
-            return left if len(left) > 1 else left[0] if left else None
-
-        return P(*map(of, spec))
-
+    kept = functools.partial(restricted, names=names)
     query, key, value, dout, dlse = tensors()
     q_spec, kv_spec = kept(TENSOR_REPLICATED.query), kept(TENSOR_REPLICATED.key_value)
     lse_spec = kept(P(BATCH_AXES, "tensor", "context"))
@@ -147,22 +140,11 @@ def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
     head."""
     mesh = mesh_of(2, axes=("context",))
     plan = plan_of("balanced", 2)
-    inputs = tensors(dtype)
-    specs = (
-        CONTEXT.query,
-        CONTEXT.key_value,
-        CONTEXT.key_value,
-        CONTEXT.query,
-        P(None, None, "context"),
-    )
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(inputs, specs, strict=True)
-        ]
+        inputs = placed(mesh, tensors(dtype), CONTEXT)
         function = functools.partial(results, gather_head_groups=KV_HEADS)
-        lowered = jax.jit(function).lower(*placed, mask)
+        lowered = jax.jit(function).lower(*inputs, mask)
     text = lowered.as_text()
     name = "f32" if dtype == jnp.float32 else "bf16"
     own = f"{BATCH}x{LENGTH // 2}x16x{name}"

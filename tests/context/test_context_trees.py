@@ -14,8 +14,18 @@ import numpy as np
 import packax
 import pytest
 import trees
-from context import BATCH, HEADS, LENGTH, assert_same, mesh_of, results, tensors
-from jax.sharding import NamedSharding
+from context import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    assert_same,
+    in_order,
+    mesh_of,
+    moved,
+    placed,
+    results,
+    tensors,
+)
 from jax.sharding import PartitionSpec as P
 from tiers import some
 
@@ -67,16 +77,9 @@ def test_results_are_those_of_one_device(joined, sizes, kind, plan, batch):
         mask = packax.create_attention_mask(expression, sharding=SHARDING, plan=plan)
         return results(*x, mask, gather_head_groups=1)
 
-    x = tensors()
-    if plan is not None:
-        x = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
-    axes = P("data", "context", "tensor")
-    specs = [axes] * 4 + [P("data", "tensor", "context")]
     with jax.set_mesh(mesh):
-        x = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)]
-        got = jax.block_until_ready(run(expression, plan, *x))
-        if plan is not None:
-            got = [plan.unpermute(np.asarray(y), 2 if n == 1 else 1) for n, y in enumerate(got)]
+        inputs = placed(mesh, moved(plan, tensors()), SHARDING)
+        got = in_order(plan, jax.device_get(run(expression, plan, *inputs)))
     assert_same(got, one_device(joined, batch))
 
 

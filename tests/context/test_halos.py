@@ -24,11 +24,14 @@ from context import (
     ROWS,
     assert_same,
     collectives,
+    in_order,
     mesh_of,
+    moved,
+    placed,
+    specs_of,
     tensors,
 )
 from context import results as all_results
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import calls
 from packax._src.context.halo import Halo
@@ -45,18 +48,6 @@ UNION = (CAUSAL & chunked(64)) | window(30)
 def plan_of(kind, ranks, chunk=None):
     more = {} if chunk is None else {"chunk": chunk}
     return kind and packax.context_plan(CAUSAL & DOCUMENTS, ranks=ranks, kind=kind, **more)
-
-
-def moved(plan, rows, dlse):
-    return rows if plan is None else plan.permute(rows), dlse if plan is None else plan.permute(
-        dlse, 2
-    )
-
-
-def in_order(plan, got):
-    if plan is None:
-        return got
-    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
 
 
 @pytest.mark.parametrize("chunk", [6, 8, 16])
@@ -123,18 +114,12 @@ def test_equals_one_device_and_moves_halos_alone(case):
     lengths = {"q_len": LENGTH, "kv_len": LENGTH}
     expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression, **lengths))
     mesh = mesh_of(ranks, axes=("context",))
-    *rows, dlse = tensors()
-    rows, dlse = moved(plan, rows, dlse)
-    specs = (*[P(None, "context")] * 4, P(None, None, "context"))
     function = functools.partial(all_results, gather_head_groups=1)
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan, **lengths)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip((*rows, dlse), specs, strict=True)
-        ]
-        compiled = jax.jit(function).lower(*placed, mask).compile()
-        got = in_order(plan, jax.block_until_ready(compiled(*placed, mask)))
+        inputs = placed(mesh, moved(plan, tensors()), CONTEXT)
+        compiled = jax.jit(function).lower(*inputs, mask).compile()
+        got = in_order(plan, jax.block_until_ready(compiled(*inputs, mask)))
     assert_same(got, expected)
     every = LENGTH - LENGTH // ranks
     if halo is None:
@@ -211,13 +196,11 @@ def test_random_masks_plans_and_chunks(structure):
 
     @jax.jit
     def sharded(ids, plan, *inputs):
-        *rows, dlse = inputs
-        rows, dlse = moved(plan, rows, dlse)
         mask = packax.create_attention_mask(
             expression_of(ids), sharding=CONTEXT, plan=plan, **lengths
         )
         assert mask.halo is not None
-        return in_order(plan, all_results(*rows, dlse, mask))
+        return in_order(plan, all_results(*moved(plan, inputs), mask))
 
     for _ in range(8):
         cuts = np.sort(rng.integers(0, length, rng.integers(0, 12)))
@@ -310,7 +293,7 @@ def test_layers_of_both_kinds_in_one_scan(kind):
     kinds = [x & packax.documents(ids) for x in (window(100), CAUSAL)]
     chunk = {"chunk": 256} if kind == "balanced" else {}
     plan = kind and packax.context_plan(kinds[1], ranks=2, kind=kind, **chunk)
-    query, *_, dout, dlse = tensors(heads=1, kv_heads=1, batch=1, length=512)
+    query, *_, dout, _ = tensors(heads=1, kv_heads=1, batch=1, length=512)
 
     def train(query, dout, masks):
         stack = packax.masks.stack_masks(masks)
@@ -322,7 +305,8 @@ def test_layers_of_both_kinds_in_one_scan(kind):
         return out, *pullback(dout)
 
     expected = jax.jit(train)(query, dout, [packax.create_attention_mask(x) for x in kinds])
-    (query, dout), _ = moved(plan, (query, dout), dlse)
+    if plan is not None:
+        query, dout = plan.permute((query, dout))
     with jax.set_mesh(mesh_of(2, axes=("context",))):
         masks = [packax.create_attention_mask(x, sharding=CONTEXT, plan=plan) for x in kinds]
         assert [mask.halo is None for mask in masks] == [False, True]
@@ -357,9 +341,7 @@ def test_windows_of_positions(kind, ids, positions, suffice):
     plan = plan_of(kind, 2, 256 if kind == "balanced" else None)
     expected = None
     for sharding in (None, CONTEXT):
-        *rows, dlse = tensors()
-        if sharding is not None:
-            rows, dlse = moved(plan, rows, dlse)
+        inputs = moved(None if sharding is None else plan, tensors())
 
         @jax.jit
         def both(ids, positions, *inputs, sharding=sharding):
@@ -370,7 +352,7 @@ def test_windows_of_positions(kind, ids, positions, suffice):
             return mask.halos_suffice, all_results(*inputs, mask)
 
         with jax.set_mesh(mesh_of(2 if sharding else 1, axes=("context",))):
-            there, got = jax.block_until_ready(both(ids, positions, *rows, dlse))
+            there, got = jax.block_until_ready(both(ids, positions, *inputs))
         if sharding is None:
             expected = got
     assert there.tolist() == [suffice]
@@ -403,9 +385,7 @@ def test_types_and_shard_maps(inside):
     plan = jax.tree.map(jnp.asarray, plan_of("balanced", 2, 256))
     expression = window(100) & DOCUMENTS
     expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression))
-    specs = (*[EXPLICIT] * 4, P(None, "tensor", ("fsdp", "context")))
-    *rows, dlse = tensors()
-    rows, dlse = moved(plan, rows, dlse)
+    specs = specs_of(sharding)
     mesh = mesh_of(1, 1, 2, 2, kind="Auto" if inside is not None else "Explicit")
 
     def attend(ids_or_mask, plan, *inputs):
@@ -421,10 +401,7 @@ def test_types_and_shard_maps(inside):
         if inside is False:
             first = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
             first_specs = sharding.mask_specs(first)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip((*rows, dlse), specs, strict=True)
-        ]
+        inputs = placed(mesh, moved(plan, tensors()), sharding)
         function = attend
         if inside is not None:
             function = jax.shard_map(
@@ -432,8 +409,8 @@ def test_types_and_shard_maps(inside):
                 in_specs=(first_specs, jax.tree.map(lambda _: P(), plan), *specs),
                 out_specs=(specs[0], specs[4], *specs[1:4]),
             )
-        got = jax.block_until_ready(jax.jit(function)(first, plan, *placed))
-        got = in_order(plan, [np.asarray(x) for x in got])
+        got = jax.block_until_ready(jax.jit(function)(first, plan, *inputs))
+        got = in_order(plan, jax.device_get(got))
     assert_same(got, expected)
 
 
@@ -465,14 +442,13 @@ def test_forward_mode_and_second_derivatives():
 @pytest.mark.exhaustive
 def test_bfloat16_meets_the_rule_of_the_oracle():
     """Gradients of halos are added in bfloat16."""
-    *rows, dlse = inputs = tensors(jnp.bfloat16, batch=1)
-    expression, plan = window(100, 60), None
+    inputs = tensors(jnp.bfloat16, batch=1)
+    expression = window(100, 60)
     lengths = {"q_len": LENGTH, "kv_len": LENGTH}
     with jax.set_mesh(mesh_of(2, axes=("context",))):
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan, **lengths)
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, **lengths)
         assert mask.halo is not None
-        rows, dlse = moved(plan, rows, dlse)
-        got = in_order(plan, jax.block_until_ready(jax.jit(all_results)(*rows, dlse, mask)))
+        got = jax.block_until_ready(jax.jit(all_results)(*inputs, mask))
     query, key, value, dout, dlse = inputs
     allowed = expression.as_array(LENGTH, LENGTH)
     scale = query.shape[3] ** -0.5

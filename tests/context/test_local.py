@@ -5,7 +5,6 @@ Guards against keys of another part, and gradients that no rank or two ranks add
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -14,37 +13,37 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from context import AXES, BATCH, LENGTH, assert_same, mesh_of, results, tensors
-from jax.sharding import NamedSharding
+from context import (
+    AXES,
+    BATCH,
+    BATCH_AXES,
+    CONTEXT,
+    FULL,
+    LENGTH,
+    TENSOR_REPLICATED,
+    assert_same,
+    in_order,
+    mesh_of,
+    moved,
+    placed,
+    restricted,
+    results,
+    specs_of,
+    tensors,
+)
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
 from local_plans import check_local, greedy
 from tiers import some
 
-CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
-BATCH_AXES = ("data", "fsdp")
-FULL = packax.AttentionSharding(
-    query=P(BATCH_AXES, "context", "tensor", None),
-    key_value=P(BATCH_AXES, "context", "tensor", None),
-)
 TWO = P("data", ("fsdp", "context"), "tensor", None)
 LEVELS = packax.AttentionSharding(query=TWO, key_value=TWO)
-TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
 
 
 @functools.cache
 def one_device(kind):
     mask = packax.create_attention_mask(expression_of(kind))
     return jax.jit(results)(*tensors(), mask)
-
-
-def moved(plan, inputs):
-    *rows, dlse = inputs
-    return *plan.permute(tuple(rows)), plan.permute(dlse, 2)
-
-
-def in_order(plan, got):
-    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
 
 
 def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
@@ -88,16 +87,12 @@ def test_nothing_is_shared():
     plan = greedy(ids, 4)
     assert plan.shared == 0
     expected = jax.jit(results)(*tensors(), packax.create_attention_mask(expression))
-    specs = (*[P(None, "context")] * 4, P(None, None, "context"))
     mesh = mesh_of(4, axes=("context",))
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(moved(plan, tensors()), specs, strict=True)
-        ]
-        compiled = jax.jit(results).lower(*placed, mask).compile()
-        got = in_order(plan, jax.block_until_ready(compiled(*placed, mask)))
+        inputs = placed(mesh, moved(plan, tensors()), CONTEXT)
+        compiled = jax.jit(results).lower(*inputs, mask).compile()
+        got = in_order(plan, jax.block_until_ready(compiled(*inputs, mask)))
     text = compiled.as_text()
     for what in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
         assert what not in text
@@ -120,14 +115,7 @@ def test_inside_a_shard_map(names, inside):
     """The mask is made in there, or outside and goes in by its specs, with what says that the plan
     is of other documents."""
     plan = jax.tree.map(jnp.asarray, greedy(ROWS, 2))
-
-    def kept(spec):
-        def of(axes):
-            axes = axes if isinstance(axes, tuple) else (axes,)
-            left = tuple(axis for axis in axes if axis in names)
-            return left if len(left) > 1 else left[0] if left else None
-
-        return P(*map(of, spec))
+    kept = functools.partial(restricted, names=names)
 
     def attend(ids_or_mask, plan, *inputs):
         mask = ids_or_mask
@@ -164,12 +152,9 @@ def test_explicit_axes_and_a_context_of_two():
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     plan = greedy(ROWS, 4)
     mesh = mesh_of(1, 2, 2, 2, kind="Explicit")
-    specs = (*[spec] * 4, P(None, "tensor", ("fsdp", "context")))
+    specs = specs_of(sharding)
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(moved(plan, tensors()), specs, strict=True)
-        ]
+        inputs = placed(mesh, moved(plan, tensors()), sharding)
 
         @jax.jit
         def run(plan, *inputs):
@@ -178,10 +163,10 @@ def test_explicit_axes_and_a_context_of_two():
             )
             return results(*inputs, mask)
 
-        got = jax.block_until_ready(run(plan, *placed))
+        got = jax.block_until_ready(run(plan, *inputs))
         for x, spec in zip(got, (specs[0], specs[4], *specs[:3]), strict=True):
             assert [*jax.typeof(x).sharding.spec] == [*spec, *[None] * (x.ndim - len(spec))]
-        got = in_order(plan, [np.asarray(x) for x in got])
+        got = in_order(plan, jax.device_get(got))
     assert_same(got, one_device("positions"))
 
 

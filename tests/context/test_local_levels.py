@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import packax
 import pytest
-from context import BATCH, DIM, KV_HEADS, LENGTH, mesh_of, results, tensors
-from jax.sharding import NamedSharding
+from context import BATCH, DIM, KV_HEADS, LENGTH, mesh_of, placed, results, tensors
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
 from local_packings import ids_of, lognormal, random_row
@@ -84,18 +83,14 @@ def test_collectives_move_what_the_plan_says(ranks):
     """Read from the compiled program: by groups of ranks, forward and backward, nothing else."""
     plan = greedy(ROWS, ranks)
     assert 0 < plan.shared[0] < plan.shared[1]
-    specs = (*[SPEC] * 4, P(None, None, ("host", "gpu")))
     mesh = mesh_of(*ranks, axes=("host", "gpu"))
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(
             expression_of("documents"), sharding=SHARDING, plan=plan
         )
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(tensors(), specs, strict=True)
-        ]
+        inputs = placed(mesh, tensors(), SHARDING)
         function = functools.partial(results, gather_head_groups=1)
-        text = jax.jit(function).lower(*placed, mask).compile().as_text()
+        text = jax.jit(function).lower(*inputs, mask).compile().as_text()
     of_row = BATCH * KV_HEADS * DIM
     # (ranks of the group, rows of the result) of keys or values
     outer, inner = plan.shared

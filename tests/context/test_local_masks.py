@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import LENGTH, mesh_of
+from context import CONTEXT, LENGTH, mesh_of
 from jax.sharding import PartitionSpec as P
 from local_cases import KINDS, ROWS, expression_of
 from local_plans import check_local, greedy
 from packax._src.context.load_balance import checksum
 from tiers import some
 
-CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
 LEVELS = {  # by how many
     len(axes): packax.AttentionSharding(query=P(None, axes), key_value=P(None, axes))
     for axes in (("host", "gpu"), ("host", "switch", "gpu"))

@@ -11,8 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import BATCH, DIM, KV_HEADS, LENGTH, collectives, mesh_of, results, tensors
-from jax.sharding import NamedSharding
+from context import (
+    BATCH,
+    CONTEXT,
+    DIM,
+    KV_HEADS,
+    LENGTH,
+    collectives,
+    mesh_of,
+    placed,
+    results,
+    tensors,
+)
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
 from local_plans import greedy
@@ -20,8 +30,14 @@ from lowered import calls
 from rank_programs import Program, of_ranks
 from tiers import some
 
-CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
 ALL, SOME = "packax_{}", "packax_{}_heads"
+
+
+def mask_of(expression, plan, sharding=CONTEXT):
+    """Its shapes: programs that are not run need no more, and nothing is compiled for them."""
+    return jax.eval_shape(
+        lambda: packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+    )
 
 
 def of_rank(function, *operands):
@@ -40,7 +56,7 @@ def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
     """One key/value head has no halves: its backward overlaps with the scatter."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        mask = mask_of(expression_of("documents"), plan)
         function = functools.partial(results, gather_head_groups=1)
         inputs = tensors(heads=heads, kv_heads=kv_heads)
         forward, backward = of_rank(function, *inputs, mask)
@@ -73,7 +89,7 @@ def test_no_result_is_updated_at_a_place_that_xla_knows():
     own, and then fails: "DUS target must be a fusion parameter"."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        mask = mask_of(expression_of("documents"), plan)
         programs = of_rank(results, *tensors(), mask)
     for program, way in zip(programs, ("forward", "backward"), strict=True):
         found = program.updates_wait([ALL.format(way), SOME.format(way)])
@@ -87,8 +103,7 @@ def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, g
     plan = greedy(ids, 4, shared=shared)
     assert plan.shared == shared
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        expression = packax.causal() & packax.documents(ids)
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        mask = mask_of(packax.causal() & packax.documents(ids), plan)
         inputs = tensors(heads=8, kv_heads=4)[:3]
         text = jax.jit(packax.flash_attention).lower(*inputs, mask).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
@@ -101,9 +116,7 @@ def test_gathers_over_hosts_and_inside_a_host_overlap():
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     assert 0 < plan.shared[0] < plan.shared[1]
     with jax.set_mesh(mesh_of(2, 2, axes=("host", "gpu"))):
-        mask = packax.create_attention_mask(
-            expression_of("documents"), sharding=sharding, plan=plan
-        )
+        mask = mask_of(expression_of("documents"), plan, sharding)
         function = functools.partial(results, gather_head_groups=1)
         forward, backward = of_rank(function, *tensors(), mask)
     name = ALL.format("forward")
@@ -135,16 +148,12 @@ def test_collectives_move_what_the_plan_says(groups):
     """Read from the compiled program, forward and backward: shared rows of keys and values, and
     their gradients, once each; nothing else."""
     plan = greedy(ROWS, 4)
-    specs = (*[P(None, "context")] * 4, P(None, None, "context"))
     mesh = mesh_of(4, axes=("context",))
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(tensors(), specs, strict=True)
-        ]
+        inputs = placed(mesh, tensors(), CONTEXT)
         function = functools.partial(results, gather_head_groups=groups)
-        lowered = jax.jit(function).lower(*placed, mask)
+        lowered = jax.jit(function).lower(*inputs, mask)
     of_row = BATCH * KV_HEADS * 2 * DIM  # keys and values
     text = lowered.as_text()
     assert text.count('"stablehlo.all_gather"') == 4  # forward and backward
@@ -164,13 +173,13 @@ def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
     plan = greedy(ROWS, 4)
     shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        mask = mask_of(expression_of("documents"), plan)
 
         def loss(*x):
-            out = packax.flash_attention(*x, mask, gather_head_groups=1)
+            out = packax.flash_attention(*x, gather_head_groups=1)
             return out.astype(jnp.float32).sum()
 
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes)
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes, mask)
         found = calls(traced.lower(lowering_platforms=("cuda",)).as_text())
     rows = [(target, operands) for target, _, operands, _ in found]
     own, shared = LENGTH // 4, plan.shared

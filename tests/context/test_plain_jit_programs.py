@@ -51,13 +51,9 @@ def test_a_sharded_sequence_is_gathered_on_request(monkeypatch):
     assert_equal(out, expected("documents", 2)[1])
 
 
-def test_one_device_has_the_same_program(monkeypatch):
-    args = tensors()
-    with_rules = jax.jit(both(CASES["lse"])).lower(*args).as_text()
-    assert "CustomSPMDPartitioning" not in with_rules
-    monkeypatch.setattr(partitioning, "_mesh_in_use", lambda module: None)
-    jax.clear_caches()
-    assert jax.jit(both(CASES["lse"])).lower(*args).as_text() == with_rules
+def test_one_device_has_no_rules():
+    text = jax.jit(both(CASES["lse"])).lower(*tensors()).as_text()
+    assert "CustomSPMDPartitioning" not in text
 
 
 def test_the_rule_is_in_the_program_for_cuda():
@@ -76,7 +72,7 @@ def test_where_no_kernel_is_what_kernels_alone_read_is_not_made(monkeypatch):
     def made(*_, **__):
         raise AssertionError("bounds of blocks are made, which no one reads")
 
-    monkeypatch.setattr(xla_mask, "block_bounds", made)
+    monkeypatch.setattr(xla_mask, "_key_order", made)
     jax.clear_caches()
     args = shard(mesh_of(), *tensors())
     jax.jit(both(CASES["lse"])).lower(*args).compile()
@@ -154,7 +150,7 @@ def test_rules_in_letters():
     assert partitioning.shardy_rule(dims) == "b x0 h x1, b x2 g x3, b x4 -> b x5 h x6, b h x7"
 
 
-def test_gspmd(monkeypatch):
+def test_gspmd():
     """The partitioner before Shardy, as long as jax has it."""
     if not hasattr(jax.config, "jax_use_shardy_partitioner"):
         pytest.skip("this jax has one partitioner")

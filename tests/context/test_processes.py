@@ -114,7 +114,7 @@ def test_equals_one_process(number, launcher, alone, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_example_by_two_commands(tmp_path):
+def test_the_example_by_two_commands():
     pytest.importorskip("optax")
     pytest.importorskip("tqdm")
     port = FIRST_PORT + free_job()

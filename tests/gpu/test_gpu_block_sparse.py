@@ -27,7 +27,7 @@ from gpu_runs import (
     run,
     tensors,
 )
-from score_checks import check, sinks_of, slopes_of
+from score_checks import check
 
 pytestmark = pytest.mark.gpu
 WIDE = (128, 128), (192, 128), (256, 256)  # kernels of their own for dK and dV
@@ -47,10 +47,6 @@ WIDE = (128, 128), (192, 128), (256, 256)  # kernels of their own for dK and dV
 )
 def test_cases(name, dtype, dims, options):
     case = cases.BY_NAME[name]
-    options = dict(options)
-    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
-        if options.pop(option, False):
-            options[option] = made(case.heads)
     with jax.default_matmul_precision("highest"):
         check(case, dtype, dims, **options)
 

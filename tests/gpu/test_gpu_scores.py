@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from score_checks import check, sinks_of, slopes_of
+from score_checks import check
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +30,6 @@ pytestmark = pytest.mark.gpu
 )
 def test_options(name, dims, options, dtype):
     case = cases.BY_NAME[name]
-    options = dict(options)
-    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
-        if options.pop(option, False):
-            options[option] = made(case.heads)
     check(case, dtype, dims, **options)
 
 
@@ -63,9 +59,6 @@ def test_head_dims(name, dims):
 def test_float32(name, dims, options, precision, close):
     """The yardstick is plain jax.numpy in float32, at the same precision."""
     case = cases.BY_NAME[name]
-    options = dict(options)
-    if options.pop("slopes", False):
-        options["slopes"] = slopes_of(case.heads)
     with jax.default_matmul_precision(precision):
         check(case, "float32", dims, close=close, **options)
 

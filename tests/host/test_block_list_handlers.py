@@ -6,7 +6,7 @@ does not get, and against arguments in another place than the kernels have them.
 as test_soft_cap_handlers.py.
 """
 
-from math import ceil, prod
+from math import ceil
 
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
@@ -19,7 +19,7 @@ from cpp.machine import (
     needs_compiler,
     needs_extension,
 )
-from cpp.sm90 import backward_maps, sm90_sections
+from cpp.sm90 import backward_maps, expect_separate_backward
 from tiers import once_each
 
 pytest_plugins = ("cpp.fixtures",)
@@ -78,27 +78,11 @@ def test_backward(mapped, s, of_blocks, needs_grad):
     blocks = blocks_of(s, n, size)
     call = backward_block_lists(mapped, s, blocks, needs_grad=needs_grad, has_dlse=n % 2)
     call = call.change(**GIVEN)
-    sections, _ = sm90_sections(mapped, s, call.results["workspace"].address)
-    counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
-    grids = {"backward_preprocess": lambda r: [rows // r]}
-    if needs_grad & 2:
-        keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
-        grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys * (128 // n)]
-    if needs_grad & 1:
-        tiles = s.heads * s.batch * ceil(s.q_len / 128)
-        grids["backward_dq_sm90_block_lists"] = lambda m: [min(MULTIPROCESSORS, tiles)]
-    scalars = attention(s, 0.375, 1, n % 2) | {"clear_dq": 0, "counter": counter}
-    pointers = {name: array.address for name, array in sections.items()}
-    arrays = {**call.operands, **call.results, **sections}
-    values = {name: {**scalars, **pointers, **of_a_map(blocks)} for name in grids}
-    for kernel in grids.keys() - {"backward_preprocess"}:
+    for kernel in ("backward_dkdv_sm90_block_lists", "backward_dq_sm90_block_lists"):
         half = "dkdv" in kernel and mapped.variant["qk_dim"] == 256
         assert mapped.row(kernel, mapped.variant["cc"])["block"] == (64 if half else 128)
-        values[kernel] |= backward_maps(mapped, kernel, arrays)
-    expect_launches(mapped, call, values, grids)
-    clear = {"memset": [counter, 0, 1], "stream": mapped.xla.stream}
-    assert mapped.record().count(clear) == (needs_grad & 1) == len(mapped.record()) - len(grids)
-    assert mapped.calls("cuLibraryLoadData") == 3
+    more = of_a_map(blocks) | {"has_dlse": n % 2}
+    expect_separate_backward(mapped, s, call, needs_grad, "_block_lists", **more)
 
 
 # Of a plain call with a map: what leaves it to the fallback kernels.

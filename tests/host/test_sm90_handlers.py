@@ -24,6 +24,8 @@ from cpp.machine import (
 from cpp.sm90 import (
     backward_maps,
     expect_forward,
+    expect_one_backward,
+    expect_separate_backward,
     sm90_maps,
     sm90_sections,
 )
@@ -251,36 +253,18 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
     call = backward(machine, s, scale=0.375, mask_mode=1, has_dlse=has_dlse)
-    workspace = call.results["workspace"]
-    sections, end = sm90_sections(machine, s, workspace.address)
-    assert end == workspace.address + 4 * workspace.shape[0]
+    sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
     maps = backward_maps(machine, "backward_sm90", {**call.operands, **call.results, **sections})
     assert "dq_sum" not in maps
     for name in sections.keys() - {"dq_sum"}:
         assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
-    rows = prod(sections["delta"].shape)
-    grids = {
-        "backward_preprocess": lambda r: [rows // r],
-        "backward_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
-        "backward_postprocess": lambda r: [rows // r],
-    }
-    scalars = attention(s, 0.375, 1, has_dlse)
-    pointers = {name: array.address for name, array in sections.items()}
-    values = {name: {**scalars, **pointers, "clear_dq": 1} for name in grids}
-    values["backward_sm90"] = {**scalars, **maps, "dq_sum": pointers["dq_sum"]}
-    expect_launches(machine, call, values, grids)
-    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+    expect_one_backward(machine, s, call, "backward_sm90", has_dlse)
 
 
 @pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (192, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
-    """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's
-    sum.
-
-    A program takes a tile of 128 keys or half of one, also the half past the last key.
-    """
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
     )
@@ -289,30 +273,9 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     )
     workspace = call.results["workspace"]
     sections, _ = sm90_sections(machine, s, workspace.address)
-    counter = sections["dq_sum"].address
-    assert counter + 4 == workspace.address + 4 * workspace.shape[0]
+    assert sections["dq_sum"].address + 4 == workspace.address + 4 * workspace.shape[0]
     assert machine.row("backward_dkdv_sm90", machine.variant["cc"])["block"] == block
-    rows = prod(sections["delta"].shape)
-    grids = {
-        "backward_preprocess": lambda r: [rows // r],
-        "backward_dkdv_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
-        "backward_dq_sm90": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))],
-    }
-    for kernel, bit in (("backward_dq_sm90", 1), ("backward_dkdv_sm90", 2)):
-        if not needs_grad & bit:
-            del grids[kernel]
-    scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0, "counter": counter}
-    pointers = {name: array.address for name, array in sections.items()}
-    arrays = {**call.operands, **call.results, **sections}
-    values = {name: {**scalars, **pointers} for name in grids}
-    for kernel in grids.keys() - {"backward_preprocess"}:
-        values[kernel] |= backward_maps(machine, kernel, arrays)
-    expect_launches(machine, call, values, grids)
-    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
-    record = machine.record()
-    assert record.count(clear) == (needs_grad & 1) == len(record) - len(grids)
-    assert not needs_grad & 1 or record[-2] == clear
-    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+    expect_separate_backward(machine, s, call, needs_grad, mask_mode=3)
 
 
 @pytest.mark.parametrize("algorithm", ["sm90_separate", "sm90_fused"])

@@ -6,27 +6,13 @@ same, and against arguments in another place than the kernels have them. On a fa
 test_sm90_handlers.py.
 """
 
-from math import ceil, prod
-
 import numpy as np
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import MAP, Array, backward_soft_cap, forward_soft_cap
-from cpp.launches import SIZES, attention, expect_launches, kernels_of
-from cpp.machine import (
-    KERNELS,
-    MULTIPROCESSORS,
-    arguments,
-    make_machine,
-    needs_compiler,
-    needs_extension,
-)
-from cpp.sm90 import (
-    backward_maps,
-    expect_forward,
-    expect_one_backward,
-    sm90_sections,
-)
+from cpp.launches import SIZES, kernels_of
+from cpp.machine import KERNELS, arguments, make_machine, needs_compiler, needs_extension
+from cpp.sm90 import expect_forward, expect_one_backward, expect_separate_backward
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -69,37 +55,14 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
-    """What `deterministic=True`, only some gradients and head dim 256 take; the counter is where
-    dQ's sum would."""
+    """What `deterministic=True`, only some gradients and head dim 256 take."""
     machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
     call = backward_soft_cap(
         machine, s, CAP, algorithm="sm90_separate", needs_grad=needs_grad
     ).change(**GIVEN)
-    sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
-    counter = sections["dq_sum"].address
-    rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
-    grids = {
-        "backward_preprocess": lambda r: [rows // r],
-        "backward_dkdv_sm90_soft_cap": lambda n: [s.kv_heads * s.batch * tiles],
-        "backward_dq_sm90_soft_cap": lambda m: [
-            min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
-        ],
-    }
-    for kernel, bit in (("backward_dq_sm90_soft_cap", 1), ("backward_dkdv_sm90_soft_cap", 2)):
-        if not needs_grad & bit:
-            del grids[kernel]
-    scalars = attention(s, 0.375, 1, 1) | {"clear_dq": 0, "counter": counter, "soft_cap": CAP}
-    pointers = {name: array.address for name, array in sections.items()}
-    arrays = {**call.operands, **call.results, **sections}
-    values = {name: {**scalars, **pointers} for name in grids}
-    for kernel in grids.keys() - {"backward_preprocess"}:
-        values[kernel] |= backward_maps(machine, kernel, arrays)
-    expect_launches(machine, call, values, grids)
-    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
-    assert machine.record().count(clear) == (needs_grad & 1) == len(machine.record()) - len(grids)
-    assert machine.calls("cuLibraryLoadData") == 3
+    expect_separate_backward(machine, s, call, needs_grad, "_soft_cap", soft_cap=CAP)
 
 
 @pytest.mark.parametrize("direction", MAKE)

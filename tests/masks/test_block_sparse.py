@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from packax._src.ops import block_lists as block_mask
-from score_checks import check, sinks_of, slopes_of
+from score_checks import check
 from tiers import some
 
 TILE = 128
@@ -167,10 +167,6 @@ def test_bits():
 )
 def test_attention(name, dtype, dims, options):
     case = cases.BY_NAME[name]
-    options = dict(options)
-    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
-        if options.pop(option, False):
-            options[option] = made(case.heads)
     check(case, dtype, dims, **options)
 
 

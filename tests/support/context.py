@@ -14,7 +14,7 @@ import numpy as np
 import packax
 import pytest
 from cases import ids_of, positions_of
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 8
@@ -82,30 +82,30 @@ def of_ids_alone(ids: Any) -> Any:
     return window & packax.documents(ids, positions=positions)
 
 
-def expression_of(kind: str, ids: Any = ROWS) -> Any:
+def expression_of(kind: str, ids: np.ndarray = ROWS) -> Any:
     index = np.arange(LENGTH)
     return {
         "full": packax.full,
         "causal": packax.causal,
         "documents": lambda: packax.causal() & packax.documents(ids),
-        "one mask for all": lambda: packax.causal() & packax.documents(ROWS[1]),
+        "one mask for all": lambda: packax.causal() & packax.documents(ids[1]),
         "both ways": lambda: packax.documents(ids),
         "ranges": lambda: packax.masks.ranges(index - 70, index + 1) & packax.documents(ids),
         "spans": lambda: (
             packax.masks.spans(
-                np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100)
+                np.stack([np.roll(row, 37) for row in ids]), packax.sliding_window(100)
             )
             & packax.documents(ids)
         ),
         "spans of positions": lambda: (
-            packax.masks.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
-            & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ROWS]))
+            packax.masks.spans(np.roll(ids[1], 50), packax.causal() & packax.chunked(96))
+            & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ids]))
         ),
         "of ids alone": lambda: of_ids_alone(jnp.asarray(ids)),
         "offsets": lambda: packax.causal(offset=np.array([0, -30, 200, 2000])),
         "positions": lambda: (
             packax.causal()
-            & packax.documents(ids, positions=np.stack([positions_of(row) for row in ROWS]))
+            & packax.documents(ids, positions=np.stack([positions_of(row) for row in ids]))
         ),
     }[kind]()
 
@@ -120,6 +120,44 @@ def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):
 
     (out, lse), pullback = jax.vjp(attention, query, key, value)
     return jnp.asarray(out), jnp.where(jnp.isfinite(lse), lse, 0), *pullback((dout, dlse))
+
+
+def moved(plan, inputs):
+    """Inputs of `results` in the plan's order; without a plan, as they are."""
+    if plan is None:
+        return inputs
+    return [plan.permute(x, 2 if n == 4 else 1) for n, x in enumerate(inputs)]
+
+
+def in_order(plan, got):
+    """What `results` returned of rows that `moved` moved, in the order of the sequence."""
+    if plan is None:
+        return got
+    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+
+
+def specs_of(sharding):
+    """Of the inputs of `results`."""
+    batch, context, heads = [*sharding.query, None, None][:3]
+    rows = sharding.query, sharding.key_value, sharding.key_value, sharding.query
+    return *rows, P(batch, heads, context)
+
+
+def placed(mesh, inputs, sharding):
+    """Inputs of `results` on the mesh."""
+    pairs = zip(inputs, specs_of(sharding), strict=True)
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+
+
+def restricted(spec, names):
+    """The spec over the axes of these names alone, those that a shard_map of the caller's maps."""
+
+    def of(axes):
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        left = tuple(axis for axis in axes if axis in names)
+        return left if len(left) > 1 else left[0] if left else None
+
+    return P(*map(of, spec))
 
 
 @functools.cache

@@ -41,7 +41,11 @@ def slopes_of(heads):
 def check(
     case, dtype, dims=(16, 16), *, soft_cap=None, positions=None, scale=None, close=1e-5, **others
 ):
-    """Everything of one request, forward and backward, and the largest logits."""
+    """Everything of one request, forward and backward, and the largest logits. `others`: sinks and
+    slopes; True stands for those of sinks_of and slopes_of."""
+    for name, made in (("sinks", sinks_of), ("slopes", slopes_of)):
+        if others.get(name) is True:
+            others[name] = made(case.heads)
     arrays, dout, dlse = arrays_of(case, dtype, dims, **others)
     if scale is not None:
         arrays["scale"] = jnp.float32(scale)

@@ -78,6 +78,33 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
     assert machine.calls("cuLibraryLoadData") == 3
 
 
+def expect_separate_backward(machine, s, call, needs_grad, option="", mask_mode=1, **more):
+    """A kernel for dK and dV and one for dQ, where they are needed. Nothing is cleared but the
+    counter, in the place of dQ's sum. A program takes a tile of 128 keys or half of one, also the
+    half past the last key."""
+    sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
+    counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
+    keys, heads = s.kv_heads * s.batch * ceil(s.kv_len / 128), s.heads * s.batch
+    grids = {"backward_preprocess": lambda r: [rows // r]}
+    if needs_grad & 2:
+        grids[f"backward_dkdv_sm90{option}"] = lambda n: [keys * (128 // n)]
+    if needs_grad & 1:
+        dq = f"backward_dq_sm90{option}"
+        grids[dq] = lambda m: [min(MULTIPROCESSORS, heads * ceil(s.q_len / m))]
+    scalars = attention(s, 0.375, mask_mode, 1) | {"clear_dq": 0, "counter": counter, **more}
+    pointers = {name: array.address for name, array in sections.items()}
+    arrays = {**call.operands, **call.results, **sections}
+    values = {name: {**scalars, **pointers} for name in grids}
+    for kernel in grids.keys() - {"backward_preprocess"}:
+        values[kernel] |= backward_maps(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
+    record = machine.record()
+    assert record.count(clear) == (needs_grad & 1) == len(record) - len(grids)
+    assert not needs_grad & 1 or record[-2] == clear
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
 def sm90_sections(machine, s, start):
     """name -> that section of the workspace, as a tensor map would see it
     (docs/internals/ffi.md)."""
