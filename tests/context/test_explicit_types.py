@@ -299,6 +299,9 @@ def test_masks_of_a_sharded_batch(kind):
         np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="jax before 0.9 takes the mesh of auto_axes elsewhere"
+)
 @pytest.mark.parametrize("dims", [("data",), ("data", "context")], ids=str)
 def test_a_plan_of_a_sharded_tree(dims):
     ids = np.repeat(np.array([[0, 1, 2], [0, 0, 1]], np.int32), [300, 100, 112], axis=1)

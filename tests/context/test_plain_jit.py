@@ -117,6 +117,9 @@ def test_meshes(kind, entered):
 WHOLE_TILES = 128  # a length that XLA's tiles divide: no operand is padded
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="jax before 0.9 types what a lowering rule traces"
+)
 @pytest.mark.parametrize(
     ("name", "sizes", "export"),
     some(
