@@ -78,7 +78,7 @@ def wide(tmp_path, driver):
 
 
 def grids_of(s, direction, axes=ALL_AXES, suffix=""):
-    """Those of calls whose bias has a gradient of its own kernel."""
+    """Those of calls in which a kernel of its own makes the bias's gradient."""
 
     def rows(m):
         return [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]
@@ -97,6 +97,15 @@ def grids_of(s, direction, axes=ALL_AXES, suffix=""):
             batch * heads * ceil(of_rows / b) * ceil(s.kv_len / b)
         ],
     }
+
+
+def grids_of_alone(s, direction, axes=ALL_AXES):
+    """Those of the kernels for a bias alone."""
+    grids = grids_of(s, direction, axes, "_alone")
+    if direction == "backward" and axes == ALL_AXES:
+        del grids["backward_dbias_alone"]
+        grids["backward_dq_dbias_alone"] = grids.pop("backward_dq_bias_alone")
+    return grids
 
 
 def dims_of(machine, smaller=0):
@@ -129,11 +138,7 @@ def test_a_bias_alone_on_hopper(hopper, direction, axes):
     call = bias_alone(direction, hopper, s, axes=axes)
     scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": axes, "qk_dim": dims[0],
         "v_dim": dims[1]}  # fmt: skip
-    grids = grids_of(s, direction, axes, "_alone")
-    if direction == "backward" and axes == ALL_AXES:
-        del grids["backward_dbias_alone"]
-        grids["backward_dq_dbias_alone"] = grids.pop("backward_dq_bias_alone")
-    expect_launches(hopper, call, scalars, grids)
+    expect_launches(hopper, call, scalars, grids_of_alone(s, direction, axes))
 
 
 @pytest.mark.parametrize(
@@ -182,18 +187,22 @@ def test_above_head_dim_128(wide, direction, dims, alone):
     s, (dtype, cc) = Sizes(kv_len=704), (wide.variant[name] for name in ("dtype", "cc"))
     wide.variant = wide.variant | {"qk_dim": 256, "v_dim": 256}  # which serve these
     kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
-    if alone:
-        call = bias_alone(direction, wide, s, dims=dims)
-    else:
+    kernels, grids = KERNELS[f"{direction}_bias"], grids_of(s, direction)
+    if not alone:
         call = MAKE[direction](wide, s, dims, dtype=kind)
+    else:
+        call = bias_alone(direction, wide, s, dims=dims)
+        if wide.ext.find("forward_bias_alone", cc, dtype, 256, 256):
+            name = "forward_bias_alone" if direction == "forward" else "backward_dbias_of_pairs"
+            kernels, grids = KERNELS[name], grids_of_alone(s, direction)
     assert wide.run(call) is None
     launches = wide.launches()
-    assert [launch["kernel"] for launch in launches] == KERNELS[f"{direction}_bias"]
+    assert [launch["kernel"] for launch in launches] == kernels
     for launch in launches:
         name = wide.ext.find(launch["kernel"], cc, dtype, 256, 256)
         (row,) = (row for row in wide.ext.variants() if row["name"] == name)
         assert launch["shared"] == row["shared"]
-        assert launch["grid"] == [*grids_of(s, direction)[launch["kernel"]](row["block"]), 1, 1]
+        assert launch["grid"] == [*grids[launch["kernel"]](row["block"]), 1, 1]
 
 
 @pytest.mark.parametrize("direction", MAKE)
