@@ -68,8 +68,7 @@ SPILLS: dict[tuple, int] = {
     ("decode_fp8", 128): 32,  # none in a loop, as in the next
     ("decode_fp8_pages", 128): 72,
     ("decode_tall_fp8", 128): 88,  # none in a loop
-    ("decode_tall_fp8_pages", 64): 32,
-    ("decode_tall_fp8_pages", 128): 16,
+    ("decode_tall_fp8_pages", 64): 16,
     ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9
     ("backward_dq_sm90", 64): 160,  # under ptxas 12.9
     ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4

@@ -165,6 +165,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         *absent_from_decode(kernel),
         *absent_from_sm90(kernel),
         *absent_from_sm80(kernel),
+        *(() if "dbias" in kernel else ("dbias",)),  # which the function of dQ has
     )
 
 

@@ -68,11 +68,10 @@ FLOAT32_DECODE_TILES = {
         "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
     },
 }
-# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 are the
-# fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others
-# were not timed. At 128 it has six stages, not the four that were timed, so that two programs and
-# not three fit a multiprocessor: decode_shares.cc counts on two. Only Hopper has tall tiles, up to
-# 128.
+# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 were the
+# fastest of those that were timed (docs/experiments.md), but for its tall one at 64, before
+# KEY_GROUPS (`warp_constants`); the others were not timed. At 128 there are six stages, not the
+# four that were timed. Only Hopper has tall tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {

@@ -26,17 +26,16 @@ PLAIN_ARGUMENTS = ("row_heads",)
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
-    gradient = () if "dbias" in kernel else ("dbias",)
     if kernel.endswith("_alone"):
         of_scores = [name for name in FALLBACK_ARGUMENTS if name not in ("qk_dim", "v_dim")]
-        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS, *gradient)
+        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS)
     if kernel.endswith("_bias"):
-        return (*PLAIN_ARGUMENTS, *gradient)
+        return PLAIN_ARGUMENTS
     if kernel.endswith("_fallback"):
-        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS, *gradient)
-    if f"{kernel}_fallback" in FALLBACK_KERNELS:
-        return (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS, *gradient)
-    return ()
+        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
+    return (
+        (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+    )
 
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for

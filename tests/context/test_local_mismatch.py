@@ -18,8 +18,6 @@ from local_plans import greedy
 from tiers import some
 
 OTHER = np.broadcast_to(np.repeat(np.arange(16), 64), ROWS.shape)  # fits 4 ranks, sharing nothing
-# Plans of two ranks and so many shared rows are arguments of one program.
-SHARED = 384
 
 
 @functools.cache
@@ -37,7 +35,7 @@ def run(plan, ids, *inputs):
 def plans_of_other_documents():
     return {
         "nothing shared": greedy(OTHER, 4),
-        "a shared part": greedy(OTHER, 2, shared=SHARED),
+        "a shared part": greedy(OTHER, 4, shared=128),
         "context_plan": packax.context_plan(
             packax.causal() & packax.documents(OTHER), ranks=4, kind="local", shared=0.5
         ),
@@ -47,8 +45,8 @@ def plans_of_other_documents():
 @pytest.mark.parametrize("name", some([*plans_of_other_documents()], 1))
 def test_where_the_host_knows_all_keys_are_gathered(name):
     plan = plans_of_other_documents()[name]
-    assert plan.shared < LENGTH // plan.ranks
-    with jax.set_mesh(mesh_of(plan.ranks, axes=("context",))):
+    assert plan.shared < LENGTH // 4
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
         got = jax.block_until_ready(jax.jit(functools.partial(run, plan, ROWS))(*tensors()))
     assert_same(got, one_device())
 
@@ -59,7 +57,7 @@ def test_where_the_host_knows_all_keys_are_gathered(name):
 def test_where_only_the_device_knows_results_are_nan(name, known):
     """Every row of the output in every head, and gradients: a loss is NaN."""
     plan = plans_of_other_documents()[name]
-    with jax.set_mesh(mesh_of(plan.ranks, axes=("context",))):
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
         if known == "ids":
             got = jax.jit(lambda plan, *x: run(plan, ROWS, *x))(plan, *tensors())
         else:
@@ -75,8 +73,8 @@ def test_rows_of_the_batch_are_apart():
     """The plan is of other documents in one row of the batch: the others are exact."""
     ids = ROWS.copy()
     ids[2, 700:] = ids[2, 300]
-    plan = greedy(ids, 2, shared=SHARED)
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
+    plan = greedy(ids, 4, shared=greedy(ROWS, 4).shared)
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
         got = jax.jit(run)(plan, jnp.asarray(ROWS), *tensors())
         got = [np.asarray(x) for x in jax.block_until_ready(got)]
     assert np.isnan(got[0][2]).any(axis=-1).all()
@@ -98,10 +96,10 @@ def test_a_plan_that_is_known_to_be_right_is_not_checked():
 def test_a_right_plan_through_attention(made):
     """Plan and ids are arguments of the program."""
     if made == "by packax":
-        plan = packax.context_plan(expression_of("documents"), ranks=2, kind="local", shared=SHARED)
+        plan = packax.context_plan(expression_of("documents"), ranks=2, kind="local", shared=0.75)
     else:
-        plan = greedy(ROWS, 2, shared=SHARED)
-    assert plan.shared == SHARED
+        plan = greedy(ROWS, 2, shared=300)
+    assert plan.shared < LENGTH // 2
     with jax.set_mesh(mesh_of(2, axes=("context",))):
         got = jax.block_until_ready(jax.jit(run)(plan, jnp.asarray(ROWS), *tensors()))
     assert_same(got, one_device())
