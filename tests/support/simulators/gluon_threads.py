@@ -165,6 +165,8 @@ class TensorMap:
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
         """Where it is in the array, and which part of it does."""
+        if at[2] * self.array.itemsize % 16:
+            raise IndexError(f"a GPU accepts no box that begins at column {at[2]}: 16 bytes")
         ends = [min(a + n, size) for a, n, size in zip(at, shape, self.array.shape, strict=True)]
         there = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
         return there, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))
