@@ -34,7 +34,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_bias_alone", 64): 32,
     ("forward_bias_alone", 128): 24,
     ("forward_bias_alone", 256): 240,
-    ("backward_dkdv_bias_alone", 128): 88,
+    ("backward_dkdv_bias_alone", 128): 344,
     ("backward_dkdv_bias_alone", 256): 544,
     ("backward_dq_bias_alone", 64): 64,
     ("backward_dq_bias_alone", 128): 96,
@@ -65,8 +65,8 @@ SPILLS: dict[tuple, int] = {
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
     ("decode", 512): 24,  # none in a loop
-    ("decode_fp8", 128): 32,  # none in a loop, as in the next
-    ("decode_fp8_pages", 128): 72,
+    ("decode_fp8", 64): 16,
+    ("decode_fp8_pages", 64): 8,
     ("decode_tall_fp8", 128): 88,  # none in a loop
     ("decode_tall_fp8_pages", 64): 16,
     ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9

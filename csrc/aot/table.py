@@ -33,7 +33,7 @@ from tiles_decode import (
     FP8_DECODE_TILES,
     FP8_DIMS,
     NATIVE_FP8,
-    warp_constants,
+    value_parts,
 )
 from tiles_decode import absent_arguments as absent_from_decode
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
@@ -302,7 +302,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     if decodes:
         kind = "float32" if dtype in FLOAT32 else arch.tiles
-        constants |= warp_constants(kernel, kind, v_dim, rows, keys)
+        constants["V_PARTS"] = value_parts(kernel, kind, v_dim, rows)
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
@@ -325,7 +325,7 @@ def fp8_decoding(
                         "FLOAT32_PRODUCTS": 0,
                         "NATIVE_FP8": int(arch.tiles in NATIVE_FP8),
                         "PAGED": int(kernel.endswith("_pages")),
-                        **warp_constants(kernel, arch.tiles, dims[1], rows, keys),
+                        "V_PARTS": 1,
                     }
                     yield Variant(kernel, arch, FP8, *dims, tuple(constants.items()), rows, warps)
 
@@ -352,7 +352,7 @@ def float32(
                 continue
             for dtype in FLOAT32:
                 if dtype in dtypes:
-                    for kernel in (*FALLBACK_TILES, *DECODE_TILES):
+                    for kernel in (*FALLBACK_TILES, *FLOAT32_DECODE_TILES[dtype]):
                         yield tiled(kernel, arch, dtype, *dims)
             if "f32" in dtypes or "tf32" in dtypes:  # they have no products
                 yield delta("backward_delta_fallback", arch, "f32", *dims)

@@ -70,7 +70,7 @@ BIAS_ALONE_TILES: dict[str, dict[int, tuple[int, int, int, int, int]]] = {
     },
     "backward_dkdv_bias_alone": {
         64: (64, 64, 2, 4, 0),
-        128: (64, 64, 2, 8, 0),
+        128: (64, 64, 2, 4, 0),
         256: (64, 64, 2, 8, 0),
     },
     "backward_dq_bias_alone": {

@@ -48,8 +48,9 @@ DECODE_TILES = {
     },
 }
 # In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for
-# no spills, not by times. With TF32 products the first kernel reads at 88 to 103 % of a copy's rate
-# (benchmarks/results/decode_float32_h200.json).
+# no spills, not by times. With TF32 products `decode` reads at 88 to 103 % of a copy's rate
+# (benchmarks/results/decode_float32_h200.json), and several of its tiles are faster than a tall one
+# (docs/experiments.md).
 FLOAT32_DECODE_TILES = {
     "f32": {
         "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
@@ -61,17 +62,14 @@ FLOAT32_DECODE_TILES = {
     },
     "tf32": {
         "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
-        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 16, 3, 8), 256: (32, 16, 2, 8)},
     },
     "tf32 hopper": {
         "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
-        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
     },
 }
 # Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 were the
-# fastest of those that were timed (docs/experiments.md), but for its tall one at 64, before
-# KEY_GROUPS (`warp_constants`); the others were not timed. At 128 there are six stages, not the
-# four that were timed. Only Hopper has tall tiles, up to 128.
+# fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others were
+# not timed. Only Hopper has tall tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {
@@ -97,14 +95,11 @@ FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
 NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16
 
 
-def warp_constants(kernel: str, kind: str, v_dim: int, rows: int, keys: int) -> dict[str, int]:
-    """How a tile is divided among its warps (csrc/kernels/portable/decode.py). KEY_GROUPS is for a
-    cache in FP8, and takes 16 keys of a warp at least. V_PARTS is for products by mma.sync: above
-    two parts, the sums of a warp's rows do not fit in its registers. Chosen by the machine code,
-    which then has 2 barriers in a step and not 6 to 15: no times yet."""
-    groups = kernel in FP8_DECODE_TILES and rows == 16 and keys >= 64
-    parts = kernel == "decode_tall" and kind in ("ampere", "small") and v_dim == 2 * rows
-    return {"KEY_GROUPS": 4 if groups else 1, "V_PARTS": 2 if parts else 1}
+def value_parts(kernel: str, kind: str, v_dim: int, rows: int) -> int:
+    """V_PARTS of csrc/kernels/portable/decode.py, for products by mma.sync: above two parts, the
+    sums of a warp's rows do not fit in its registers. Faster by proxy (docs/experiments.md)."""
+    halves = kernel == "decode_tall" and kind in ("ampere", "small") and v_dim == 2 * rows
+    return 2 if halves else 1
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:

@@ -215,8 +215,14 @@ def test_dims_above_256(tmp_path, driver, dims, q_len):
     assert launches[1]["grid"] == [s.batch * q_len * s.heads, 1, 1]
 
 
-@pytest.mark.parametrize("q_len,kernel", [(2, "decode"), (9, "decode_tall")])
-@pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
+@pytest.mark.parametrize(
+    "q_len,exact,short,kernel",
+    [
+        *((2, exact, short, "decode") for exact, short in ((0, "tf32"), (1, "f32"))),
+        (9, 0, "tf32", "decode"),  # it has no tall tiles
+        (9, 1, "f32", "decode_tall"),
+    ],
+)
 def test_float32(machine, exact, short, q_len, kernel):
     """Kernels of the precision asked for, of the smallest pair that has room; merging has no
     products."""

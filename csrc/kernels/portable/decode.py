@@ -23,10 +23,6 @@ the sums have the same two parts; other dtypes have one. Scales are (scale_rows,
 keys, of a sequence or, of pages, of each page. Those of a sequence multiply its scores and its
 sums. Those of pages multiply every key's score and probability.
 
-With KEY_GROUPS above 1, which is then the number of warps, each warp attends to keys of its own in
-every step, with a softmax of its own, and `merge_groups` adds the warps' sums up at the end. So no
-step has to exchange numbers between warps. Tiles then have a leading axis of groups.
-
 With V_PARTS above 1, values and their sums are so many tiles of neighbouring columns, each no wider
 than BLOCK_M: then Triton gives each warp rows of its own, and not columns of all rows.
 """
@@ -48,24 +44,12 @@ TINY = tl.constexpr(2.0**-100)  # what no sum of values that matters is below
 
 
 @triton.jit
-def as_column(x):
-    """(..., rows, 1) of a number of each row."""
-    return tl.expand_dims(x, -1)
-
-
-@triton.jit
-def as_line(x):
-    """(..., 1, keys) of a number of each key."""
-    return tl.expand_dims(x, -2)
-
-
-@triton.jit
 def load_columns(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (..., rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows
-    that are not `there` (None: all are)."""
+    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that
+    are not `there` (None: all are)."""
     real = columns(DIM)[None, :] < dim
     if there is not None:
-        real = as_column(there) & real
+        real = there[:, None] & real
     return tl.load(pointers, mask=real, other=0.0)
 
 
@@ -140,64 +124,6 @@ def pages_there(block_table, begin, stop, pages, page_size):
     return tl.max(lost, 0) == 0
 
 
-@triton.jit
-def keys_of_step(BLOCK_N: tl.constexpr, KEY_GROUPS: tl.constexpr):
-    """(BLOCK_N), or of every group (KEY_GROUPS, keys)."""
-    if KEY_GROUPS == 1:
-        keys = tl.arange(0, BLOCK_N)
-    else:
-        EACH: tl.constexpr = BLOCK_N // KEY_GROUPS
-        keys = tl.arange(0, KEY_GROUPS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    return keys
-
-
-@triton.jit
-def for_each_group(x, KEY_GROUPS: tl.constexpr):
-    """x, or KEY_GROUPS of it."""
-    if KEY_GROUPS == 1:
-        repeated = x
-    elif len(x.shape) == 1:
-        repeated = tl.broadcast_to(x[None, :], [KEY_GROUPS, x.shape[0]])
-    else:
-        repeated = tl.broadcast_to(x[None, :, :], [KEY_GROUPS, x.shape[0], x.shape[1]])
-    return repeated
-
-
-@triton.jit
-def sum_of_groups(tile):
-    """(rows, columns) of (4, rows, columns). Halves are split off and added, because the compiler
-    moves a tile that is split through shared memory once, but one that it sums many times."""
-    halves = tl.reshape(tile, [2, 2, tile.shape[1], tile.shape[2]])
-    first, second = tl.split(tl.permute(halves, (2, 3, 0, 1)))
-    first, second = tl.split(first + second)
-    return first + second
-
-
-@triton.jit
-def merge_groups(acc, m, l, KEY_GROUPS: tl.constexpr):
-    """The sums of all groups; `m` is in base 2."""
-    if KEY_GROUPS > 1:
-        top = tl.max(m, 0)
-        factor = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
-        l = tl.sum(l * factor, 0)
-        sums = ()
-        for i in tl.static_range(len(acc)):
-            sums = sums + (sum_of_groups(acc[i] * as_column(factor)),)  # noqa: RUF005
-        acc = sums
-        m = top
-    return acc, m, l
-
-
-@triton.jit
-def transposed(tile):
-    """Rows and columns exchanged."""
-    if len(tile.shape) == 2:
-        other = tl.trans(tile)
-    else:
-        other = tl.permute(tile, (0, 2, 1))
-    return other
-
-
 @triton.constexpr_function
 def parts_of(native_fp8):
     """How many parts a tile of the cache is cut into."""
@@ -228,8 +154,8 @@ class Cache(NamedTuple):
 def attend(
     acc, m, l, top, q, cache, lo, hi, begin, stop, skip, skipped, scale, soft_cap,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    FLOAT32_PRODUCTS: tl.constexpr, NATIVE: tl.constexpr, KEY_GROUPS: tl.constexpr,
-    V_PARTS: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr, NATIVE: tl.constexpr, V_PARTS: tl.constexpr,
+    PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, stop), but for `skipped` of them at `skip`. Not MASKED: whole steps of keys
     that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
@@ -246,9 +172,9 @@ def attend(
     scale2 = scale * LOG2E
     of_scores = scale2
     if NATIVE is not None:
-        of_scores = as_column(scale2)
+        of_scores = scale2[:, None]
     cap2 = tl.where(soft_cap > 0, soft_cap, 1.0) * LOG2E
-    cols = keys_of_step(BLOCK_N, KEY_GROUPS)
+    cols = tl.arange(0, BLOCK_N)
     qk_dims = columns(QK_DIM // PARTS)
     V_COLUMNS: tl.constexpr = V_DIM // V_PARTS // PARTS
     v_dims = columns(V_COLUMNS)
@@ -273,10 +199,10 @@ def attend(
             else:
                 page = tl.load(cache.block_table + entry)
             row = page.to(tl.int64) * cache.page_size + (keys - entry * cache.page_size)
-        k = load_columns(k_ptr + as_column(row) * k_row, readable, cache.qk_dim, QK_DIM // PARTS)
+        k = load_columns(k_ptr + row[:, None] * k_row, readable, cache.qk_dim, QK_DIM // PARTS)
         v = ()
         for i in tl.static_range(V_PARTS):
-            at_part = v_ptr + i * V_COLUMNS + as_column(row) * v_row
+            at_part = v_ptr + i * V_COLUMNS + row[:, None] * v_row
             part = load_columns(at_part, readable, cache.v_dim - i * V_COLUMNS, V_COLUMNS)
             v = v + (part,)  # noqa: RUF005
         if NATIVE is not None:
@@ -286,42 +212,42 @@ def attend(
             k = (k,)
         s = None
         for i in tl.static_range(PARTS):
-            s = dot(q[i], transposed(k[i]), s, FLOAT32_PRODUCTS)
+            s = dot(q[i], tl.trans(k[i]), s, FLOAT32_PRODUCTS)
         if BY_KEY:
             of_page = page.to(tl.int64) * cache.scale_stride
-            s *= as_line(load_scales(cache.key_scale + of_page, readable))
+            s *= load_scales(cache.key_scale + of_page, readable)[None, :]
         if MASKED:
             s = s * of_scores
             # selected and not branched around: ptxas serialises wgmma around a branch
             s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
             if PAGED:
-                s = tl.where(as_line(readable), s, float("nan"))
-            inside = (as_line(keys) >= as_column(lo)) & (as_line(keys) < as_column(hi))
+                s = tl.where(readable[None, :], s, float("nan"))
+            inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
             s = tl.where(inside, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, -1))
+        m_new = tl.maximum(m, tl.max(s, 1))
         # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         if MASKED:
-            p = tl.exp2(s - as_column(base))
+            p = tl.exp2(s - base[:, None])
             alpha = tl.exp2(m - base)
         else:
             # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding,
             # and overflow behind 2^31
-            exponents = (s - as_column(base)) * of_scores
+            exponents = (s - base[:, None]) * of_scores
             if BY_KEY:  # here, too, the largest is a rounded product
                 exponents = tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)
             p = tl.exp2(exponents)
             alpha = tl.exp2((m - base) * scale2)
-        l = l * alpha + tl.sum(p, -1)
+        l = l * alpha + tl.sum(p, 1)
         if BY_KEY:
-            p *= as_line(load_scales(cache.value_scale + of_page, readable))
+            p *= load_scales(cache.value_scale + of_page, readable)[None, :]
             fading = top * alpha
-            top = tl.maximum(tl.maximum(fading, tl.max(tl.abs(p), -1)), TINY)
-            p *= as_column(1.0 / top)
+            top = tl.maximum(tl.maximum(fading, tl.max(tl.abs(p), 1)), TINY)
+            p *= (1.0 / top)[:, None]
             alpha = fading / top
         sums = ()
         for i in tl.static_range(len(v)):
-            part = dot(p.to(v[i].dtype), v[i], acc[i] * as_column(alpha), FLOAT32_PRODUCTS)
+            part = dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None], FLOAT32_PRODUCTS)
             sums = sums + (part,)  # noqa: RUF005
         acc = sums
         m = m_new
@@ -337,7 +263,7 @@ def share(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PAGED: tl.constexpr, KEY_GROUPS: tl.constexpr, V_PARTS: tl.constexpr,
+    PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
@@ -399,7 +325,7 @@ def share(
             q = q + (part,)  # noqa: RUF005
         acc = ()
         for _ in tl.static_range(PARTS * V_PARTS):
-            zero = for_each_group(tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32), KEY_GROUPS)
+            zero = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
             acc = acc + (zero,)  # noqa: RUF005
         of_rows = scale
         scale_stride = None
@@ -414,12 +340,8 @@ def share(
                 scale *= tl.load(key_scale + b.to(tl.int64) * scale_stride)
                 of_sums *= tl.load(value_scale + b.to(tl.int64) * scale_stride)
             of_rows = scale * unit
-        one_for_each = ()
-        for i in tl.static_range(PARTS):
-            one_for_each = one_for_each + (for_each_group(q[i], KEY_GROUPS),)  # noqa: RUF005
-        q = one_for_each
-        m = for_each_group(nothing, KEY_GROUPS)
-        l = for_each_group(tl.zeros([BLOCK_M], tl.float32), KEY_GROUPS)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
         full_lo = tl.max(tl.where(some, lo, 0), 0)
         full_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
         before = tl.cdiv(tl.maximum(full_lo - begin, 0), BLOCK_N) * BLOCK_N
@@ -441,22 +363,22 @@ def share(
             )  # fmt: skip
             top = None
             if FP8:
-                top = for_each_group(tl.full([BLOCK_M], TINY, tl.float32), KEY_GROUPS)
+                top = tl.full([BLOCK_M], TINY, tl.float32)
             if not FLOAT32_PRODUCTS:
                 if not pages_there(table, full_begin, full_end, pages, page_size):
                     full_end = full_begin
                 acc, m, l, top = attend(
                     acc, m, l, top, q, cache, lo, hi, full_begin, full_end, full_begin, 0, of_rows,
                     soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
-                    KEY_GROUPS, V_PARTS, True, False,
+                    V_PARTS, True, False,
                 )  # fmt: skip
             acc, m, l, top = attend(
                 acc, m, l, top, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
                 of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
-                KEY_GROUPS, V_PARTS, True, True,
+                V_PARTS, True, True,
             )  # fmt: skip
             if FP8:
-                acc = (acc[0] * as_column(top), acc[1] * as_column(top))
+                acc = (acc[0] * top[:, None], acc[1] * top[:, None])
         else:
             cache = Cache(
                 key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,
@@ -466,14 +388,13 @@ def share(
                 acc, m, l, _ = attend(
                     acc, m, l, None, q, cache, lo, hi, full_begin, full_end, full_begin, 0, of_rows,
                     soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
-                    KEY_GROUPS, V_PARTS, False, False,
+                    V_PARTS, False, False,
                 )  # fmt: skip
             acc, m, l, _ = attend(
                 acc, m, l, None, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
                 of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
-                KEY_GROUPS, V_PARTS, False, True,
+                V_PARTS, False, True,
             )  # fmt: skip
-        acc, m, l = merge_groups(acc, m, l, KEY_GROUPS)
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
         for i in tl.static_range(len(acc)):
             result = acc[i] / tl.where(met, l, 1.0)[:, None]
@@ -495,13 +416,13 @@ def decode(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PAGED: tl.constexpr, KEY_GROUPS: tl.constexpr, V_PARTS: tl.constexpr,
+    PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
         scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
         qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, KEY_GROUPS, V_PARTS,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, V_PARTS,
     )  # fmt: skip
 
 
@@ -512,14 +433,14 @@ def decode_tall(
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PAGED: tl.constexpr, KEY_GROUPS: tl.constexpr, V_PARTS: tl.constexpr,
+    PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
         query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
         scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
         qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, KEY_GROUPS, V_PARTS,
+        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, V_PARTS,
     )  # fmt: skip
 
 

@@ -196,11 +196,11 @@ def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    key_groups: int = 1, v_parts: int = 1, shares: int = 0,
+    v_parts: int = 1, shares: int = 0,
     scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
-    but no product is rounded; `key_groups` and `v_parts`: how tiles are divided among warps;
+    but no product is rounded; `v_parts`: how many tiles values are;
     `shares`: to deal out, 0: `splits` of every sequence; `scales`: (rows, kv_heads), of keys and
     values in float8_e4m3fn, for which a query is in 16 bits and `out` in float32."""
     if exact is None:
@@ -209,7 +209,7 @@ def decode(
             return decode(
                 query, key, value, kv_start, kv_end, table, sinks, scale, soft_cap, splits,
                 kernel=kernel, room=room,
-                tile=tile, exact=0, key_groups=key_groups, v_parts=v_parts, shares=shares,
+                tile=tile, exact=0, v_parts=v_parts, shares=shares,
                 scales=scales,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
@@ -234,7 +234,7 @@ def decode(
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
         splits,
         shares, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
-        FLOAT32_PRODUCTS=exact, KEY_GROUPS=key_groups, V_PARTS=v_parts, **constants,
+        FLOAT32_PRODUCTS=exact, V_PARTS=v_parts, **constants,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums,
