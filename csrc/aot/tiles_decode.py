@@ -68,8 +68,8 @@ FLOAT32_DECODE_TILES = {
     },
 }
 # Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 were the
-# fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others were
-# not timed. Only Hopper has tall tiles, up to 128.
+# fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others
+# were not timed. Only Hopper has tall tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {

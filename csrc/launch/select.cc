@@ -378,8 +378,8 @@ bool TakesTallTile(const D& o, const Device& device) {
   return Takes<cache>(o, device) && !TakesSmallDecodeTile(o.rows());
 }
 
-// The largest head dims and TF32 have no `decode_tall`, most GPUs no `decode_tall_fp8`: their groups
-// take more tiles of the others.
+// The largest head dims and TF32 have no `decode_tall`, most GPUs no `decode_tall_fp8`: their
+// groups take more tiles of the others.
 constexpr Row<D> kDecode[] = {
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
     {Takes<CacheOf::kFp8>, Gpus::kAll, Dims::kCovering, Decode<DecodeFp8Args>()},
