@@ -41,7 +41,6 @@ TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32
 }
 TENSOR_MAPS["backward_dq_sm90_parts"] = TENSOR_MAPS["backward_dq_sm90"]
 TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
-TENSOR_MAPS["forward_sm90_bias"] = TENSOR_MAPS["forward_sm90"] | {"bias": ("", 64, "BLOCK_N")}
 
 # argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
 # FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at

@@ -100,11 +100,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90_block_lists", 256): 224,  # under ptxas 12.9; 88 under 13.4
     ("backward_dkdv_sm90_block_lists", 256): 96,  # under ptxas 13.4
     ("backward_dq_sm90_block_lists", 256): 200,  # under ptxas 12.9; 160 under 13.4
-    # with a bias array
-    ("forward_sm90_bias", 64): 96,  # under ptxas 12.9; 32 under 13.4
-    ("forward_sm90_bias", 128): 96,  # under ptxas 12.9; 64 under 13.4
-    ("forward_sm90_bias", 256): 144,  # under ptxas 12.9; 104 under 13.4
-    # with ALiBi
+    # with a bias
     ("forward_sm90_alibi", 64): 280,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9
     ("backward_sm90_alibi", 64): 48,  # under ptxas 12.9

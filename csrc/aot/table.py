@@ -96,7 +96,6 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_sm90_soft_cap": "sm90.bwd",
     "backward_dq_sm90_soft_cap": "sm90.bwd_dq",
     "forward_sm90_alibi": "sm90.fwd",
-    "forward_sm90_bias": "sm90.fwd",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
     "backward_sm90_alibi": "sm90.bwd",

@@ -51,7 +51,7 @@ struct AttentionOperands {
   const void* scales;         // (scales_batch) float32
   const void* slopes;         // (bias_batch, heads) float32
   const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
-  TensorView bias;                       // (planes, q_len, kv_len); no data where there is none
+  const void* bias;                      // null where there is none
   const void* dropout_streams;           // (batch, heads, 4) uint32
   const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
   const void* counter;                   // of the tiles that persistent programs have taken

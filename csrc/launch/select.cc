@@ -161,18 +161,10 @@ bool IsPlain(const AttentionOperands& o) {
   return o.options() == 0 && o.dtype != Dtype::kF32 && o.dtype != Dtype::kTf32;
 }
 
-// The bias has an element for each row along the axis, not one for all.
-bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
-
 // Only a bias, of the query's dtype and with rows aligned to 16 bytes.
 bool OnlyBias(const AttentionOperands& o) {
   return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
          o.heads == o.row_heads;
-}
-
-// That, with a row of the bias for every query, in tensor maps.
-bool OnlyBiasOfRows(const AttentionOperands& o) {
-  return OnlyBias(o) && (o.q_len == 1 || HasAxis(o, 2));
 }
 
 ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
@@ -235,8 +227,6 @@ constexpr Row<F> kForward[] = {
     {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
     {HasOnly<kRowStats>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90MaxLogitsArgs>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
-    {[](const F& o, const Device&) { return OnlyBiasOfRows(o); }, Gpus::kSome, Dims::kExact,
-     Persistent<ForwardSm90BiasArgs>()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
     {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
@@ -260,6 +250,9 @@ bool NeedsDq(const B& o) { return o.needs_dq; }
 bool NeedsDbias(const B& o) { return o.needs_dbias; }
 
 Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
+
+// The bias has an element for each row along the axis, not one for all.
+bool HasAxis(const B& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
 
 // A program computes a square tile of the bias's gradient.
 Grid BiasTiles(const B& o, int64_t block) {

@@ -48,7 +48,6 @@ BIAS = [
 FORWARDS = [
     *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
     *("forward_sm90_alibi", "forward_sm90_block_lists", "forward_sm90_max_logits"),
-    "forward_sm90_bias",
 ]
 KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
 KEYS += ["backward_dkdv_sm90_parts"]

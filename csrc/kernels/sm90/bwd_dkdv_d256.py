@@ -79,9 +79,8 @@ def backward_dkdv_sm90(
         )
         q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
     args = SplitArgs(
-        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
-        dk=dk, dv=dv, mask=mask, shared=shared, p=p, blocks=blocks,
-        tile=tile, q_range=q_range, scalars=scalars,
+        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
+        mask=mask, shared=shared, p=p, blocks=blocks, tile=tile, q_range=q_range, scalars=scalars,
         part=0, q_rest=None, do_rest=None,
     )  # fmt: skip
     gl.warp_specialize(

@@ -115,7 +115,6 @@ POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
-POINTERS["forward_sm90_bias"] = f"{POINTERS['forward_sm90']} bias:t"
 BIASED = ("forward_sm90", "backward_sm90")
 POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
@@ -137,7 +136,6 @@ SCALARS = {
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
     "forward_sm90_max_logits": ATTENTION,
-    "forward_sm90_bias": ATTENTION.replace("mask_batch", "mask_batch bias_axes"),
     "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
@@ -220,8 +218,6 @@ SM90 = {
     ],
     # with the rows' largest logits and nothing else that does
     "forward_max_logits": ["forward_sm90_max_logits"],
-    # with a bias array that has a row for every query and nothing else that does
-    "forward_sm90_bias": ["forward_sm90_bias"],
     # with slopes of indices and nothing else that does
     "forward_alibi": ["forward_sm90_alibi"],
     "backward_alibi": ["backward_preprocess", "backward_sm90_alibi", "backward_postprocess"],

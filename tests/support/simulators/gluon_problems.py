@@ -79,11 +79,6 @@ class Problem:
             of = *mask.block_size, mask.block_mask.shape[1]
             sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), of, strict=True))
             self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
-        self.bias = None
-        if option == "_bias":
-            self.bias = self.random_bias()
-            axes = sum(1 << i for i in range(3) if self.bias.shape[i] > 1)
-            self.extra = {"bias_axes": axes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # no row attends these keys, and these rows attend nothing: what they hold must not matter
@@ -94,17 +89,6 @@ class Problem:
 
     def draw(self, length: int, heads: int, dim: int) -> np.ndarray:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
-
-    def random_bias(self) -> np.ndarray:
-        """(1 or batch, 1 or heads, q_len, kv_len). Some rows are -inf, -1e9 or the least number on
-        all keys, some of their elements are."""
-        planes = [int(self.rng.choice((1, n))) for n in (self.batch, self.heads)]
-        bias = self.rng.standard_normal((*planes, self.q_len, self.kv_len)).astype(HALF)
-        least = ml_dtypes.finfo(HALF).min
-        for number in (-np.inf, -1e9, least):
-            bias[self.rng.random(bias.shape) < 0.05] = number
-            bias[:, :, self.rng.integers(self.q_len)] = number
-        return bias
 
     def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
         """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter
@@ -147,10 +131,6 @@ class Problem:
         if "soft_cap" in self.extra:
             bent = np.tanh(s / self.extra["soft_cap"])
             return bent * self.extra["soft_cap"], 1 - bent**2
-        if self.bias is not None:
-            # float32, as everywhere: beside -1e9 a score is rounded away
-            added = s.astype(np.float32) + self.bias.astype(np.float32)
-            return added.astype(float), 1.0
         if "slopes" in self.extra:
             far = np.abs(np.arange(self.q_len)[:, None] - np.arange(self.kv_len))
             return s - self.extra["slopes"][:, None, None].astype(float) * far, 1.0
