@@ -49,8 +49,8 @@ DECODE_TILES = {
 }
 # In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for
 # no spills, not by times. With TF32 products `decode` reads at 88 to 103 % of a copy's rate
-# (benchmarks/results/decode_float32_h200.json), and several of its tiles are faster than a tall one
-# (docs/experiments.md).
+# (benchmarks/results/decode_float32_h200.json). For more rows, Hopper's kernel of 128 in several
+# tiles was not slower than a tall one (docs/experiments.md), so there are no tall ones.
 FLOAT32_DECODE_TILES = {
     "f32": {
         "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
@@ -67,9 +67,11 @@ FLOAT32_DECODE_TILES = {
         "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
     },
 }
-# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 were the
+# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 are the
 # fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others
-# were not timed. Only Hopper has tall tiles, up to 128.
+# were not timed. At 128 there are six stages, so that two programs and not three fit a
+# multiprocessor: decode_shares.cc counts on two. They were not compared with the four before. Only
+# Hopper has tall tiles, up to 128.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {

@@ -80,6 +80,14 @@ def test_forward(dims, case):
     forward(Problem(case, dims), {})
 
 
+def test_the_simulator_refuses_boxes_that_a_gpu_refuses():
+    """TMA reads from multiples of 16 bytes."""
+    tensor = TensorMap(np.zeros((1, 4, 64), HALF))
+    tensor.box([0, 3, 56], (1, 4, 16))
+    with pytest.raises(IndexError, match="begins at column 4: 16 bytes"):
+        tensor.box([0, 0, 4], (1, 4, 16))
+
+
 def test_forward_of_logits_far_below_zero():
     """The mean, also below -1e30."""
     p = Problem("two rows", (64, 64))

@@ -196,20 +196,18 @@ def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    v_parts: int = 1, shares: int = 0,
-    scales: tuple[np.ndarray, np.ndarray] | None = None,
+    v_parts: int = 1, shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
-    but no product is rounded; `v_parts`: how many tiles values are;
-    `shares`: to deal out, 0: `splits` of every sequence; `scales`: (rows, kv_heads), of keys and
-    values in float8_e4m3fn, for which a query is in 16 bits and `out` in float32."""
+    but no product is rounded; `v_parts`: how many tiles values are; `shares`: to deal out, 0:
+    `splits` of every sequence; `scales`: (rows, kv_heads), of keys and values in float8_e4m3fn, for
+    which a query is in 16 bits and `out` in float32."""
     if exact is None:
         arithmetic = sys.modules["portable.arithmetic"]
         with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
             return decode(
                 query, key, value, kv_start, kv_end, table, sinks, scale, soft_cap, splits,
-                kernel=kernel, room=room,
-                tile=tile, exact=0, v_parts=v_parts, shares=shares,
+                kernel=kernel, room=room, tile=tile, exact=0, v_parts=v_parts, shares=shares,
                 scales=scales,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
