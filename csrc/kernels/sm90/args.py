@@ -30,14 +30,12 @@ class KernelScalars:
 
 @gluon.aggregate
 class Maps:
-    """Tensor maps of what producers load; `bias`: (planes, q_len, kv_len), one plane for each of
-    the bias's batch rows and heads."""
+    """Tensor maps of what producers load."""
 
     query: Map
     key: Map
     value: Map
     dout: Map
-    bias: Map
 
 
 @gluon.aggregate
@@ -122,7 +120,6 @@ class RowTileShared:
     do_s: Buffer
     k_s: Buffer
     v_s: Buffer
-    bias_s: Buffer
     o_s: Buffer
     work_s: Buffer
     q_full: Buffer
@@ -145,7 +142,6 @@ class RowTileArgs:
     shared: RowTileShared
     scalars: KernelScalars
     maps: Maps
-    bias_axes: Number
     q_order: Number
     counter: Number
     programs: Number
@@ -215,21 +211,6 @@ class Exchange:
     """Tiles that warp groups pass to each other."""
 
     tiles: Buffer
-    full: Buffer
-    empty: Buffer
-
-
-@gluon.aggregate
-class PairBias:
-    """A bias with an element for every logit: (planes, q_len, kv_len), one plane for each batch row
-    and head. `map` and `gradient` are tensor maps of it and of its gradient. With its tile, the
-    largest logits of the rows are loaded (`top`, as RowStats)."""
-
-    map: Map
-    gradient: Map
-    top: Map
-    tiles_s: Buffer
-    top_s: Buffer
     full: Buffer
     empty: Buffer
 
