@@ -164,6 +164,7 @@ def test_the_good_call_is_good():
                 "block_sparse(",
             ],
         ),
+        ({"mask": IDS}, ["mask must come from", "segment ids", "packax.documents(array)"]),
         (
             {"query": zeros(2, 12, 4, 8)},
             ["mask was built for 10 query rows and 10 keys", "query has 12 and key 10"],

@@ -1,5 +1,5 @@
 """The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it
-names.
+names. A page imports the modules that it uses, or says that the quick start does.
 
 Blocks of docs/guide/integrations.md and tutorial.md have separate tests, bash blocks of the
 README run in CI. A block that must not run starts with a comment `# not run: why`.
@@ -40,6 +40,8 @@ BLOCKS = {
 }
 LENGTH = 1024  # a plan for four ranks deals chunks of 128 rows
 IDS = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None].repeat(2, 0)
+MODULES = {"jax": jax, "jnp": jnp, "np": np, "packax": packax, "P": P, "functools": functools}
+QUICK_START = "docs/guide/quick_start.md"
 
 
 def names(length=LENGTH):
@@ -51,14 +53,22 @@ def names(length=LENGTH):
 
     query, key, value = tensor(2, length, 2, 8), tensor(2, length, 1, 8), tensor(2, length, 1, 8)
     ids = jnp.asarray(IDS[:, :length])
-    space = {"jax": jax, "jnp": jnp, "np": np, "packax": packax, "P": P, "functools": functools}
-    space |= {"query": query, "key": key, "value": value, "heads": 2, "segment_ids": ids}
+    space = {"query": query, "key": key, "value": value, "heads": 2, "segment_ids": ids}
     expression = packax.causal() & packax.documents(ids)
     sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
     space |= {"expression": expression, "sharding": sharding}
     batch = {"tokens": ids, "segment_ids": ids, "positions": ids}
     space |= {"batch": batch, "local_batch": {name: np.asarray(x) for name, x in batch.items()}}
     return space | {"mask": packax.create_attention_mask(packax.documents(ids))}
+
+
+def names_of(page):
+    """As `names`, or the quick start's imports and arrays if the page says that it uses them."""
+    if "quick_start.md#call-attention" not in TEXTS[page]:
+        return names()
+    space = {}
+    exec(BLOCKS[QUICK_START][0], space)
+    return space
 
 
 def around():
@@ -72,7 +82,7 @@ def test_page(page, monkeypatch):
     """Its blocks in order: a later one goes on from an earlier one."""
     monkeypatch.setattr(ffi, "ext", Extension)  # of a machine with all kernels
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
-    space = names()
+    space = names_of(page)
     for number, block in enumerate(BLOCKS[page]):
         if block.startswith("# not run:"):
             continue
@@ -132,7 +142,7 @@ def _of_a_batch(query, key, value, mask):
 def test_docstring(name, monkeypatch):
     test = EXAMPLES[name]
     length = LENGTH if re.search("plan|load_balance", name) else 64
-    space = names(length)
+    space = names(length) | MODULES
     ids = space["segment_ids"]
     space |= {"positions": jnp.arange(length)[None].repeat(2, 0), "key_mask": ids >= 0}
     space |= {"plan": packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)}

@@ -262,6 +262,7 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
             r"with a scale of shape \(1,\): there is no kernel for it, and impl",
         ),
         ({"mask": DENSE.astype(int)}, ValueError, r"mask must be boolean"),
+        ({"mask": np.zeros((2, T), int)}, ValueError, r"segment ids, .*packax.documents\(array\)"),
         (
             {"mask": np.ones((3, 1, 1, S), bool)},
             ValueError,

@@ -173,7 +173,8 @@ def test_vmap_takes_the_batch_of_every_array():
 
 MASK = packax.create_attention_mask(packax.documents(IDS))
 DENSE = np.ones((8, 8), bool)
-ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_mask, block_size)"]
+ARRAY_TEXT = ["bool[8, 8]", "masks.ranges(lo, hi)", "masks.block_sparse(block_mask, block_size)"]
+IDS_TEXT = ["int32[2, 8]", "segment ids", "packax.documents(array)"]
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,16 @@ ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_mask, block_si
         (lambda: jnp.asarray(DENSE) & packax.causal(), ["`&` joins", *ARRAY_TEXT]),
         (lambda: packax.causal() | DENSE, ["`|` joins mask expressions", *ARRAY_TEXT]),
         (lambda: DENSE | packax.causal(), ["`|` joins mask expressions", *ARRAY_TEXT]),
+        (lambda: packax.causal() & IDS, ["`&` joins mask expressions", *IDS_TEXT]),
         (lambda: packax.causal() & 3, ["one side is an int"]),
         (lambda: packax.causal & packax.full(), ["one side is the function", "causal(...)"]),
         (lambda: None | packax.causal(), ["one side is None"]),
         (lambda: packax.causal() & MASK, ["an AttentionMask", "join the expressions, then"]),
         (lambda: MASK & packax.causal(), ["an AttentionMask", "join the expressions, then"]),
-        (lambda: ~packax.causal(), ["`~` of causal()", "ranges(lo, hi)", "block_sparse(~"]),
+        (
+            lambda: ~packax.causal(),
+            ["`~` of causal()", "masks.ranges(lo, hi)", "masks.block_sparse(~"],
+        ),
     ],
 )
 def test_operators_on_something_else(build, texts):

@@ -104,7 +104,9 @@ LIKE_PADDING = [
 @pytest.mark.parametrize("ids", LIKE_PADDING)
 def test_ids_that_look_like_padding(ids):
     padding = np.min(ids)
-    text = rf"segment_ids ends with {padding} .*np.where\(ids == {padding}, -1, ids\)"
+    first = np.ravel(ids)[0]
+    text = rf"segment_ids ends with {padding} after ids from {first} on, .*"
+    text += rf"np.where\(ids == {padding}, -1, ids\), or give the document {padding} a higher id"
     for given in (ids, np.array(ids), np.array(ids, np.uint8 if padding == 0 else np.int64)):
         with pytest.warns(UserWarning, match=f"^{text}"):
             packax.documents(given)

@@ -28,7 +28,7 @@ from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.documents import documents
-from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
@@ -315,7 +315,7 @@ def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
         raise ValueError(
             f"{name} must be broadcastable to (*batch, heads, q_len, kv_len), {sizes}, but has "
-            f"{x.shape}"
+            f"{x.shape}{instead_of_ids(x) if name == 'mask' else ''}"
         )
     batch, others = shape[:-3], shape[-3:]
     batch = batch if all(n == 1 for n in batch) else sizes[:-3]

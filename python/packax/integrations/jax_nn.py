@@ -18,7 +18,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
-from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import full
 from packax._src.ops.ffi import has_kernels
 from packax._src.ops.primitives import check_implementation
@@ -368,6 +368,7 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
         raise ValueError(
             "mask must be boolean, of shape (batch, heads, rows, keys), a packax expression or "
             f"a mask from create_attention_mask, but is {mask.dtype} of shape {mask.shape}"
+            f"{instead_of_ids(mask)}"
         )
     mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
     _check_broadcast("mask", mask.shape, sizes)

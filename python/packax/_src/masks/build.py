@@ -96,9 +96,9 @@ def create_attention_mask(
     """
     if not isinstance(expression, MaskExpression):
         raise ValueError(
-            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), "
-            "spans(...), full(), documents(...), ranges(...), block_sparse(...), tree(...), "
-            "shared_prefix(...), or several joined by `&` and `|`, but is "
+            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), full() "
+            "or documents(...) from packax, spans(...), ranges(...), block_sparse(...), tree(...) "
+            "or shared_prefix(...) from packax.masks, or several joined by `&` and `|`, but is "
             f"{described(expression)}{instead_of_array(expression)}"
         )
     check_implementation(implementation)

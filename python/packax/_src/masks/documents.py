@@ -108,10 +108,10 @@ def _warn_of_padding(name: str, ids: Array | None) -> None:
         packed &= np.all(tail[:, 1:] >= tail[:, :-1], axis=1) & ~tail[:, 0] & (before.min(1) >= 0)
         if np.all(packed):
             warnings.warn(
-                f"{name} ends with {padding} after ids from 1 on, which looks like padding, but "
-                f"only {PADDING_SEGMENT_ID} is padding, and {padding} is a document. Pass "
-                f"np.where(ids == {padding}, {PADDING_SEGMENT_ID}, ids), or number documents from "
-                f"0 if {padding} is meant as a document",
+                f"{name} ends with {padding} after ids from {rows[~tail].min()} on, which looks "
+                f"like padding, but only {PADDING_SEGMENT_ID} is padding, and {padding} is a "
+                f"document. Pass np.where(ids == {padding}, {PADDING_SEGMENT_ID}, ids), or give "
+                f"the document {padding} a higher id than those before it",
                 stacklevel=3,
             )
 

@@ -178,7 +178,8 @@ class MaskExpression(NotAnArray):
     def __invert__(self) -> MaskExpression:
         raise TypeError(
             f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. "
-            "Describe what is attended: ranges(lo, hi), or block_sparse(~block_mask, block_size)"
+            "Describe what is attended: packax.masks.ranges(lo, hi), or "
+            "packax.masks.block_sparse(~block_mask, block_size)"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -430,8 +431,8 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
             "sliding_window, chunked, prefix and spans with equal offsets do (for offsets that are "
             "jax arrays: the same int32 array, not just equal ones), or if none has a lower limit, "
             "as causal, prefix and sliding_window(None), or none has an upper limit. Otherwise use "
-            "ranges(lo, hi), or join the attention of disjoint masks by packax.merge_attention "
-            "(return_lse=True)"
+            "packax.masks.ranges(lo, hi), or join the attention of disjoint masks by "
+            "packax.merge_attention (return_lse=True)"
         )
     offsets: list[Any] = []
     found: dict[Any, Shared] = {}
@@ -566,11 +567,21 @@ def not_joined(operator: str, other: Any) -> str:
 
 
 def instead_of_array(x: Any) -> str:
-    """What to use instead of a dense mask."""
+    """What to use instead of an array of segment ids or a dense mask."""
     if not hasattr(x, "ndim") or x.ndim < 1:
         return ""
     return (
-        ". Dense masks are not accepted: if each row's keys are one range, use ranges(lo, hi), "
-        "otherwise block_sparse(block_mask, block_size), or for a boolean array of rows and keys "
-        "block_sparse(array, 1)"
+        f"{instead_of_ids(x)}. Dense masks are not accepted: if each row's keys are one range, use "
+        "packax.masks.ranges(lo, hi), otherwise packax.masks.block_sparse(block_mask, block_size), "
+        "or for a boolean array of rows and keys packax.masks.block_sparse(array, 1)"
+    )
+
+
+def instead_of_ids(x: Any) -> str:
+    """What to use instead of an array that may be segment ids, (length,) or (batch, length)."""
+    if x.ndim not in (1, 2) or not np.issubdtype(x.dtype, np.integer):
+        return ""
+    return (
+        ". If these are segment ids, use packax.documents(array), or for causal attention "
+        "packax.causal() & packax.documents(array)"
     )

@@ -398,8 +398,8 @@ def _size(name: str, size: Any, least: int) -> int:
     if isinstance(size, jax.core.Tracer):
         raise ValueError(
             f"{name} must be an integer that is known when tracing, but is traced: make it static "
-            "(static_argnums of jit, or a closure), or use ranges(lo, hi) for a window that "
-            "depends on data"
+            "(static_argnums of jit, or a closure), or use packax.masks.ranges(lo, hi) for a "
+            "window that depends on data"
         )
     try:
         number = operator.index(size)

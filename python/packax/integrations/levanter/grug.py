@@ -54,8 +54,8 @@ def build_mask(
 ) -> AttentionMask:
     """A packax mask of Grug's, to build once a step and pass to every layer's `attention`.
 
-    If layers in a scan alternate between windows, build one mask of each kind and choose by layer:
-    `jax.tree.map(lambda x, y: jnp.where(is_global, x, y), whole, window)`.
+    If layers in a scan alternate between windows, build one mask of each kind, and stack them by
+    `packax.masks.stack_masks`.
 
     Args:
         mask: Grug's AttentionMask.

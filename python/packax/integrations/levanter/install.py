@@ -33,8 +33,8 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
         ModuleNotFoundError: marin-levanter is not installed.
 
     Examples:
-        >>> from packax.integrations import levanter
-        >>> levanter.install(default=True)
+        >>> import packax.integrations.levanter
+        >>> packax.integrations.levanter.install(default=True)
     """
     if default not in (False, True, "everywhere"):
         raise ValueError(f'default must be False, True or "everywhere", but is {default!r}')

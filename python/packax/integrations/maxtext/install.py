@@ -65,8 +65,8 @@ def install(*, every: bool = False) -> None:
         ModuleNotFoundError: maxtext (0.2) is not installed.
 
     Examples:
-        >>> from packax.integrations import maxtext
-        >>> maxtext.install()  # and then MaxText's train.main(argv)
+        >>> import packax.integrations.maxtext
+        >>> packax.integrations.maxtext.install()  # and then MaxText's train.main(argv)
     """
     module = importlib.import_module("maxtext.layers.attention_op")
     theirs = module.AttentionOp
