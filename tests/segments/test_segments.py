@@ -77,6 +77,13 @@ def test_from_cu_seqlens_is_from_lengths():
     np.testing.assert_array_equal(ids, of_lengths([3, 0, 4], 10))
 
 
+def test_absent_documents_of_cu_seqlens():
+    """As in the offsets of jax's cuDNN attention."""
+    ends = np.array([[0, 3, 7, -1, -1], [0, -1, -1, -1, -1], [0, 2, 3, 5, 9]])
+    ids = both(segments.from_cu_seqlens, ends, length=10)
+    np.testing.assert_array_equal(ids, [of_lengths(x, 10) for x in ([3, 4], [0], [2, 1, 2, 4])])
+
+
 def test_from_attention_mask():
     mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0]])
     ids = both(segments.from_attention_mask, mask)
@@ -164,6 +171,8 @@ def test_cu_seqlens_is_the_reverse():
         (lambda: segments.from_cu_seqlens([1, 3]), "must begin with 0, but begins with 1"),
         (lambda: segments.from_cu_seqlens(np.zeros(0, int)), "is empty"),
         (lambda: segments.from_cu_seqlens([0, 3, 2]), "must not decrease"),
+        (lambda: segments.from_cu_seqlens([0, 3, -2]), "must not decrease"),
+        (lambda: segments.from_cu_seqlens([-1, 3]), "must begin with 0, but begins with -1"),
         (lambda: segments.from_attention_mask([1, 2, 0]), "from 0 to 2: .* from_one_based"),
         (lambda: segments.from_one_based([0, -1]), "but holds -1"),
         (lambda: segments.from_positions([0, 1], [1]), r"valid must have the shape of positions"),

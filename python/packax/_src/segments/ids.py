@@ -107,8 +107,8 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
     """Segment ids from cumulative lengths, as flash-attention's varlen functions take them.
 
     Args:
-        cu_seqlens: (N + 1,) or (B, N + 1): 0, then the end of each document. The last end may be
-            repeated, to pad the array to a static size.
+        cu_seqlens: (N + 1,) or (B, N + 1): 0, then the end of each document. To pad the array to a
+            static size, repeat the last end, or use -1, as the offsets of jax's cuDNN attention do.
         length: as in `from_lengths`. Tokens after the last end are padding.
 
     Returns:
@@ -126,9 +126,13 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
         raise ValueError("cu_seqlens must begin with 0, but is empty")
     if isinstance(ends, np.ndarray):
         if (ends[..., 0] != 0).any():
-            raise ValueError(f"cu_seqlens must begin with 0, but begins with {ends[..., 0].max()}")
+            wrong = ends[..., 0].flat[np.flatnonzero(ends[..., 0])[0]]
+            raise ValueError(f"cu_seqlens must begin with 0, but begins with {wrong}")
+        ends = np.where(ends == -1, np.maximum.accumulate(ends, axis=-1), ends)
         if (ends[..., 1:] < ends[..., :-1]).any():
             raise ValueError("cu_seqlens must not decrease: they are cumulative lengths")
+    else:
+        ends = jax.lax.cummax(ends, axis=ends.ndim - 1)
     return from_lengths(ends[..., 1:] - ends[..., :-1], length)
 
 
