@@ -318,9 +318,9 @@ def test_expressions_with_dense_masks():
             r"mask must be broadcastable to .*, \(2, 4, 23, 23\), but has \(3, 1, 1, 23\)",
         ),
         (
-            {"mask": np.zeros((2, 23), np.int32)},
+            {"mask": np.zeros((1, 23), np.int32)},
             ValueError,
-            r"segment ids, .*packax.documents\(array\)",
+            r"mask must be boolean, .* is int32 \(1, 23\)\. .*segment ids, .*documents\(array\)",
         ),
         (
             {"mask": packax.create_attention_mask(EXPRESSION), "is_causal": True},

@@ -121,7 +121,8 @@ def dot_product_attention(
         mask: a mask from `packax.create_attention_mask` or an expression such as
             `packax.causal()`, whose batch is the product of the batch dimensions; or an array of
             booleans or numbers, broadcastable to (*batch, heads, q_len, kv_len), cheapest if it is
-            a mask of keys, (*batch, 1, 1, kv_len), as from Flax's decode cache.
+            a mask of keys, (*batch, 1, 1, kv_len), as from Flax's decode cache. Integers need more
+            than two axes: with fewer, they may be segment ids.
         dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops other
             weights than in Flax.
         broadcast_dropout: all batch rows and heads drop the same pairs of row and key; False: each
@@ -173,7 +174,7 @@ def dot_product_attention(
     if reason is None and str(size) not in DTYPES:
         reason = f"dtype {size}"
     masks: list[Any] = [
-        x if is_packax(x) else jnp.asarray(x) for x in (_mask, mask) if x is not None
+        x if is_packax(x) else _dense_mask(x) for x in (_mask, mask) if x is not None
     ]
     built = [x for x in masks if isinstance(x, AttentionMask)]
     if built and (is_causal or len(masks) > 1):
@@ -308,6 +309,16 @@ def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str
         )
 
 
+def _dense_mask(mask: Any) -> jax.Array:
+    x = jnp.asarray(mask)
+    if meant := instead_of_ids(x):  # Flax would read them as a mask, in which id 0 is hidden
+        raise ValueError(
+            f"mask must be boolean, or have more axes than queries and keys, but is {x.dtype} "
+            f"{x.shape}{meant}"
+        )
+    return x
+
+
 def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """x as (batch or 1, heads or 1, q_len or 1, kv_len or 1); raises if it does not fit."""
     shape = (1,) * (len(sizes) - x.ndim) + x.shape
@@ -315,7 +326,7 @@ def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
         raise ValueError(
             f"{name} must be broadcastable to (*batch, heads, q_len, kv_len), {sizes}, but has "
-            f"{x.shape}{instead_of_ids(x) if name == 'mask' else ''}"
+            f"{x.shape}"
         )
     batch, others = shape[:-3], shape[-3:]
     batch = batch if all(n == 1 for n in batch) else sizes[:-3]
