@@ -32,7 +32,7 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES
+from packax._src.requests import DTYPES, as_array
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import (
     FASTER,
@@ -160,7 +160,9 @@ def dot_product_attention(
     }
     of_linen = {name: x for name, x in of_linen.items() if x is not None}
     einsums = sorted(name for name in of_linen if name != "force_fp32_for_softmax")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     reason = None
     if einsums or promote_dtype is not None:
         reason = " and ".join(einsums) or "promote_dtype"
@@ -173,7 +175,7 @@ def dot_product_attention(
     if reason is None and str(size) not in DTYPES:
         reason = f"dtype {size}"
     masks: list[Any] = [
-        x if is_packax(x) else jnp.asarray(x) for x in (_mask, mask) if x is not None
+        x if is_packax(x) else as_array("mask", x) for x in (_mask, mask) if x is not None
     ]
     built = [x for x in masks if isinstance(x, AttentionMask)]
     if built and (is_causal or len(masks) > 1):
@@ -194,7 +196,7 @@ def dot_product_attention(
             for x in (query, key, value)
         )
         arrays = [x if is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
-        added = None if bias is None else _shaped("bias", jnp.asarray(bias), sizes)
+        added = None if bias is None else _shaped("bias", as_array("bias", bias), sizes)
         dense = any(not is_packax(x) and not is_of_keys(x) for x in arrays)
         if added is not None or rate:
             reason = _no_kernel(q, k, v, added, rate, options)
