@@ -183,6 +183,9 @@ class Strategies:
         cut = np.minimum(largest, lengths[first.clip(0, len(lengths) - 1)])
         need = np.minimum(rows, TILE * self.chunks - (-remainder // ranks)[:, None]) + stats.sizes
         self.need = np.minimum(need.max(axis=1) + np.where(small > 0, cut, 0), stats.own)
+        # In a round only the first document is sure to fit: one with less area may be longer.
+        overfull = self.tokens.max(axis=1) > stats.own
+        self.need = np.where(overfull, np.iinfo(np.int64).max, self.need)
         self.predicted_load = functools.cache(self._predicted_load)
         self.assignment = functools.cache(self._assignment)
 
