@@ -36,6 +36,8 @@ int32_t DealDocuments(const Deal& deal, int32_t begin, int32_t weight, Strategy 
       if (load[rank] == kFull || load[rank] > least) break;
       const int32_t document = std::min(end + taken, last);
       const int64_t length = deal.lengths[document];
+      // Only the first is sure to fit: one with less area may be longer.
+      if (strategy.tokens[rank] + length > deal.most_tokens) break;
       const int64_t area = deal.areas[document];
       least = std::min(least, load[rank] + area + per_token * length);
       strategy.tokens[rank] += deal.lengths[document];

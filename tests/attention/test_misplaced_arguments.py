@@ -10,6 +10,9 @@ import numpy as np
 import packax
 import pytest
 from jax.sharding import PartitionSpec as P
+from packax.integrations import flash_attention_jax, flax
+from packax.kvax import ops as kvax
+from packax.kvax.utils import attention_specs
 
 Q, ONE = jnp.ones((2, 8, 2, 8)), jnp.ones((2, 1, 2, 8))
 LENGTHS, TABLE = np.array([5, 6]), np.zeros((2, 1), int)
@@ -26,8 +29,17 @@ def decode(query=ONE, key=Q, value=Q, lengths=LENGTHS, **options):
     return packax.decode_attention(query, key, value, lengths, **options)
 
 
-def shared(query=ONE, lengths=LENGTHS, prefixes=(1,), table=TABLE):
-    return packax.decode_shared_prefix(query, Q, Q, lengths, prefixes, block_table=table)
+def shared(query=ONE, lengths=LENGTHS, prefixes=(1,), table=TABLE, **options):
+    return packax.decode_shared_prefix(query, Q, Q, lengths, prefixes, block_table=table, **options)
+
+
+def write(cache=Q, new=ONE):
+    return packax.kv_cache.write(cache, new, TABLE, TABLE)
+
+
+def attend_kvax(query=Q, key=Q):
+    with attention_specs((None,) * 4, (None,) * 4):
+        return kvax.flash_attention(query, key, Q, *[np.zeros((2, 8), int)] * 4, mask=None)
 
 
 def build(**options):
@@ -41,6 +53,9 @@ def build(**options):
         (lambda: attend(None), "query must be an array, but is None"),
         (lambda: attend(key=jnp.ones), r"key must be .* is the function ones: call it, as in ones"),
         (lambda: attend(value=MASK), "value must be an array, but is an AttentionMask"),
+        (lambda: attend(jnp.ones(8)), r"query must have shape \(batch, .*, dim\), not \(8,\)"),
+        (lambda: attend(key=1.0), r"key must have shape \(batch, .*, dim\), not \(\)"),
+        (lambda: attend(value=[]), r"value must have shape \(batch, .*, dim\), not \(0,\)"),
         (lambda: attend(bias="x"), r"bias must be None, alibi\(slopes\) or .* but is a str"),
         (lambda: attend(bias=packax.alibi), r"bias must .* alibi: call it, as in alibi\(...\)"),
         (lambda: attend(mask=packax.causal), r"mask must .* but is the function causal: call it"),
@@ -51,11 +66,23 @@ def build(**options):
             "bias is an AttentionMask: pass a mask by its name, as mask="),
         (lambda: packax.dot_product_attention(Q, Q, Q, CAUSAL), "bias is a Causal: pass a mask by"),
         (lambda: packax.dot_product_attention(Q, "k", Q), "key must be an array, but is a str"),
+        (lambda: packax.dot_product_attention(Q, Q, Q, mask="m"), "mask must be an array, .* a str"),
+        (lambda: packax.dot_product_attention(Q, Q, Q, scale="s"), "scale must be .* but is a str"),
+        (lambda: flax.dot_product_attention("q", Q, Q), "query must be an array, but is a str"),
+        (lambda: flax.dot_product_attention(Q, Q, Q, "b"), "bias must be an array, but is a str"),
+        (lambda: flax.dot_product_attention(Q, Q, Q, mask="m"), "mask must be an array, .* a str"),
+        (lambda: flash_attention_jax.flash_attention(Q, None, Q), "k must be an array, but is None"),
+        (lambda: attend_kvax("q"), "query must be an array, but is a str"),
+        (lambda: attend_kvax(key=None), "key must be an array, but is None"),
         (lambda: packax.documents([[0, 1], [1]]),
             "segment_ids must be an array of integers, but is a list whose rows differ in length"),
         (lambda: packax.documents(None), "segment_ids must be an array of integers, but is None"),
         (lambda: packax.documents("abc"), "segment_ids must be an array of integers, but is a str"),
         (lambda: packax.documents([2**70]), r"segment_ids must fit int32, .* 11805916207174113034"),
+        (lambda: packax.documents(jax.random.split(jax.random.key(0))),
+            "segment_ids must be integers, but has dtype key<fry>"),
+        (lambda: packax.documents(np.ma.masked_equal([0, 0, -1], -1)),
+            r"segment_ids must be an array without a mask, .* segment_ids.filled\(...\)"),
         (lambda: packax.causal(None), "offset must be an array of integers, but is None"),
         (lambda: packax.masks.spans([1], MASK), "text must be .* but is an AttentionMask"),
         (lambda: packax.create_attention_mask(MASK), "expression must be .* is an AttentionMask"),
@@ -77,6 +104,9 @@ def build(**options):
         (lambda: decode(jnp.ones((2, 17, 2, 8))), r"with causal\(offset=kv_lengths - 17\)"),
         (lambda: decode(window=(3, 5)), r"window=\(3, 5\) .* 5 keys after .* pass \(3, 0\), or "),
         (lambda: shared(jnp.float32(1)), r"query must be \(batch, rows, heads, dim\).* shape \(\)"),
+        (lambda: shared(return_lse="yes"), "return_lse must be True or False, but is 'yes'"),
+        (lambda: write("cache"), "cache must be an array, but is a str"),
+        (lambda: write(new=None), "new must be an array, but is None"),
         (lambda: shared(table="x"), "block_table must be an array of integers, but is a str"),
     ],
 )  # fmt: skip

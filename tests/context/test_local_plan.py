@@ -50,6 +50,19 @@ def test_documents_of_private_rows_lie_whole_on_their_rank(seed):
             np.testing.assert_array_equal(plan.order, again.order)
 
 
+RUNS = "7x50 2x9 4x20 7x49 8x44 5x29 1x38 3x58 4x29 3x21 5x42 8x32 7x43 8x48"
+
+
+def test_documents_with_less_area_that_are_longer():
+    """No deal gives a rank more tokens than it has rows."""
+    ids = np.concatenate(
+        [np.full(int(n), int(document)) for document, n in (x.split("x") for x in RUNS.split())]
+    )
+    for shift in range(0, 512, 37):
+        rolled = np.roll(ids, shift)
+        check_local(plan_of(rolled, ranks=2), rolled)
+
+
 def test_any_size_of_the_shared_part():
     """From what is needed to all rows: the rest is filled with whole documents."""
     rng = np.random.default_rng(1)

@@ -105,6 +105,13 @@ def test_from_positions():
     np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 0, 0, 0, 0, -1, -1]])
 
 
+def test_from_positions_of_numpy_with_a_traced_valid():
+    """As in a step that knows its positions when tracing, and its padding only when it runs."""
+    positions, valid = np.array([0, 1, 0, 0]), np.array([1, 1, 1, 0])
+    ids = jax.jit(lambda valid: segments.from_positions(positions, valid))(valid)
+    np.testing.assert_array_equal(ids, [0, 0, 1, -1])
+
+
 def test_positions_count_the_tokens_of_a_document():
     ids = random_ids(np.random.default_rng(0))
     positions = both(segments.positions, ids)

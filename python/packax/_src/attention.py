@@ -33,7 +33,7 @@ from packax._src.ops.score_mods import (
     largest,
 )
 from packax._src.requests import (
-    as_array,
+    as_tensor,
     check_axes,
     check_bias_with,
     check_flags,
@@ -202,7 +202,7 @@ def flash_attention(
         >>> out = packax.flash_attention(query, key, value, mask)
     """
     query, key, value = (
-        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        as_tensor(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     sharding = _sharding(mask, sharding, query, key, value)
     layout = None if sharding is None else layout_of(sharding)

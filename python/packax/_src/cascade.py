@@ -11,7 +11,7 @@ from packax._src.core.arguments import ArrayLike
 from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
-from packax._src.requests import as_array
+from packax._src.requests import as_array, check_flags
 
 
 def decode_shared_prefix(
@@ -76,6 +76,7 @@ def decode_shared_prefix(
         as_integers(name, x)
         for name, x in zip(integers, (kv_lengths, prefix_lengths, block_table), strict=True)
     )
+    check_flags(return_lse=return_lse)
     options: dict[str, Any] = {
         "key_scale": key_scale,
         "value_scale": value_scale,

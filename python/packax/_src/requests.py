@@ -41,6 +41,13 @@ def as_array(name: str, given: Any) -> jax.Array:
         raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
+def as_tensor(name: str, given: Any) -> jax.Array:
+    x = as_array(name, given)
+    if x.ndim != 4:
+        raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
+    return x
+
+
 def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
@@ -56,8 +63,6 @@ def check_request(
 ) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
         if 0 in x.shape[2:]:
             raise ValueError(
                 f"{name} must have at least 1 head and a head dim of at least 1, but has shape "

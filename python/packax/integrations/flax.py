@@ -32,7 +32,7 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES
+from packax._src.requests import DTYPES, as_array
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import (
     FASTER,
@@ -161,7 +161,9 @@ def dot_product_attention(
     }
     of_linen = {name: x for name, x in of_linen.items() if x is not None}
     einsums = sorted(name for name in of_linen if name != "force_fp32_for_softmax")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     reason = None
     if einsums or promote_dtype is not None:
         reason = " and ".join(einsums) or "promote_dtype"
@@ -195,7 +197,7 @@ def dot_product_attention(
             for x in (query, key, value)
         )
         arrays = [x if is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
-        added = None if bias is None else _shaped("bias", jnp.asarray(bias), sizes)
+        added = None if bias is None else _shaped("bias", as_array("bias", bias), sizes)
         dense = any(not is_packax(x) and not is_of_keys(x) for x in arrays)
         if added is not None or rate:
             reason = _no_kernel(q, k, v, added, rate, options)
@@ -310,7 +312,7 @@ def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str
 
 
 def _dense_mask(mask: Any) -> jax.Array:
-    x = jnp.asarray(mask)
+    x = as_array("mask", mask)
     if meant := instead_of_ids(x):  # Flax would read them as a mask, in which id 0 is hidden
         raise ValueError(
             f"mask must be boolean, or have more axes than queries and keys, but is {x.dtype} "

@@ -138,7 +138,7 @@ def dot_product_attention(
     if isinstance(scale, bool):
         scale = float(scale)
     if scale is not None and jnp.ndim(scale) == 0 and not isinstance(scale, (int, float)):
-        scale = jnp.asarray(scale)
+        scale = as_array("scale", scale)
         scale = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(jnp.float32)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     if bias is not None:
@@ -363,7 +363,7 @@ def _combined(
 
 def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
     """As (B or 1, N or 1, T or 1, S or 1)."""
-    mask = jnp.asarray(mask)
+    mask = as_array("mask", mask)
     if mask.dtype != jnp.bool_ or mask.ndim > 4:
         raise ValueError(
             "mask must be boolean, of shape (batch, heads, rows, keys), a packax expression or "

@@ -268,6 +268,8 @@ def _deal(
                 if before > least:
                     break
                 document = min(begin + taken, last)
+                if held[rank] + lengths[document] > most_tokens:
+                    break  # only the first is sure to fit: one with less area may be longer
                 least = min(least, before + areas[document] + per_token * lengths[document])
                 held[rank] += lengths[document]
                 load[rank] += areas[document]

@@ -35,6 +35,11 @@ def plus(x: Any, step: Any) -> Array:
 
 def numpy_array(name: str, given: Any) -> np.ndarray:
     """The argument as a numpy array, which should hold integers; raises if it is not an array."""
+    if isinstance(given, np.ma.MaskedArray):  # numpy would make an array of what the mask hides
+        raise ValueError(
+            f"{name} must be an array without a mask, but is a masked array: pass "
+            f"{name}.filled(...)"
+        )
     try:
         x = np.asarray(given)
     except (TypeError, ValueError):  # ragged, or no array
@@ -66,7 +71,7 @@ def as_int32(
         raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
         text = f"{name} must be integers, but has dtype {x.dtype}"
-        if x.dtype.kind in "USTO":  # strings and objects
+        if isinstance(x, np.ndarray) and x.dtype.kind in "USTO":  # strings and objects
             text += f": number them with np.unique({name}, return_inverse=True)[1]"
         raise ValueError(text)
     if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:

@@ -212,9 +212,9 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
         array([0, 0, 0, 1, 1, 2], dtype=int32)
     """
     at = as_int32("positions", positions)
-    xp = numpy_of(at)
-    starts = xp.concatenate([xp.ones_like(at[..., :1]), (at[..., 1:] == 0).astype(np.int32)], -1)
     real = None if valid is None else _flags("valid", valid, at.shape) != 0
+    xp = numpy_of(at, real)
+    starts = xp.concatenate([xp.ones_like(at[..., :1]), (at[..., 1:] == 0).astype(np.int32)], -1)
     if real is not None:
         starts = xp.where(real, starts, 0)
     ids = xp.cumsum(starts, axis=-1, dtype=np.int32) - np.int32(1)
