@@ -12,7 +12,7 @@ from packax._src.core.arguments import as_int32
 from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import FP8, is_fp8
 from packax._src.decode import checked_kv_scale
-from packax._src.requests import as_array
+from packax._src.requests import as_arrays
 
 __all__ = ["write"]
 
@@ -71,7 +71,7 @@ def write(
                [0, 0, 0, 0],
                [1, 1, 1, 1]], dtype=int32)
     """
-    cache, new = as_array("cache", cache), as_array("new", new)
+    cache, new = as_arrays(cache=cache, new=new)
     arrays = (cache, new, sequence_ids, positions, block_table, scale)
     return over_auto_axes(_written, arrays, typed_axes(cache))
 

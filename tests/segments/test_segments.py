@@ -179,7 +179,7 @@ def test_cu_seqlens_is_the_reverse():
         (lambda: segments.from_cu_seqlens(np.zeros(0, int)), "is empty"),
         (lambda: segments.from_cu_seqlens([0, 3, 2]), "must not decrease"),
         (lambda: segments.from_cu_seqlens([0, 3, -2]), "must not decrease"),
-        (lambda: segments.from_cu_seqlens([-1, 3]), "must begin with 0, but begins with -1"),
+        (lambda: segments.from_cu_seqlens([[0, 1], [-1, 3]]), "must begin with 0, .* with -1"),
         (lambda: segments.from_attention_mask([1, 2, 0]), "from 0 to 2: .* from_one_based"),
         (lambda: segments.from_one_based([0, -1]), "but holds -1"),
         (lambda: segments.from_positions([0, 1], [1]), r"valid must have the shape of positions"),

@@ -33,7 +33,7 @@ from packax._src.ops.score_mods import (
     largest,
 )
 from packax._src.requests import (
-    as_tensor,
+    as_tensors,
     check_axes,
     check_bias_with,
     check_flags,
@@ -201,9 +201,7 @@ def flash_attention(
         >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
         >>> out = packax.flash_attention(query, key, value, mask)
     """
-    query, key, value = (
-        as_tensor(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = as_tensors(query=query, key=key, value=value)
     sharding = _sharding(mask, sharding, query, key, value)
     layout = None if sharding is None else layout_of(sharding)
     if gather_head_groups is not None:

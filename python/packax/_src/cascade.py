@@ -11,7 +11,7 @@ from packax._src.core.arguments import ArrayLike
 from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
-from packax._src.requests import as_array, check_flags
+from packax._src.requests import as_arrays, check_flags
 
 
 def decode_shared_prefix(
@@ -68,9 +68,7 @@ def decode_shared_prefix(
         ...     prefix_lengths=jnp.array([16]), block_table=table,
         ... )
     """
-    query, key, value = (
-        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = as_arrays(query=query, key=key, value=value)
     integers = ("kv_lengths", "prefix_lengths", "block_table")
     kv_lengths, prefixes, block_table = (
         as_integers(name, x)

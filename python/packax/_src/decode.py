@@ -27,6 +27,7 @@ from packax._src.ops.primitives import Implementation, check_implementation, dec
 from packax._src.requests import (
     DTYPES,
     as_array,
+    as_arrays,
     check_flags,
     checked_precision,
     checked_scale,
@@ -157,9 +158,7 @@ def decode_attention(
         ...     )
         ...     return out, key_cache, value_cache, lengths + 1
     """
-    query, key, value = (
-        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = as_arrays(query=query, key=key, value=value)
     lengths = as_integers("kv_lengths", kv_lengths)
     table = None if block_table is None else as_integers("block_table", block_table)
     _check_tensors(query, key, value, lengths, table)

@@ -41,11 +41,16 @@ def as_array(name: str, given: Any) -> jax.Array:
         raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
-def as_tensor(name: str, given: Any) -> jax.Array:
-    x = as_array(name, given)
-    if x.ndim != 4:
-        raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
-    return x
+def as_arrays(**given: Any) -> tuple[jax.Array, ...]:
+    return tuple(as_array(name, x) for name, x in given.items())
+
+
+def as_tensors(**given: Any) -> tuple[jax.Array, ...]:
+    arrays = as_arrays(**given)
+    for name, x in zip(given, arrays, strict=True):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
+    return arrays
 
 
 def check_flags(**flags: Any) -> None:

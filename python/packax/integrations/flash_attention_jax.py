@@ -25,7 +25,7 @@ from packax._src import attention as _attention
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
 from packax._src.ops import ffi
-from packax._src.requests import as_array
+from packax._src.requests import as_arrays
 from packax.integrations import jax_nn as dot_product
 
 __all__ = ["causal_flash_attention", "flash_attention"]
@@ -75,7 +75,7 @@ def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> j
 
     expression(batch dimensions, q_len, k_len): the mask.
     """
-    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    q, k, v = as_arrays(q=q, k=k, v=v)
     if q.ndim < 2:
         raise ValueError(f"q must have shape (..., length, dim), but has {q.shape}")
     heads = q.shape[-3] if q.ndim > 2 else 1

@@ -32,7 +32,7 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES, as_array
+from packax._src.requests import DTYPES, as_array, as_arrays
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import (
     FASTER,
@@ -161,9 +161,7 @@ def dot_product_attention(
     }
     of_linen = {name: x for name, x in of_linen.items() if x is not None}
     einsums = sorted(name for name in of_linen if name != "force_fp32_for_softmax")
-    query, key, value = (
-        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = as_arrays(query=query, key=key, value=value)
     reason = None
     if einsums or promote_dtype is not None:
         reason = " and ".join(einsums) or "promote_dtype"

@@ -125,8 +125,8 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
     if ends.shape[-1] == 0:
         raise ValueError("cu_seqlens must begin with 0, but is empty")
     if isinstance(ends, np.ndarray):
-        if (ends[..., 0] != 0).any():
-            wrong = ends[..., 0].flat[np.flatnonzero(ends[..., 0])[0]]
+        if (first := ends[..., :1]).any():
+            wrong = first[first != 0][0]
             raise ValueError(f"cu_seqlens must begin with 0, but begins with {wrong}")
         ends = np.where(ends == -1, np.maximum.accumulate(ends, axis=-1), ends)
         if (ends[..., 1:] < ends[..., :-1]).any():

@@ -28,7 +28,7 @@ from packax._src.core.spec import accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.ops.merge import merged
-from packax._src.requests import checked_precision, per_head
+from packax._src.requests import as_arrays, checked_precision, per_head
 from packax.integrations.jax_nn import dense_mask
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
@@ -245,7 +245,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         decoding = model_mode == AUTOREGRESSIVE
         if cache is not None and not decoding:
             raise ValueError('the autoregressive cache is for model_mode "autoregressive"')
-        query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+        query, key, value = as_arrays(query=query, key=key, value=value)
         if decoding:
             own = key, value, ids
             caches = [own] if cache is None else [own, cache[:3]]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import packax
 from packax._src.core.sharding import Layout
-from packax._src.requests import as_array
+from packax._src.requests import as_arrays
 from packax.kvax.ops.mask_creator import Tokens, block_sizes, checked_tokens, row_masks_of
 from packax.kvax.utils.common import FlashAttentionParamsConfig
 from packax.kvax.utils.permutation import head_tail_plan
@@ -89,9 +89,7 @@ def flash_attention_triton(
         )
     if scale is None:
         raise ValueError("scale must be a number, but is None: leave it out for 1")
-    query, key, value = (
-        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = as_arrays(query=query, key=key, value=value)
     tokens = checked_tokens(query_positions, query_segment_ids, kv_positions, kv_segment_ids)
     for name, x, ids in (("query", query, tokens[1]), ("key", key, tokens[3])):
         if x.shape[:2] != ids.shape:
