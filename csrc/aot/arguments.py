@@ -41,6 +41,11 @@ TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32
 }
 TENSOR_MAPS["backward_dq_sm90_parts"] = TENSOR_MAPS["backward_dq_sm90"]
 TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
+TENSOR_MAPS["backward_dkdv_sm90_dbias"] = TENSOR_MAPS["backward_dkdv_sm90"] | {
+    "top": ("fp32", 1, 64),
+    **dict.fromkeys(("bias", "dbias"), ("", 64, 64)),
+}
+TENSOR_MAPS["forward_sm90_bias"] = TENSOR_MAPS["forward_sm90"] | {"bias": ("", 64, "BLOCK_N")}
 
 # argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
 # FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
@@ -49,7 +54,7 @@ MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("bias", "dbias"), ""),  # or of float32: the kernels look
-    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
     **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
     **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),

@@ -39,9 +39,8 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq_bias_alone", 64): 64,
     ("backward_dq_bias_alone", 128): 96,
     ("backward_dq_bias_alone", 256): 320,
-    ("backward_dq_dbias_alone", 64): 104,
-    ("backward_dq_dbias_alone", 128): 128,
-    ("backward_dq_dbias_alone", 256): 312,
+    ("backward_dkdv_dbias_alone", 128): 400,
+    ("backward_dkdv_dbias_alone", 256): 568,
     ("backward_dbias_alone", 64): 96,
     ("backward_dbias_alone", 128): 176,
     ("backward_dbias_alone", 256): 8,
@@ -100,7 +99,13 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90_block_lists", 256): 224,  # under ptxas 12.9; 88 under 13.4
     ("backward_dkdv_sm90_block_lists", 256): 96,  # under ptxas 13.4
     ("backward_dq_sm90_block_lists", 256): 200,  # under ptxas 12.9; 160 under 13.4
-    # with a bias
+    # with a bias array
+    ("forward_sm90_bias", 64): 96,  # under ptxas 12.9; 32 under 13.4
+    ("forward_sm90_bias", 128): 96,  # under ptxas 12.9; 64 under 13.4
+    ("forward_sm90_bias", 256): 144,  # under ptxas 12.9; 104 under 13.4
+    ("backward_dkdv_sm90_dbias", 128): 16,  # under ptxas 12.9
+    ("backward_dkdv_sm90_dbias", 256): 144,
+    # with ALiBi
     ("forward_sm90_alibi", 64): 280,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9
     ("backward_sm90_alibi", 64): 48,  # under ptxas 12.9
@@ -120,4 +125,9 @@ SPILLS: dict[tuple, int] = {
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
 # stand-in there, and that with a bias.
-SERIALISED = ("backward_dkdv", "backward_dkdv_bias_alone", "forward_bias_alone")
+SERIALISED = (
+    "backward_dkdv",
+    "backward_dkdv_bias_alone",
+    "backward_dkdv_dbias_alone",
+    "forward_bias_alone",
+)

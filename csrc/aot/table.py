@@ -96,6 +96,9 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_sm90_soft_cap": "sm90.bwd",
     "backward_dq_sm90_soft_cap": "sm90.bwd_dq",
     "forward_sm90_alibi": "sm90.fwd",
+    "forward_sm90_bias": "sm90.fwd",
+    "backward_preprocess_dbias": "sm90.bwd_prepost",
+    "backward_dkdv_sm90_dbias": "sm90.bwd_dkdv_d256",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
     "backward_sm90_alibi": "sm90.bwd",
@@ -123,7 +126,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_bias_alone": "portable.bwd",
     "backward_dq_bias_alone": "portable.bwd_dq",
     "backward_dbias_alone": "portable.bwd_dbias",
-    "backward_dq_dbias_alone": "portable.bwd_dq",
+    "backward_dkdv_dbias_alone": "portable.bwd",
+    "backward_dq_of_dbias_alone": "portable.dbias_of_pairs",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -141,7 +145,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
 
 # module -> the function of all its kernels, where it is not called as the kernel
 FUNCTIONS = {
-    "portable.bwd_dq": "backward_dq",
+    "portable.bwd_dbias": "backward_dbias",
+    "portable.dbias_of_pairs": "backward_dq_of_dbias",
     "sm90.fwd": "forward_sm90",
     "sm90.bwd": "backward_sm90",
     "sm90.bwd_dq": "backward_dq_sm90",
@@ -154,7 +159,7 @@ FUNCTIONS = {
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
     return FUNCTIONS.get(
-        module, re.sub("(_fallback|_bias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel)
+        module, re.sub("(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel)
     )
 
 
@@ -165,7 +170,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         *absent_from_decode(kernel),
         *absent_from_sm90(kernel),
         *absent_from_sm80(kernel),
-        *(() if "dbias" in kernel else ("dbias",)),  # which the function of dQ has
+        *(() if "dbias" in kernel else ("dbias",)),  # which the function of dK and dV has
     )
 
 
@@ -392,6 +397,8 @@ def with_bias_alone(
                         "STAGES": stages,
                         "FLOAT32_PRODUCTS": 0,
                     }
+                    if kernel == "backward_dq_of_dbias_alone":
+                        del constants["V_DIM"]  # it sees no values
                     block = keys if kernel.startswith("backward_dkdv") else rows
                     own = tuple(constants.items())
                     yield Variant(
@@ -426,6 +433,7 @@ def sm90(
         "backward_sm90": 128,
         "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, row), ("", 128))[1],
         "backward_dq_sm90": 128,
+        "backward_dkdv_sm90_dbias": 64,
         "backward_dkdv_sm90_parts": 64,
         "backward_dq_sm90_parts": 64,
     }

@@ -141,6 +141,8 @@ OPTIONS = {
     "soft_cap": ("soft_cap",),
     "alibi": ("slopes",),
     "max_logits": ("row_max",),
+    "bias": ("bias", "bias_axes"),  # of "dbias", too
+    "dbias": ("dbias", "top"),
     "block_lists": (
         *("block_mask", "q_block_lists", "kv_block_lists"),
         *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
@@ -152,9 +154,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of a function of csrc/kernels/sm90 that are None in the kernel."""
     if kernel not in SM90_TILES:
         return ()
-    absent = [
-        x for option, own in OPTIONS.items() if not kernel.endswith(f"_{option}") for x in own
-    ]
+    absent = [x for option, own in OPTIONS.items() if not kernel.endswith(option) for x in own]
     return (*absent, "dq_sum") if kernel.startswith("backward_dkdv") else tuple(absent)
 
 
@@ -217,6 +217,22 @@ SM90_TILES["backward_dkdv_sm90_block_lists"] |= {
 SM90_TILES["backward_dq_sm90_block_lists"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)
 }
+# With a bias array, whose tiles are loaded with those of the keys. At 64, three warp groups would
+# not have enough registers, and at 128, there is no shared memory for a separate output.
+BIAS = {"forward_sm90_bias": "forward_sm90"}
+SM90_TILES["forward_sm90_bias"] = {
+    64: SM90_TILES["forward_sm90"][64]
+    | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
+    128: SM90_TILES["forward_sm90"][128] | {"OUT_IN_QUERY": 1},
+    256: SM90_TILES["forward_sm90"][256],
+}
+# With a bias that has an element for every logit: dK and dV, and that gradient.
+SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
+    (128, 256), SM90_TILES["backward_preprocess"][256]
+)
+SM90_TILES["backward_dkdv_sm90_dbias"] = dict.fromkeys(
+    (128, 256), SM90_TILES["backward_dkdv_sm90"][256]
+)
 # With the largest logit of every row: the running maximum, which moves with every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
 SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])
@@ -228,7 +244,7 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
 # Each -> the plain one, whose function and tensor maps it has.
-LIKE_PLAIN = SOFT_CAP | ALIBI | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
+LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
 # dK and dV, dQ where the sums of 64 keys or rows do not fit one warp group: kernels that make the
 # columns of a gradient in two parts.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit the registers
@@ -259,6 +275,7 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_sm90",
     "backward_dq_sm90",
     *LIKE_PLAIN,
+    "backward_dkdv_sm90_dbias",
     *PARTS,
 )
 # But for these, where 12.9 is 1 to 8 % faster.

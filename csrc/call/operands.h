@@ -51,7 +51,7 @@ struct AttentionOperands {
   const void* scales;         // (scales_batch) float32
   const void* slopes;         // (bias_batch, heads) float32
   const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
-  const void* bias;                      // null where there is none
+  TensorView bias;                       // (planes, q_len, kv_len); no data where there is none
   const void* dropout_streams;           // (batch, heads, 4) uint32
   const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
   const void* counter;                   // of the tiles that persistent programs have taken
@@ -113,9 +113,11 @@ enum class Algorithm {
 
 struct BackwardOperands : AttentionOperands {
   TensorView dout, dq, dk, dv;
-  TensorView lse2, delta, lo, hi;  // in the workspace, with q_len rounded up to whole blocks
+  // In the workspace, with q_len rounded up to whole blocks; `top` with a bias.
+  TensorView lse2, delta, lo, hi, top;
+  TensorView dbias;  // like bias
   const void* dq_sum;
-  const void *dlse, *score_grads, *dbias;
+  const void *dlse, *score_grads;
   const void* kv_blocks;       // (mask_batch, 4, ceil(kv_len/64))
   const void* kv_order;        // (mask_batch, ceil(kv_len/128))
   const void* kv_block_lists;  // (mask_batch, block_mask_heads, kv_tiles, 2 + ceil(q_len/64))

@@ -137,7 +137,13 @@ ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOp
   PACKAX_CHECK(sizes[2] == 1 || o->kv_len <= kMostKeys, kUnimplemented)
       << "bias has rows of " << o->kv_len << " keys, there are kernels for " << kMostKeys
       << " at most";
-  o->bias = bias.untyped_data();
+  o->bias = {"bias",
+             bias.untyped_data(),
+             ElementOf(bias.element_type()),
+             sizes[0] * sizes[1],
+             sizes[2],
+             o->kv_len,
+             o->kv_len};
   o->bias_kind = wide ? 2 : 1;
   return ffi::Error::Success();
 }

@@ -51,13 +51,14 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
 }
 
 // Its sections, in elements of 4 bytes, each aligned to 256 bytes: delta and lse2 (batch, heads,
-// padded) float32, lo and hi (mask_batch, padded) int32, then the sum of dQ (batch, heads, padded,
-// qk_dim) float32, or the counter of the separate kernels. The portable kernels have only delta,
-// with q_len rows per head.
+// padded) float32, lo and hi (mask_batch, padded) int32, with a bias top like delta, then the sum
+// of dQ (batch, heads, padded, qk_dim) float32, or the counter of the separate kernels. The
+// portable kernels have only delta, with q_len rows per head.
 ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t rows = o->padded_rows();
   const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
-  const int64_t sections = Sum({rows, rows, mask_rows, mask_rows});
+  const int64_t top_rows = o->bias_kind != 0 ? rows : 0;
+  const int64_t sections = Sum({rows, rows, mask_rows, mask_rows, top_rows});
   const int64_t sizes[] = {rows, Sum({sections, 1}), Sum({sections, Product({rows, o->qk_dim})})};
   const int64_t needed = sizes[static_cast<int>(o->algorithm)];
   PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
@@ -75,7 +76,8 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   o->lse2 = line("lse2", next += rows, TensorMapElement::kF32, rows);
   o->lo = line("lo", next += rows, TensorMapElement::kI32, mask_rows);
   o->hi = line("hi", next += mask_rows, TensorMapElement::kI32, mask_rows);
-  o->dq_sum = o->counter = next + mask_rows;
+  o->top = line("top", next += mask_rows, TensorMapElement::kF32, top_rows);
+  o->dq_sum = o->counter = next + top_rows;
   return ffi::Error::Success();
 }
 
@@ -110,7 +112,9 @@ ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   if (o->needs_dq) o->dq = RowsOf("dq", *b.dq, *o, o->qk_dim);
   o->dk = KeysOf("dk", *b.dk, *o, o->qk_dim);
   o->dv = KeysOf("dv", *b.dv, *o, o->v_dim);
-  o->dbias = b.dbias->untyped_data();
+  o->dbias = o->bias;
+  o->dbias.name = "dbias";
+  o->dbias.data = b.dbias->untyped_data();
   o->score_grads = b.score_grads->untyped_data();
   return ffi::Error::Success();
 }

@@ -161,10 +161,18 @@ bool IsPlain(const AttentionOperands& o) {
   return o.options() == 0 && o.dtype != Dtype::kF32 && o.dtype != Dtype::kTf32;
 }
 
+// The bias has an element for each row along the axis, not one for all.
+bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
+
 // Only a bias, of the query's dtype and with rows aligned to 16 bytes.
 bool OnlyBias(const AttentionOperands& o) {
   return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
          o.heads == o.row_heads;
+}
+
+// That, with a row of the bias for every query, in tensor maps.
+bool OnlyBiasOfRows(const AttentionOperands& o) {
+  return OnlyBias(o) && (o.q_len == 1 || HasAxis(o, 2));
 }
 
 ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
@@ -227,6 +235,8 @@ constexpr Row<F> kForward[] = {
     {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
     {HasOnly<kRowStats>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90MaxLogitsArgs>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
+    {[](const F& o, const Device&) { return OnlyBiasOfRows(o); }, Gpus::kSome, Dims::kExact,
+     Persistent<ForwardSm90BiasArgs>()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
     {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
@@ -251,9 +261,6 @@ bool NeedsDbias(const B& o) { return o.needs_dbias; }
 
 Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
 
-// The bias has an element for each row along the axis, not one for all.
-bool HasAxis(const B& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
-
 // A program computes a square tile of the bias's gradient.
 Grid BiasTiles(const B& o, int64_t block) {
   const auto along = [&](int axis, int64_t size) { return HasAxis(o, axis) ? size : 1; };
@@ -261,10 +268,11 @@ Grid BiasTiles(const B& o, int64_t block) {
                    CeilDiv(o.kv_len, block)})};
 }
 
-// The gradient of the bias is that of the logits, without sums, and the kernel of dQ writes it.
-bool DqWritesDbias(const B& o, const Device&) {
+// The gradient of the bias is that of the logits, without sums: the kernel of dK and dV writes it,
+// and dQ is its product with the keys.
+bool DkvWritesDbias(const B& o, const Device&) {
   const auto whole = [&](int axis, int64_t size) { return size == 1 || HasAxis(o, axis); };
-  return OnlyBias(o) && o.needs_dbias && o.needs_dq && whole(0, o.batch) && whole(1, o.heads) &&
+  return OnlyBias(o) && o.needs_dbias && o.needs_dkv && whole(0, o.batch) && whole(1, o.heads) &&
          whole(2, o.q_len);
 }
 
@@ -320,6 +328,13 @@ bool OnSm80(const B& o, const Device& device) {
   return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
 }
 
+// The same by Hopper's kernels.
+constexpr Steps<B> SeparateWithDbias() {
+  return {Use<BackwardPreprocessDbiasArgs, B>(PaddedRows),
+          Use<BackwardDkdvSm90DbiasArgs, B>(KeyTiles),
+          Use<BackwardDqOfDbiasAloneArgs, B>(QueryTiles, NeedsDq)};
+}
+
 constexpr auto kSeparate = Algorithm::kSm90Separate, kFused = Algorithm::kSm90Fused;
 
 constexpr Row<B> kBackward[] = {
@@ -339,8 +354,12 @@ constexpr Row<B> kBackward[] = {
      Fused<BackwardSm80SoftCapArgs, BackwardPostprocessSm80Args>(), true},
     {[](const B& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      Portable<BackwardDeltaArgs, BackwardDkdvArgs, BackwardDqArgs>()},
-    {DqWritesDbias, Gpus::kSome, Dims::kCovering,
-     Portable<BackwardDeltaFallbackArgs, BackwardDkdvBiasAloneArgs, BackwardDqDbiasAloneArgs>()},
+    {[](const B& o, const Device& device) {
+       return o.algorithm >= kSeparate && o.padded_rows() <= kMaxInt32 && DkvWritesDbias(o, device);
+     },
+     Gpus::kSome, Dims::kExact, SeparateWithDbias()},
+    {DkvWritesDbias, Gpus::kSome, Dims::kCovering,
+     Portable<BackwardDeltaFallbackArgs, BackwardDkdvDbiasAloneArgs, BackwardDqOfDbiasAloneArgs>()},
     {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,
      WithDbias<BackwardDkdvBiasAloneArgs, BackwardDqBiasAloneArgs, BackwardDbiasAloneArgs>()},
     {[](const B& o, const Device&) { return !o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,

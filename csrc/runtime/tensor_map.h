@@ -21,6 +21,6 @@ struct TensorMapBox {
   int rows, columns, swizzle;
 };
 
-inline constexpr int kMaxTensorMaps = 12;  // per kernel
+inline constexpr int kMaxTensorMaps = 13;  // per kernel
 
 }  // namespace packax

@@ -183,10 +183,10 @@ def test_missing_field(tmp_path, field):
         ),
         (
             mapped(
-                params=[{"name": f"x{i}", "type": "tma"} for i in range(13)],
-                tensor_maps=BOXES[:1] * 13,
+                params=[{"name": f"x{i}", "type": "tma"} for i in range(14)],
+                tensor_maps=BOXES[:1] * 14,
             ),
-            "13 tensor maps, C++ has room for 12",
+            "14 tensor maps, C++ has room for 13",
         ),
         (mapped(block=32), "block is 32, but q_order is of tiles of 64 or 128 or 192"),
         (mapped(block=384), "block is 384, but q_order is of tiles of 64 or 128 or 192"),

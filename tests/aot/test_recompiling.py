@@ -17,6 +17,7 @@ from aot_modules import (
     FORWARDS,
     GENERAL,
     KEYS,
+    OF_DBIAS,
     ONES,
     PLAIN,
     ROWS,
@@ -83,11 +84,12 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts", "sm90.bwd_dq", "sm90.bwd_dq_parts"]),
         ("sm90.bwd_listed_producer", ["sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
-        ("sm90.bwd_prepost", ["backward_preprocess", "backward_postprocess"]),
-        ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
+        ("sm90.bwd_prepost", ["backward_preprocess", "backward_preprocess_dbias",
+            "backward_postprocess"]),
+        ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *OF_DBIAS, *DECODE]),
         ("portable.decode", DECODE),
         ("portable.fp8", DECODE),
-        ("portable.arithmetic", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
+        ("portable.arithmetic", [*PLAIN, *GENERAL, *BIAS, *OF_DBIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient
         ("portable.row_tile", ["portable.fwd", "portable.bwd_dq"]),
@@ -102,6 +104,9 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.bwd_split_consumer", ["sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
         ("sm90.gradient_store", ["sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"]),
+        ("sm90.bwd_bias_producer", ["sm90.bwd_dkdv_d256"]),
+        ("sm90.dbias_store", ["sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
+        ("portable.dbias_of_pairs", ["portable.bwd", *OF_DBIAS]),
     ], *(0, 1, 3, 4, 12, 14, 20, 23, 30, 31)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:

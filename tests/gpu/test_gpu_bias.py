@@ -93,7 +93,7 @@ def packed_case(kind):
 )
 def test_a_bias_alone(kind, axes, dims, dtype):
     """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it.
-    With all axes the kernel of dQ writes the bias's gradient."""
+    With all axes the kernel of dK and dV writes the bias's gradient."""
     case = packed_case(kind)
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)

@@ -4,7 +4,7 @@ On a fake libcuda, as test_handlers.py.
 """
 
 import struct
-from math import ceil
+from math import ceil, prod
 
 import pytest
 from cpp.bias_calls import (
@@ -19,6 +19,7 @@ from cpp.call_frame import INITIALIZE
 from cpp.calls import MAP, Array, Sizes, of_head_group
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
+from cpp.sm90 import expect_forward, maps_of, sm90_sections
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -104,7 +105,8 @@ def grids_of_alone(s, direction, axes=ALL_AXES):
     grids = grids_of(s, direction, axes, "_alone")
     if direction == "backward" and axes == ALL_AXES:
         del grids["backward_dbias_alone"]
-        grids["backward_dq_dbias_alone"] = grids.pop("backward_dq_bias_alone")
+        grids["backward_dkdv_dbias_alone"] = grids.pop("backward_dkdv_bias_alone")
+        grids["backward_dq_of_dbias_alone"] = grids.pop("backward_dq_bias_alone")
     return grids
 
 
@@ -141,6 +143,68 @@ def test_a_bias_alone_on_hopper(hopper, direction, axes):
     expect_launches(hopper, call, scalars, grids_of_alone(s, direction, axes))
 
 
+@pytest.mark.parametrize("qk_dim", [64, 128, 256])
+@pytest.mark.parametrize("s,axes", [(Sizes(kv_len=704), axes) for axes in (4, 5, 6, 7)])
+def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, qk_dim):
+    """At its own head dims, the forward has a kernel that loads the bias through a tensor map."""
+    machine = make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has("forward_sm90_bias") and m.variant["qk_dim"] == qk_dim,
+    )
+    call = bias_alone("forward", machine, s, axes=axes, dims=(qk_dim, qk_dim))
+    call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
+    bias = call.operands["bias"]
+    planes = Array(bias.dtype, (bias.shape[0] * bias.shape[1], *bias.shape[2:]), bias.address)
+    more = {"bias_axes": axes, "arrays": {"bias": planes}}
+    expect_forward(machine, s, call, "forward_sm90_bias", 128, **more)
+    if axes == ALL_AXES:
+        for other in ({"axes": 3}, {"dims": (qk_dim - 8, qk_dim)}, {"s": Sizes(kv_len=700)}):
+            call = bias_alone("forward", machine, **{"s": s, "dims": (qk_dim, qk_dim)} | other)
+            general = "s" in other
+            assert (
+                kernels_of(machine, call) == KERNELS[f"forward_bias{'' if general else '_alone'}"]
+            )
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("needs_grad", [2, 3])
+def test_a_bias_with_an_element_for_every_pair_on_sm90(tmp_path, driver, needs_grad, dim):
+    """At these head dims, the kernel of dK and dV loads and stores tiles through tensor maps."""
+    machine = make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has("backward_sm90_dbias") and m.variant["qk_dim"] == dim,
+    )
+    s, more = Sizes(kv_len=704), {"dims": (dim, dim), "needs_grad": needs_grad}
+    call = bias_alone("backward", machine, s, algorithm="sm90_separate", **more)
+    workspace = call.results["workspace"]
+    sections, _ = sm90_sections(machine, s, workspace.address, with_bias=True)
+    assert sections["dq_sum"].address + 4 == workspace.address + 4 * workspace.shape[0]
+    rows = prod(sections["delta"].shape)
+    keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
+    grids = {
+        "backward_preprocess_dbias": lambda r: [rows // r],
+        "backward_dkdv_sm90_dbias": lambda n: [keys * (128 // n)],
+    }
+    if needs_grad == 3:
+        tiles = s.heads * s.batch * ceil(s.q_len / 128)
+        grids["backward_dq_of_dbias_alone"] = lambda m: [tiles * (128 // m)]
+    pointers = {name: array.address for name, array in sections.items()}
+    scalars = {**attention(s, 0.125, 2, has_dlse=1), "clear_dq": 0, "qk_dim": dim}
+    values = {name: {**scalars, **pointers} for name in grids}
+    arrays = {**call.operands, **call.results, **sections}
+    for name, of in (("bias", call.operands["bias"]), ("dbias", call.results["dbias"])):
+        planes = (of.shape[0] * of.shape[1], *of.shape[2:])
+        arrays[name] = Array(of.dtype, planes, of.address)
+    kernel = "backward_dkdv_sm90_dbias"
+    values[kernel] |= maps_of(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    for other in ({"needs_grad": 1}, {"axes": 3}, {"algorithm": "portable"}):
+        other = bias_alone("backward", machine, s, **{"algorithm": "sm90_separate"} | more | other)
+        assert kernel not in kernels_of(machine, other)
+
+
 @pytest.mark.parametrize(
     "s,axes",
     [
@@ -155,8 +219,10 @@ def test_a_bias_with_an_element_for_every_pair(hopper, s, axes):
     call = bias_alone("backward", hopper, s, axes=axes)
     assert kernels_of(hopper, call) == KERNELS["backward_dbias_of_pairs"]
     call = bias_alone("backward", hopper, s, axes=axes, needs_grad=2)
-    delta, dkdv, _, dbias = KERNELS["backward_bias_alone"]
-    assert kernels_of(hopper, call) == [delta, dkdv, dbias]
+    assert kernels_of(hopper, call) == KERNELS["backward_dbias_of_pairs"][:2]
+    call = bias_alone("backward", hopper, s, axes=axes, needs_grad=1)
+    delta, _, dq, dbias = KERNELS["backward_bias_alone"]
+    assert kernels_of(hopper, call) == [delta, dq, dbias]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -181,7 +247,7 @@ def test_a_bias_and_more_on_hopper(hopper, direction, more):
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("dims", [(136, 64), (192, 128), (72, 200), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(136, 64), (192, 128), (72, 200), (256, 248)], ids=str)
 def test_above_head_dim_128(wide, direction, dims, alone):
     """All of them take the kernels of 256, on Hopper those of a bias alone, too."""
     s, (dtype, cc) = Sizes(kv_len=704), (wide.variant[name] for name in ("dtype", "cc"))

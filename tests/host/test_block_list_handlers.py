@@ -19,7 +19,7 @@ from cpp.machine import (
     needs_compiler,
     needs_extension,
 )
-from cpp.sm90 import backward_maps, expect_separate_backward
+from cpp.sm90 import expect_separate_backward, maps_of
 from tiers import once_each
 
 pytest_plugins = ("cpp.fixtures",)
@@ -60,7 +60,7 @@ def test_forward(mapped, s, n, size):
     assert mapped.row("forward_sm90_block_lists", mapped.variant["cc"])["block"] == 128
     blocks = blocks_of(s, n, size)
     call = forward_block_lists(mapped, s, blocks).change(**GIVEN)
-    maps = backward_maps(mapped, "forward_sm90_block_lists", {**call.operands, **call.results})
+    maps = maps_of(mapped, "forward_sm90_block_lists", {**call.operands, **call.results})
     tiles = s.heads * s.batch * ceil(s.q_len / 128)
     grids = {"forward_sm90_block_lists": lambda m: [min(MULTIPROCESSORS, tiles)]}
     expect_launches(mapped, call, attention(s, 0.375, 1) | maps | of_a_map(blocks), grids)

@@ -22,10 +22,10 @@ from cpp.machine import (
     needs_extension,
 )
 from cpp.sm90 import (
-    backward_maps,
     expect_forward,
     expect_one_backward,
     expect_separate_backward,
+    maps_of,
     sm90_maps,
     sm90_sections,
 )
@@ -254,7 +254,7 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
     )
     call = backward(machine, s, scale=0.375, mask_mode=1, has_dlse=has_dlse)
     sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
-    maps = backward_maps(machine, "backward_sm90", {**call.operands, **call.results, **sections})
+    maps = maps_of(machine, "backward_sm90", {**call.operands, **call.results, **sections})
     assert "dq_sum" not in maps
     for name in sections.keys() - {"dq_sum"}:
         assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
@@ -305,7 +305,7 @@ def test_backward_of_head_dim_512(tmp_path, driver, s, needs_grad, algorithm):
     values = {name: {**scalars, **pointers} for name in grids}
     arrays = {**call.operands, **call.results, **sections}
     for kernel in grids.keys() - {"backward_preprocess"}:
-        values[kernel] |= backward_maps(machine, kernel, arrays)
+        values[kernel] |= maps_of(machine, kernel, arrays)
     if needs_grad & 2:
         maps = values["backward_dkdv_sm90_parts"]
         assert [maps[name]["box"][1] for name in ("query", "key", "value", "dout")] == [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,20 +49,31 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     kernel = "forward_sm90" + ("_low_occupancy" if few else p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
-    row_max = {"row_max": np.full_like(lse, np.nan)} if p.option == "_max_logits" else {}
+    extra: dict[str, Any] = {}
+    if p.option == "_max_logits":
+        extra["row_max"] = np.full_like(lse, np.nan)
+    if p.bias is not None:
+        lse = np.full((*lse.shape, 2), np.nan, np.float32)
+        extra["bias"] = TensorMap(p.bias.reshape(-1, *p.bias.shape[2:]))
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
-        "out": rows_of(out), "lse": lse, **row_max,
+        "out": rows_of(out), "lse": lse, **extra,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
         **p.masks("q_block_lists"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
     p.check("out", out)
+    if p.bias is not None:
+        largest = p.want["top"]
+        np.testing.assert_allclose(lse[..., 0], largest, atol=1e-4, rtol=1e-6)
+        nothing = np.isneginf(largest)
+        assert (lse[nothing, 1] == np.finfo(np.float32).max).all()
+        lse = np.where(nothing, -np.inf, lse.sum(-1))
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(p.want["lse"]))
     some = np.isfinite(lse)
     np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4, rtol=1e-6)
-    for found in row_max.values():
-        np.testing.assert_allclose(found, p.want["top"], atol=1e-4, rtol=1e-6)
+    if "row_max" in extra:
+        np.testing.assert_allclose(extra["row_max"], p.want["top"], atol=1e-4, rtol=1e-6)
 
 
 # for what has its way of masking from a plain row of the table, or is none
@@ -108,19 +120,25 @@ def launch_keys(
     stats: Statistics,
     dk: np.ndarray,
     dv: np.ndarray,
+    dbias: np.ndarray | None = None,
 ) -> None:
     """A kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
     variant = table.sm90(kernel, SM90, "bf16", *dims, "13.4")
     programs = -(-p.kv_len // 128) * (128 // variant.block) * p.batch * p.kv_heads
     programs *= 2 if kernel in table.PARTS else 1
+    pairs = {}
+    if dbias is not None:
+        of_pairs = {"bias": p.bias, "dbias": dbias}
+        pairs = {k: TensorMap(x.reshape(-1, *x.shape[2:])) for k, x in of_pairs.items()}
+        pairs["top"] = line(stats.top)
     launch(variant.source, table.function(kernel, variant.source), programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout),
         "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo),
         "hi": line(stats.hi),
         "dk": rows_of(dk), "dv": rows_of(dv),
-        **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
+        **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}), **pairs,
         **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order",
             "kv_block_lists"),
         "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
@@ -129,7 +147,10 @@ def launch_keys(
 
 def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
     stats, dk, dv = Statistics(p), poisoned(p.key), poisoned(p.value)
-    launch_keys(p, kernel + p.option, changed, stats, dk, dv)
+    dbias = poisoned(p.bias) if p.option == "_dbias" else None
+    launch_keys(p, kernel + p.option, changed, stats, dk, dv, dbias)
+    if dbias is not None:
+        p.check("dbias", dbias)
     if kernel == "backward_sm90":
         p.check("dq", stats.dq(p))
     p.check("dk", dk)
@@ -242,6 +263,18 @@ def test_alibi(dim, case):
     p = Problem(case, (dim, dim), "_alibi", heads=4, kv_heads=2)
     forward(p, {})
     backward(p, "backward_sm90", {})
+
+
+@pytest.mark.parametrize(
+    "dim,case", some(itertools.product([64, 128, 256], (*SOME, "longer keys", "one row")), 0, 6, 11)
+)
+def test_bias(dim, case):
+    forward(Problem(case, (dim, dim), "_bias", heads=4, kv_heads=2), {})
+
+
+@pytest.mark.parametrize("dim,case", some(itertools.product([128, 256], MASKS), 1, 13))
+def test_bias_with_its_gradient(dim, case):
+    backward(Problem(case, (dim, dim), "_dbias", heads=4, kv_heads=2), "backward_dkdv_sm90", {})
 
 
 OF_BLOCK_LISTS = (64, 64), (128, 128), (192, 128), (256, 256)

@@ -27,7 +27,7 @@ ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
 KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
 
 
-def step(scores, m, parts, scale, half="bf16", growth=8):
+def step(scores, m, parts, scale, half="bf16", growth=8, natural=False):
     """`scores` (16, 64); m (16,); parts (lanes, 2): P (16, 64), m, parts, alpha (16,)."""
     place, pairs = ROWS[:, :3:2], N // 2  # rows of registers 0 and 2
     first = pairs + 6
@@ -35,7 +35,7 @@ def step(scores, m, parts, scale, half="bf16", growth=8):
     values |= {f"${first + N + r}": m[place[:, r]].astype(F32) for r in (0, 1)}
     values |= {f"${first + N + 2 + r}": parts[:, r].astype(F32) for r in (0, 1)}
     values[f"${first + N + 4}"] = np.full(LANES, scale, F32)
-    values = Warp().run(softmax.softmax_asm(N, half, growth), values)
+    values = Warp().run(softmax.softmax_asm(N, half, growth, natural), values)
     packed = np.stack([values[f"${i}"] for i in range(pairs)], 1).astype(np.uint32)
     p = np.zeros((16, 64))
     for i in range(N):
@@ -147,6 +147,30 @@ def test_bias(start, slope):
     np.testing.assert_allclose(got, scores * scale - slope * far, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [-np.inf, -3.39e38, -1e9, 3.39e38])
+def test_logits_that_a_bias_moves_far(hidden):
+    """In base e, with a maximum that is a logit: rows with this number on all keys, on some, on
+    none; then a second step with ordinary logits."""
+    rng = np.random.default_rng()
+    scores = rng.standard_normal((16, 64)).astype(F32)
+    scores[:5] = hidden
+    scores[5:10][rng.random((5, 64)) < 0.5] = hidden
+    m, parts = np.full(16, softmax.LEAST.value, F32), np.zeros((LANES, 2), F32)
+    total, top = np.zeros(16), m.astype(float)
+    for logits in (scores, rng.standard_normal((16, 64)).astype(F32)):
+        p, new_m, parts, alpha = step(logits, m, parts, np.log2(np.e), growth=0, natural=True)
+        new_top = np.maximum(top, logits.max(1).astype(float))
+        np.testing.assert_array_equal(new_m, new_top.astype(F32))
+        np.testing.assert_allclose(alpha, np.exp(top - new_top), rtol=1e-5)
+        exact = np.exp(logits.astype(float) - new_top[:, None])
+        np.testing.assert_allclose(p, exact, rtol=2.0**-8, atol=1e-30)
+        total = total * np.exp(top - new_top) + exact.sum(1)
+        np.testing.assert_allclose(sum_of(parts), total, rtol=1e-5)
+        m, top = new_m, new_top
+
+
 def test_registers_of_the_assembly_are_those_of_its_constraints():
-    named = {int(x) for x in re.findall(r"\$(\d+)", softmax.softmax_asm(N, "bf16", 8))}
-    assert named == set(range(N // 2 + 6 + N + 5))
+    for natural in (False, True):
+        text = softmax.softmax_asm(N, "bf16", 8, natural)
+        named = {int(x) for x in re.findall(r"\$(\d+)", text)}
+        assert named == set(range(N // 2 + 6 + N + 5))

@@ -42,15 +42,17 @@ DBIAS = ["backward_dbias", "backward_dbias_alone"]
 BIAS = [
     *("forward_bias", "backward_dkdv_bias", "backward_dq_bias"),
     *("forward_bias_alone", "backward_dkdv_bias_alone", "backward_dq_bias_alone"),
-    "backward_dq_dbias_alone",
+    "backward_dkdv_dbias_alone",
     *DBIAS,
 ]
+OF_DBIAS = ["backward_dq_of_dbias_alone"]
 FORWARDS = [
     *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
     *("forward_sm90_alibi", "forward_sm90_block_lists", "forward_sm90_max_logits"),
+    "forward_sm90_bias",
 ]
 KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
-KEYS += ["backward_dkdv_sm90_parts"]
+KEYS += ["backward_dkdv_sm90_parts", "backward_dkdv_sm90_dbias"]
 ROWS = ["backward_dq_sm90", "backward_dq_sm90_soft_cap", "backward_dq_sm90_block_lists"]
 ROWS += ["backward_dq_sm90_parts"]
 ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]

@@ -4,6 +4,7 @@ dQ (bwd_dq.py; FlashAttention-2, arXiv 2307.08691).
     p = exp(logit - lse),    delta = sum(do * out) - dlse,    dlogit = p * (do v^T - delta)
     ds = dlogit * (1 - (capped / cap)^2)
     dv = p^T do,             dk = scale * ds^T q,             dq = scale * ds k
+    dbias = dlogit,          of a bias with an element for every logit
 
 Masked elements are selected away, never multiplied: what padding holds may overflow to infinity. No
 atomics: the same bits every run. One function is the plain kernel and the fallback one, as in
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from portable.arithmetic import dot
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
+from portable.dbias_of_pairs import PairGradients, clear_pairs, pair_gradients_of, store_pairs
 from portable.dropout import negative_where_dropped
 from portable.kv_ranges import (
     Segments,
@@ -49,7 +51,7 @@ from portable.steps import (
 class KeyTile(NamedTuple):
     """`keys`, from `first_key` on, of a key/value head, and what their mask is read from. The first
     query head that reads them is `first_head`, of `heads` in the call. `b` is the batch row, and
-    `mask_b` the batch row of the mask."""
+    `mask_b` the batch row of the mask. `dbias` are their columns of the gradient of a bias."""
 
     first_head: tl.tensor
     heads: tl.tensor
@@ -59,6 +61,7 @@ class KeyTile(NamedTuple):
     keys: tl.tensor
     segments: Segments
     block_mask: BlockMask
+    dbias: PairGradients
 
 
 class RowOperands(NamedTuple):
@@ -130,7 +133,8 @@ def dkdv_step(
     KEYS: tl.constexpr = k.shape[0]
     terms = terms_of(scoring, first_row, tile.first_key, rows, ROWS, KEYS, 1)
     capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), terms, scoring)
-    p = probabilities(x, row_sums(load_sums(lse_ptr, attended, bias), bias), 0)
+    sums = row_sums(load_sums(lse_ptr, attended, bias), bias)
+    p = probabilities(x, sums, 0)
     if inside is not None:
         p = tl.where(inside, p, 0.0)
     if dropout.threshold is None:
@@ -143,7 +147,14 @@ def dkdv_step(
         dp = tl.where(p < 0, 0.0, dp * dropout.inverse_keep)
         p = tl.abs(p)
     dlt = tl.load(delta_ptr, mask=attended, other=None if attended is None else 0.0)
-    ds = through_cap(p * (dp - dlt[None, :]), capped, scoring)
+    dlogit = p * (dp - dlt[None, :])
+    if tile.dbias.pointers is not None:
+        kept = attending(sums)[None, :]
+        if inside is not None:
+            kept &= inside
+        dlogit = tl.where(kept, dlogit, 0.0)
+        store_pairs(tile.dbias, dlogit, scoring.head, first_row, tile.dbias.q_len)
+    ds = through_cap(dlogit, capped, scoring)
     if inside is not None:
         ds = tl.where(inside, ds, 0.0)
     return dot(ds.to(q.dtype), q, dk, FLOAT32_PRODUCTS), dv
@@ -234,8 +245,8 @@ def over_rows(
 
 @triton.jit
 def backward_dkdv(
-    query, key, value, dout, lse, delta, dk, dv, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos,
+    query, key, value, dout, lse, delta, dk, dv, dbias, kv_start, kv_end, q_ids, kv_ids, q_pos,
+    kv_pos, q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos,
     kv_bias_pos, bias, dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, mask_mode,
     bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch,
     bias_batch, block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads,
@@ -243,7 +254,9 @@ def backward_dkdv(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one key/value head; its group's query heads are summed in registers."""
+    """A tile of keys of one key/value head; its group's query heads are summed in registers.
+    `dbias` (B, H, Sq, Skv), of a bias of that shape and the query's dtype; None in other
+    kernels."""
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = tile_of_program(
         kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, kv_heads, BLOCK_N
@@ -282,7 +295,8 @@ def backward_dkdv(
     cols = tl.arange(0, BLOCK_M)
     q_first = (b.to(tl.int64) * q_len + walk.origin) * q_heads + kv_head * group
     first_head = kv_head * group
-    tile = KeyTile(first_head, heads, b, mask_b, first_key, keys, segments, block_masks)
+    pairs = pair_gradients_of(dbias, b, heads, first_key, q_len, kv_len, BLOCK_M, keys)
+    tile = KeyTile(first_head, heads, b, mask_b, first_key, keys, segments, block_masks, pairs)
     pointers = pointers_of(query, dout, q_first, q_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_M)
     stat = (b.to(tl.int64) * heads + first_head) * q_len + walk.origin
     first_lse = pointer_to_sums(lse, bias) + stat + cols
@@ -297,6 +311,11 @@ def backward_dkdv(
         inverse_keep, b, heads, None, keys, q_len, kv_len, 1,
     )  # fmt: skip
 
+    if dbias is not None:
+        begin = tl.minimum(start, q_len)  # past all rows if none attends any of the keys
+        for g in tl.range(0, group, num_stages=1):
+            clear_pairs(pairs, first_head + g, 0, begin)
+            clear_pairs(pairs, first_head + g, begin + steps * BLOCK_M, q_len)
     dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
     grads = (dk_acc, dv_acc)

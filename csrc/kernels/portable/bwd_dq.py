@@ -2,13 +2,10 @@
 part of the gradients of what changes scores. bwd.py has the formulas.
 
     dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|)    of every row: `score_grads`
-    dbias = dlogit,          of a bias with an element for every pair
 
 One function is the plain kernel and the fallback one, as in fwd.py. Rows of which the forward says
 that they attend nothing (lse -inf) are not read.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,55 +26,11 @@ from portable.scoring import logits, scoring_of, terms_of, through_cap
 from portable.steps import pair_of, pointers_of
 
 
-class BiasRows(NamedTuple):
-    """The tile's rows of the gradient of a bias: pointers to the first key of each, those that
-    exist, those that attend anything (both (rows, 1)), and how many keys they have. All are None in
-    kernels that do not make it."""
-
-    pointers: tl.tensor
-    there: tl.tensor
-    attended: tl.tensor
-    kv_len: tl.tensor
-
-
-@triton.jit
-def bias_rows_of(dbias, tile, attended, heads, kv_len):
-    """Offsets in a tile have 32 bits, as in bias.py."""
-    if dbias is None:
-        made = BiasRows(None, None, None, None)
-    else:
-        BLOCK_M: tl.constexpr = tile.rows.shape[0]
-        kv_len = kv_len // 8 * 8  # the compiler sees that rows begin at 16 bytes
-        first = (tile.b.to(tl.int64) * heads + tile.head) * tile.q_len + tile.first_row
-        pointers = dbias + first * kv_len + tl.arange(0, BLOCK_M)[:, None] * kv_len
-        made = BiasRows(pointers, tile.there[:, None], attended[:, None], kv_len)
-    return made
-
-
-@triton.jit
-def store_keys(bias_rows, x, first_key, end):
-    """x (rows, keys) from `first_key` on, up to `end`: both multiples of 8."""
-    BLOCK_N: tl.constexpr = x.shape[1]
-    keys = tl.arange(0, BLOCK_N)[None, :]
-    pointers = bias_rows.pointers + (first_key // 8 * 8 + keys)
-    there = bias_rows.there & (keys < (end - first_key) // 8 * 8)
-    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def clear_keys(bias_rows, begin, end, BLOCK_N: tl.constexpr):
-    """Zeros for the keys from `begin` to `end`, which no step of the tile meets."""
-    BLOCK_M: tl.constexpr = bias_rows.pointers.shape[0]
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first_key in tl.range(begin, end, BLOCK_N, num_stages=1):
-        store_keys(bias_rows, zeros, first_key, end)
-
-
 @triton.jit
 def dq_step(grads, operands, kv, tile, scoring, first_key, inside, FLOAT32_PRODUCTS: tl.constexpr):
     """One block of keys, as in fwd.py. `grads`: dQ and, of every row, those of scale and slope."""
     dq, dscale, dslope = grads
-    q, do, sums, delta, has_score_grads, bias_rows = operands
+    q, do, sums, delta, has_score_grads = operands
     k, v = kv
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = k.shape[0]
@@ -91,12 +44,6 @@ def dq_step(grads, operands, kv, tile, scoring, first_key, inside, FLOAT32_PRODU
         dp *= scoring.dropout.inverse_keep
     dp = drop(dp, scoring.dropout, scoring.head, tile.rows, first_key, BLOCK_N, 0)
     dlogit = p * (dp - delta[:, None])
-    if bias_rows.pointers is not None:
-        kept = bias_rows.attended
-        if inside is not None:
-            kept &= inside
-        dlogit = tl.where(kept, dlogit, 0.0)
-        store_keys(bias_rows, dlogit, first_key, bias_rows.kv_len)
     ds = through_cap(dlogit, capped, scoring)
     if inside is not None:
         ds = tl.where(inside, ds, 0.0)
@@ -113,7 +60,7 @@ def dq_step(grads, operands, kv, tile, scoring, first_key, inside, FLOAT32_PRODU
 
 @triton.jit
 def backward_dq(
-    query, key, value, dout, lse, delta, dq, dbias, score_grads, kv_start, kv_end, q_ids,
+    query, key, value, dout, lse, delta, dq, score_grads, kv_start, kv_end, q_ids,
     kv_ids, q_pos, kv_pos, q_blocks, q_order, block_mask, q_block_lists, scales, slopes,
     q_bias_pos, kv_bias_pos, bias, dropout_streams, dropout_rows, scale, soft_cap, inverse_keep,
     mask_mode, has_score_grads, bias_kind, bias_axes, dropout_threshold, dropout_rows_batch,
@@ -122,8 +69,7 @@ def backward_dq(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """`score_grads` (B, H, 2, Sq): every row's part of the gradients of scale and slope. `dbias`
-    (B, H, Sq, Skv), of a bias of that shape and the query's dtype; None in other kernels."""
+    """`score_grads` (B, H, 2, Sq): every row's part of the gradients of scale and slope."""
     group = heads // kv_heads
     block_masks = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -157,15 +103,10 @@ def backward_dq(
         inverse_keep, b, heads, head, tile.rows, q_len, kv_len, 0,
     )  # fmt: skip
 
-    bias_rows = bias_rows_of(dbias, tile, attended & attending(sums), heads, kv_len)
-    if dbias is not None:
-        begin = tl.minimum(tile.walk.start, kv_len)  # past all keys if no row attends any
-        clear_keys(bias_rows, 0, begin, BLOCK_N)
-        clear_keys(bias_rows, begin + tile.walk.steps * BLOCK_N, kv_len, BLOCK_N)
     acc = tl.zeros([BLOCK_M, columns(QK_DIM).shape[0]], tl.float32)
     none = tl.zeros([BLOCK_M], tl.float32)
     acc, dscale, dslope = over_keys(
-        dq_step, (acc, none, none), (q, do, sums, deltas, has_score_grads, bias_rows), tile,
+        dq_step, (acc, none, none), (q, do, sums, deltas, has_score_grads), tile,
         segments, pair, scoring, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
     )  # fmt: skip
 

@@ -30,12 +30,14 @@ class KernelScalars:
 
 @gluon.aggregate
 class Maps:
-    """Tensor maps of what producers load."""
+    """Tensor maps of what producers load; `bias`: (planes, q_len, kv_len), one plane for each of
+    the bias's batch rows and heads."""
 
     query: Map
     key: Map
     value: Map
     dout: Map
+    bias: Map
 
 
 @gluon.aggregate
@@ -120,6 +122,7 @@ class RowTileShared:
     do_s: Buffer
     k_s: Buffer
     v_s: Buffer
+    bias_s: Buffer
     o_s: Buffer
     work_s: Buffer
     q_full: Buffer
@@ -142,6 +145,7 @@ class RowTileArgs:
     shared: RowTileShared
     scalars: KernelScalars
     maps: Maps
+    bias_axes: Number
     q_order: Number
     counter: Number
     programs: Number
@@ -211,6 +215,21 @@ class Exchange:
     """Tiles that warp groups pass to each other."""
 
     tiles: Buffer
+    full: Buffer
+    empty: Buffer
+
+
+@gluon.aggregate
+class PairBias:
+    """A bias with an element for every logit: (planes, q_len, kv_len), one plane for each batch row
+    and head. `map` and `gradient` are tensor maps of it and of its gradient. With its tile, the
+    largest logits of the rows are loaded (`top`, as RowStats)."""
+
+    map: Map
+    gradient: Map
+    top: Map
+    tiles_s: Buffer
+    top_s: Buffer
     full: Buffer
     empty: Buffer
 

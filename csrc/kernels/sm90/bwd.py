@@ -130,7 +130,7 @@ def backward_sm90(
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         scalars = gl.aggregate_replace(scalars, mask_mode=mask_mode_of_tile(mask, q_range, scalars))
     args = BackwardArgs(
-        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi),
+        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
         dk=dk, dv=dv, dq_sum=dq_sum, slopes=slopes, blocks=blocks, mask=mask, shared=shared,
         ds=ds, dq_s=dq_s, tile=tile, q_range=q_range, scalars=scalars,
     )  # fmt: skip

@@ -317,8 +317,9 @@ def backward_dkdv_sm90(
     if config.BLOCK_LISTS:
         q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
     args = DkdvArgs(
-        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
-        mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars, blocks=blocks,
+        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
+        dk=dk, dv=dv, mask=mask, shared=shared,
+        tile=tile, q_range=q_range, scalars=scalars, blocks=blocks,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -12,10 +12,12 @@ from sm90.args import (
     KeyTileMask,
     KeyTileShared,
     Maps,
+    PairBias,
     RowStats,
     StepRange,
 )
 from sm90.block_lists import blocks_of_lists
+from sm90.bwd_bias_producer import produce_with_bias
 from sm90.bwd_listed_producer import produce_listed
 from sm90.bwd_producer import ROWS, allocate_row_stats, produce, tile_of_program
 from sm90.bwd_split_consumer import KEYS, SplitArgs, consume_gradients, consume_scores
@@ -27,15 +29,17 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def backward_dkdv_sm90(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, top, bias, dbias,
+    q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
     scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ; options: `soft_cap` or block lists. These are of tiles of
-    128 keys, so a program may visit blocks of rows that attend to the other 64 keys only."""
+    """As bwd.backward_sm90 without dQ; options: `soft_cap`, block lists, or a bias with an element
+    for every logit, whose gradient it writes, too. Lists are of tiles of 128 keys, so a program may
+    visit blocks of rows that attend to the other 64 keys only."""
+    BIAS: gl.constexpr = bias is not None
     BLOCK_LISTS: gl.constexpr = block_mask is not None
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
@@ -60,6 +64,17 @@ def backward_dkdv_sm90(
         do_full=barriers(2), do_empty=barriers(2),
     )  # fmt: skip
     p = Exchange(p_s, full=barriers(2), empty=barriers(2))
+    pairs = None
+    if BIAS:
+        line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+        bias_tile: gl.constexpr = get_layout([ROWS, KEYS], dtype)
+        pairs = PairBias(
+            map=bias, gradient=dbias, top=top,
+            tiles_s=gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], bias_tile),
+            top_s=gl.allocate_shared_memory(gl.float32, [1, ROWS], line),
+            full=barriers(1), empty=barriers(1),
+        )  # fmt: skip
+        init_barriers(1, (pairs.full, pairs.empty), (1, 4))
     init_barriers(1, (shared.kv_full,), (1,))
     init_barriers(
         2,
@@ -79,15 +94,19 @@ def backward_dkdv_sm90(
         )
         q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
     args = SplitArgs(
-        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
-        mask=mask, shared=shared, p=p, blocks=blocks, tile=tile, q_range=q_range, scalars=scalars,
-        part=0, q_rest=None, do_rest=None,
+        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
+        dk=dk, dv=dv, mask=mask, shared=shared, p=p, blocks=blocks,
+        tile=tile, q_range=q_range, scalars=scalars,
+        part=0, q_rest=None, do_rest=None, bias=pairs,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (consume_scores, (args, config)),
             (consume_gradients, (args, config)),
-            (produce_listed if BLOCK_LISTS else produce, (args, config)),
+            (
+                produce_listed if BLOCK_LISTS else produce_with_bias if BIAS else produce,
+                (args, config),
+            ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

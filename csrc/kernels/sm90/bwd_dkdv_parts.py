@@ -199,9 +199,10 @@ def backward_dkdv_sm90_parts(
     mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
     tile, part, q_range, mask = tile_of_program(mask, kv_order, scalars)
     args = SplitArgs(
-        maps=Maps(query, key, value, dout), row_stats=RowStats(lse2, delta, lo, hi), dk=dk, dv=dv,
-        mask=mask, shared=shared, p=p, blocks=None, tile=tile, q_range=q_range, scalars=scalars,
-        part=part, q_rest=q_rest, do_rest=do_rest,
+        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
+        dk=dk, dv=dv, mask=mask, shared=shared, p=p, blocks=None,
+        tile=tile, q_range=q_range, scalars=scalars,
+        part=part, q_rest=q_rest, do_rest=do_rest, bias=None,
     )  # fmt: skip
     gl.warp_specialize(
         [(consume_scores, (args, config)), (consume_gradients, (args, config)),

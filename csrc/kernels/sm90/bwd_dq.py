@@ -249,6 +249,7 @@ def backward_dq_sm90(
         do_s=gl.allocate_shared_memory(dtype, [2 * V_CHUNKS, 64, V_CHUNK], v_tile),
         k_s=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         v_s=gl.allocate_shared_memory(dtype, [V_STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
+        bias_s=None,
         o_s=None, work_s=gl.allocate_shared_memory(gl.int32, [2, 16], line),
         q_full=barriers(2), q_empty=barriers(2),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
@@ -263,7 +264,7 @@ def backward_dq_sm90(
     )
 
     args = DqArgs(
-        maps=Maps(query, key, value, dout),
+        maps=Maps(query, key, value, dout, None),
         mask=Mask(kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos),
         blocks=BlockMask(
             block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
@@ -271,7 +272,8 @@ def backward_dq_sm90(
         scalars=KernelScalars(
             mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap
         ),
-        q_blocks=q_blocks, q_order=q_order, counter=counter, programs=gl.num_programs(0),
+        bias_axes=None, q_blocks=q_blocks, q_order=q_order, counter=counter,
+        programs=gl.num_programs(0),
         shared=shared, dq=dq, lse2=lse2, delta=delta,
     )  # fmt: skip
     gl.warp_specialize(

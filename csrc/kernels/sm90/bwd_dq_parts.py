@@ -364,7 +364,7 @@ def backward_dq_sm90_parts(
     mask = Mask(kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos)
     tile, mask = rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N)
     args = DqPartsArgs(
-        maps=Maps(query, key, value, dout), dq=dq, lse2=lse2, delta=delta, mask=mask,
+        maps=Maps(query, key, value, dout, None), dq=dq, lse2=lse2, delta=delta, mask=mask,
         shared=shared, tile=tile, scalars=scalars,
     )  # fmt: skip
     gl.warp_specialize(

@@ -12,14 +12,17 @@ from triton.experimental.gluon import language as gl
 
 @triton.jit
 def backward_preprocess(
-    out, dout, lse, dlse, kv_start, kv_end, delta, lse2, lo, hi, dq_sum,
+    out, dout, lse, dlse, kv_start, kv_end, delta, lse2, lo, hi, top, dq_sum,
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows
     past the end empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf
     for an empty row; lo, hi (Bm, P) copies of the row ranges; dq_sum (B, H, P, Dqk) = 0, with
-    clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`."""
+    clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`.
+
+    With a bias (top, else None), lse is in two (row_sums.py): top (B, H, P) is a row's largest
+    logit, 0 of an empty row, and lse2 the logarithm of the sum relative to it."""
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
     head = pid % heads
@@ -48,10 +51,18 @@ def backward_preprocess(
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
         total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
-    natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
-    # a segment-checked row may have met no key: -inf would make p infinite
-    natural = tl.where(natural == float("-inf"), float("inf"), natural)
+    if top is None:
+        natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
+        # a segment-checked row may have met no key: -inf would make p infinite
+        natural = tl.where(natural == float("-inf"), float("inf"), natural)
+    else:
+        pair = lse + 2 * (bh * q_len + rows)
+        largest = tl.load(pair, mask=attended, other=0.0)
+        natural = tl.load(pair + 1, mask=attended, other=float("inf"))
     at = bh * padded + rows
+    if top is not None:
+        # of a row whose logits are all -inf the logarithm is so large that it becomes infinite
+        tl.store(top + at, tl.where(largest == float("-inf"), 0.0, largest))
     tl.store(delta + at, total)
     tl.store(lse2 + at, natural * 1.4426950408889634)
     if clear_dq != 0:

@@ -6,11 +6,12 @@ While one is at its exponentials, the other's products run, and the next scores 
 its last product. Head dims are cut into chunks of columns, as in sm90/fwd.py.
 """
 
-from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number
+from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number, PairBias
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import mask_bits
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
 from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
+from sm90.dbias_store import clear_rows, end_store, start_store
 from sm90.dq_reduce import keys_read
 from sm90.gradient_store import store_gradient
 from sm90.soft_cap import tanh_of_scores
@@ -41,13 +42,14 @@ class Rest:
 class SplitArgs(KeyTileArgs):
     """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
     parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one.
-    blocks: None without block lists."""
+    blocks: None without block lists; bias: None without one."""
 
     p: Exchange
     blocks: BlockMask | gl.constexpr
     part: Number
     q_rest: Rest | gl.constexpr
     do_rest: Rest | gl.constexpr
+    bias: PairBias | gl.constexpr
 
 
 @gluon.aggregate
@@ -141,6 +143,20 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
 
 
 @gluon.jit
+def plus_bias(s, args, nth):
+    """Logits in base e, less the largest of their rows; `nth`: of the block, or its parity."""
+    bias = args.bias
+    layout: gl.constexpr = s.type.layout
+    mbarrier.wait(bias.full.index(0), nth & 1)
+    added = bias.tiles_s.index(0).permute((1, 0)).load(layout).to(gl.float32)
+    top = bias.top_s.index(0).load(gl.SliceLayout(0, layout))
+    warp_arrive(bias.empty.index(0))
+    # Above 0 only where products round otherwise than in the forward: by 64 at logits of 1e9. Of
+    # -inf less -inf the smaller is 0, too.
+    return gl.minimum(s * args.scalars.scale + added - top[None, :], 0.0)
+
+
+@gluon.jit
 def add_to_values(
     dv_sum, s, i, n, count, listed, stage, phase, fixed, args, MASKED: gl.constexpr,
     config: gl.constexpr,
@@ -163,6 +179,8 @@ def add_to_values(
     if SOFT_CAP:
         s = tanh_of_scores(s, args.scalars.scale / args.scalars.soft_cap, ROWS)
         dtanh = 1.0 - s * s  # the derivative of tanh
+    if args.bias is not None:
+        s = plus_bias(s, args, stage)
     if MASKED:
         s = select_bits(s, bits_of_masked(n, listed, keys, stage, args), float("-inf"))
         n = gl.where(n + 1 == count, 0, n + 1)
@@ -196,6 +214,8 @@ def consume_scores(args, config: gl.constexpr):
     V_CHUNK: gl.constexpr = config.V_CHUNK
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     scale2 = (args.scalars.soft_cap if config.SOFT_CAP else args.scalars.scale) * LOG2E
+    if args.bias is not None:
+        scale2 = LOG2E
     s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
     keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
     dv_sum = zeros(accumulator(V_CHUNK), V_CHUNK, V_CHUNKS)
@@ -213,6 +233,20 @@ def consume_scores(args, config: gl.constexpr):
     keys_read(0, 1)
     head = tile.kv_head * config.PARTS + args.part
     store_gradient(args.dv, dv_sum, None, shared.v_s, tile.b, tile.first_key, head, V_CHUNKS)
+
+
+@gluon.jit
+def store_block(args, stage, i, count, MASKED: gl.constexpr):
+    """dS of the i-th of all heads' partial (full) blocks, of which each head has `count`."""
+    tile = args.tile
+    q_range = args.q_range
+    g = i // count
+    n = i - g * count
+    nth = q_range.nth_partial(n) if MASKED else q_range.full_begin + n
+    tile_s = args.p.tiles.index(stage)
+    plane = tile.b * args.scalars.heads + tile.kv_head * tile.group + g
+    row = q_range.start + nth * tile_s.shape[0]
+    start_store(tile_s, args.bias.gradient, plane, row, tile.first_key)
 
 
 @gluon.jit
@@ -236,20 +270,29 @@ def add_to_keys(
     mbarrier.wait(args.p.full.index(stage), phase)
     p = args.p.tiles.index(stage).load(s_layout)
     ds = p.to(gl.float32) * (dp - dl[None, :])
-    warp_arrive(args.p.empty.index(stage))
+    if args.bias is None:
+        warp_arrive(args.p.empty.index(stage))
     mbarrier.wait(shared.q_full.index(stage), phase)
     if MASKED:
         ds = select_bits(ds, bits_of_masked(n, listed, keys, stage, args), 0.0)
         n = gl.where(n + 1 == count, 0, n + 1)
     ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+    if args.bias is not None:  # dS takes the place of P, which all warps have read
+        gl.barrier()
+        args.p.tiles.index(stage).permute((1, 0)).store(ds.to(dtype))
     dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
     phase = phase ^ stage
     mbarrier.wait(shared.do_full.index(other), phase)
     zeroth = unknown_zero(i, stage, rest, config)
     dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zeroth, other, V_CHUNKS)
+    if args.bias is not None:
+        store_block(args, stage, i, count, MASKED)
     dk_sum = finished(dk_tokens, NEW, CHUNKS)
     warp_arrive(shared.q_empty.index(stage))
     dp = finished_scores(dp_token, rest)
+    if args.bias is not None:
+        end_store()
+        warp_arrive(args.p.empty.index(stage))
     return dk_sum, dp, n, other, phase
 
 
@@ -271,6 +314,8 @@ def consume_gradients(args, config: gl.constexpr):
         dp = start_scores(shared.v_s, shared.do_s, rest, (), 0, 0, V_CHUNKS)
         dp = finished_scores(dp, rest)
         dk_sum = add_blocks(add_to_keys, dk_sum, dp, (keys,), args, config)
+    if args.bias is not None:
+        clear_rows(args.p.tiles.index(0), args, s_layout)
     keys_read(1, 1)
     head = tile.kv_head * config.PARTS + args.part
     scale = args.scalars.scale

@@ -28,9 +28,9 @@ from triton.experimental.gluon import language as gl
 def forward_sm90(
     query, key, value, out, lse, row_max,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    slopes, block_mask, q_block_lists,
+    slopes, bias, block_mask, q_block_lists,
     scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
@@ -40,8 +40,11 @@ def forward_sm90(
     BLOCK_N rows of one head; counter holds 0 and lives as long as the launch.
 
     Of the options at most one is given, the arguments of the others are None: `soft_cap`
-    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), block lists (block_lists.py), or
-    `row_max`, which gets the largest logit of every row.
+    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), block lists (block_lists.py), a `bias`
+    array with a plane for every batch row (bit 0 of `bias_axes`) or head (bit 1), a tensor map
+    whose tiles are loaded with those of the keys, or `row_max`, which gets the largest logit of
+    every row. With a bias, logits are in base e, and a row has two numbers in `lse`
+    (portable/row_sums.py).
     """
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
@@ -51,13 +54,17 @@ def forward_sm90(
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
-        SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
+        SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
     v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
+    bias_s = None
+    if config.BIAS:
+        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], dtype)
+        bias_s = gl.allocate_shared_memory(dtype, [STAGES * WARP_GROUPS, 64, BLOCK_N], bias_tile)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     q_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile)
@@ -69,7 +76,7 @@ def forward_sm90(
     else:
         o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * V_CHUNKS, 64, V_CHUNK], v_tile)
     shared = RowTileShared(
-        q_s=q_s, do_s=None, k_s=k_s, v_s=v_s, o_s=o_s,
+        q_s=q_s, do_s=None, k_s=k_s, v_s=v_s, bias_s=bias_s, o_s=o_s,
         work_s=gl.allocate_shared_memory(gl.int32, [2, 16], line),
         q_full=barriers(WARP_GROUPS), q_empty=barriers(WARP_GROUPS),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
@@ -88,11 +95,14 @@ def forward_sm90(
     if config.SOFT_CAP:
         first_scale = scale / soft_cap
         scale2 = soft_cap * LOG2E
+    elif config.BIAS:
+        first_scale = scale
+        scale2 = LOG2E
     else:
         first_scale = scale * LOG2E
         scale2 = 1.0 if config.ALIBI else scale * LOG2E
     args = ForwardArgs(
-        maps=Maps(query, key, value, None),
+        maps=Maps(query, key, value, None, bias),
         mask=Mask(kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos),
         blocks=BlockMask(
             block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
@@ -100,7 +110,8 @@ def forward_sm90(
         scalars=KernelScalars(
             mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap
         ),
-        q_blocks=q_blocks, q_order=q_order, counter=counter, programs=gl.num_programs(0),
+        bias_axes=bias_axes, q_blocks=q_blocks, q_order=q_order, counter=counter,
+        programs=gl.num_programs(0),
         shared=shared, out=out, lse=lse, row_max=row_max, slopes=slopes,
         first_scale=first_scale, scale2=scale2,
     )  # fmt: skip

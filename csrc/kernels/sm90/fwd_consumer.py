@@ -27,7 +27,7 @@ from sm90.pipeline import (
     skip_blocks,
 )
 from sm90.soft_cap import tanh_of_scores
-from sm90.softmax import half_name, rescale, softmax, unpack
+from sm90.softmax import LEAST, half_name, rescale, softmax, unpack
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -50,7 +50,8 @@ def query_slots(chunks):
 
 @gluon.aggregate
 class ForwardArgs(RowTileArgs):
-    """first_scale: of scores in a soft cap or with a bias; scale2: of logits, to base 2."""
+    """first_scale: of scores in a soft cap or with a bias; scale2: of logits, or with a bias array
+    of their differences, to base 2."""
 
     out: Map
     lse: Number
@@ -72,6 +73,13 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def plus_array(s, bias_s, W: gl.constexpr, stage, scale, config: gl.constexpr):
+    """Logits in base e: s * scale, and the tile of the bias that was loaded with the keys."""
+    tile = bias_s.index(stage * config.WARP_GROUPS + W).load(accumulator(config.BLOCK_N))
+    return s * scale + tile.to(gl.float32)
+
+
+@gluon.jit
 def consume(W: gl.constexpr, args, config: gl.constexpr):
     shared = args.shared
     scalars = args.scalars
@@ -83,7 +91,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
-    GROWTH: gl.constexpr = 0 if config.ROW_MAX else 8
+    GROWTH: gl.constexpr = 0 if config.ROW_MAX or config.BIAS else 8
+    LOWEST: gl.constexpr = LEAST if config.BIAS else -3e38
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     o_layout: gl.constexpr = accumulator(V_CHUNK)
     OWN_O: gl.constexpr = W * (
@@ -132,6 +141,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         s = scores(shared.q_s, shared.k_s, W, stage, zero, config.CHUNKS, config.SLOTS)
         ping_pong_pass(W, config.WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
+        if config.BIAS:
+            s = plus_array(s, shared.bias_s, W, stage, args.first_scale, config)
         warp_arrive(shared.k_empty.index(stage))
         if config.SOFT_CAP:
             s = tanh_of_scores(s, args.first_scale, BLOCK_N)
@@ -140,9 +151,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         if config.ALIBI:
             s = with_bias(s, rows, at, args.first_scale, slope2, BLOCK_N)
         s = masked(s, rows, at, mask, tile.checked, scalars, head_mask, config)
-        m = gl.full([64], -3e38, gl.float32, gl.SliceLayout(1, s_layout))
+        m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH)
+        p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
         stage, phase = after(stage, phase, config.STAGES)
         for part in gl.static_range(2):  # partial steps, then the full ones
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
@@ -162,6 +173,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
                 ping_pong_pass(W, config.WARP_GROUPS)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
+                if config.BIAS:
+                    s = plus_array(s, shared.bias_s, W, stage, args.first_scale, config)
                 warp_arrive(shared.k_empty.index(stage))
                 if config.SOFT_CAP:
                     s = tanh_of_scores(s, args.first_scale, BLOCK_N)
@@ -171,7 +184,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     s = with_bias(s, rows, at, args.first_scale, slope2, BLOCK_N)
                 if part == 0:
                     s = masked(s, rows, at, mask, tile.checked, scalars, head_mask, config)
-                p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH)
+                p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
                 acc = finished(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
                 acc = rescale(acc, alpha, V_CHUNK, V_CHUNKS)
@@ -187,9 +200,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         lo = gl.load(mask.kv_start + rows, mask=there, other=0)
         hi = gl.load(mask.kv_end + rows, mask=there, other=0)
         attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
-        lse_row = args.lse + (tile.b.to(gl.int64) * scalars.heads + head) * q_len
-        natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
-        gl.store(lse_row + rows, natural, mask=there)
+        if config.BIAS:
+            pair = args.lse + 2 * ((tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows)
+            gl.store(pair, gl.where(attended, m, float("-inf")), mask=there)
+            gl.store(pair + 1, gl.where(attended, gl.log2(l) * LN2, -LEAST), mask=there)
+        else:
+            lse_row = args.lse + (tile.b.to(gl.int64) * scalars.heads + head) * q_len
+            natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
+            gl.store(lse_row + rows, natural, mask=there)
         if config.ROW_MAX:
             of_row = args.row_max + (tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows
             gl.store(of_row, gl.where(attended, m * LN2, float("-inf")), mask=there)

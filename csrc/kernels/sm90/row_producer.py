@@ -7,13 +7,20 @@ from sm90.pipeline import after, place_of_values, send_tile
 from sm90.tiles import load_chunks
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def plane_of_bias(axes, b, head, heads):
+    """Which (q_len, kv_len) of a bias array is that of a batch row and head."""
+    per_batch = gl.where((axes & 2) != 0, heads, 1)
+    return gl.where((axes & 1) != 0, b * per_batch, 0) + gl.where((axes & 2) != 0, head, 0)
 
 
 @gluon.jit
 def produce(args, config: gl.constexpr):
     """Draws tiles, tells the consumers which, and loads their queries (with DOUT also their
-    cotangents), keys and values."""
+    cotangents), keys and values, and tiles of the bias with the keys."""
     maps = args.maps
     shared = args.shared
     scalars = args.scalars
@@ -25,6 +32,7 @@ def produce(args, config: gl.constexpr):
     WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
     BLOCK_N: gl.constexpr = config.BLOCK_N
     ROWS: gl.constexpr = 64 * WARP_GROUPS
+    BIAS: gl.constexpr = 1 if maps.bias is not None else 0
     group = scalars.heads // scalars.kv_heads
     tiles = (scalars.q_len + ROWS - 1) // ROWS
     total = tiles * scalars.batch * scalars.heads * V_PARTS
@@ -40,9 +48,14 @@ def produce(args, config: gl.constexpr):
             scalars.kv_heads, ROWS, 1,
         )  # fmt: skip
         v_part = nth % V_PARTS
+        plane = 0
+        if BIAS == 1:
+            plane = plane_of_bias(args.bias_axes, b, head, scalars.heads)
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
         )
+        if BIAS == 1:
+            start = start // 8 * 8  # TMA reads from multiples of 16 bytes
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
         partial = steps - full_end + full_begin
         if config.BLOCK_LISTS:
@@ -76,8 +89,12 @@ def produce(args, config: gl.constexpr):
                 at = kv_range.nth(i, BLOCK_N)
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
             k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2)
+            mbarrier.expect(k_full, (BLOCK_N * QK_DIM + BIAS * ROWS * BLOCK_N) * 2)
             load_chunks(maps.key, b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
+            for w in gl.static_range(WARP_GROUPS * BIAS):
+                tile_s = shared.bias_s.index(stage * WARP_GROUPS + w)
+                tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 64, BLOCK_N], maps.bias.layout)
+                tma.async_load(maps.bias, [plane, row + w * 64, at], k_full, tile_s)
             v_stage, v_phase = place_of_values(stage, phase, config)
             mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
             v_full = shared.v_full.index(v_stage)

@@ -11,6 +11,8 @@ from sm90.common import accumulator
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+LEAST = gl.constexpr(-3.4028234663852886e38)
+
 
 @gluon.constexpr_function
 def operands(n):
@@ -69,17 +71,21 @@ def row_sums(n, l_in, l_out, a_out):
 
 
 @gluon.constexpr_function
-def softmax_asm(n, half, growth):
+def softmax_asm(n, half, growth, natural):
     """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then
     n scores, m (2), l (2), scale.
 
     Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is
-    the same in the whole quad. `growth`: by more than that the maximum moves, in base 2.
+    the same in the whole quad. `growth`: by more than that the maximum moves, in base 2. `natural`:
+    the maximum is a score, and only what is above or below it is multiplied by the scale, so that
+    no large score overflows.
     """
     while hasattr(n, "value"):
         n = n.value
     while hasattr(growth, "value"):
         growth = growth.value
+    while hasattr(natural, "value"):
+        natural = natural.value
     growth = {0: "0f00000000", 8: "0f41000000"}[growth]
     while hasattr(half, "value"):
         half = half.value
@@ -87,14 +93,21 @@ def softmax_asm(n, half, growth):
     t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>; .reg .pred q;"]
     t += row_maxima([f"${s + i}" for i in range(n)])
     for r in (0, 1):
+        if not natural:
+            t.append(f"mul.f32 g{r}, g{r}, ${scale};")
         t.append(
-            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, {growth}; setp.gt.f32 q, "
+            f"add.f32 k{r}, ${m_in[r]}, {growth}; setp.gt.f32 q, "
             f"g{r}, k{r};"
             f"selp.f32 ${m_out[r]}, g{r}, ${m_in[r]}, q; sub.f32 k{r}, ${m_in[r]}, ${m_out[r]};"
-            f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};"
         )
+        if natural:
+            t.append(f"mul.f32 k{r}, k{r}, ${scale};")
+        t.append(f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};")
     for i in range(n):
-        t.append(f"fma.rn.f32 e{i}, ${s + i}, ${scale}, g{(i >> 1) & 1};")
+        if natural:
+            t.append(f"add.f32 e{i}, ${s + i}, g{(i >> 1) & 1}; mul.f32 e{i}, e{i}, ${scale};")
+        else:
+            t.append(f"fma.rn.f32 e{i}, ${s + i}, ${scale}, g{(i >> 1) & 1};")
         t += exponential(i, half)
     t += row_sums(n, l_in, l_out, a_out)
     return " ".join(t) + " }"
@@ -108,12 +121,15 @@ def half_name(dtype):
 
 
 @gluon.jit
-def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, GROWTH: gl.constexpr):
+def softmax(
+    s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, GROWTH: gl.constexpr,
+    NATURAL: gl.constexpr,
+):  # fmt: skip
     """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new
     m, partial l, alpha."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
     return gl.inline_asm(
-        softmax_asm(N // 2, half, GROWTH),
+        softmax_asm(N // 2, half, GROWTH, NATURAL),
         ("=&r", "=&f", "=&f", "=&f", "f", "f", "f", "f"),
         (s, m, l, scale2),
         (packed, m.type, l.type, m.type),

@@ -1,5 +1,7 @@
 """Correct calls with a bias that is an array, and with dropout."""
 
+from math import ceil
+
 from cpp.calls import (
     ABSENT,
     MAP,
@@ -40,6 +42,9 @@ def _with_bias(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call
     else:
         operands |= lse
         results["dbias"] = bias if dbias else ABSENT
+        if axes is not None and call.attributes["algorithm"] != ("string", "portable"):
+            whole = results["workspace"].shape[0] + s.batch * s.heads * 64 * ceil(s.q_len / 64)
+            results["workspace"] = Array("float32", (whole,))
     attributes = {**call.attributes, "dropout_threshold": ("int64", threshold)}
     return make_call(call.target, operands, results, attributes)
 

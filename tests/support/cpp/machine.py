@@ -98,9 +98,10 @@ POINTERS |= {
     f"{kernel}_alone": " ".join(x for x in POINTERS[kernel].split() if x not in OF_SCORES)
     for kernel in ALONE
 }
-POINTERS["backward_dq_dbias_alone"] = POINTERS["backward_dq_bias_alone"].replace(
-    " dq ", " dq dbias "
+POINTERS["backward_dkdv_dbias_alone"] = POINTERS["backward_dkdv_bias_alone"].replace(
+    " dv ", " dv dbias "
 )
+POINTERS["backward_dq_of_dbias_alone"] = "key dbias dq q_blocks q_order"
 CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
@@ -115,6 +116,11 @@ POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
+POINTERS["forward_sm90_bias"] = f"{POINTERS['forward_sm90']} bias:t"
+POINTERS["backward_preprocess_dbias"] = POINTERS["backward_preprocess"].replace(" hi ", " hi top ")
+POINTERS["backward_dkdv_sm90_dbias"] = POINTERS["backward_dkdv_sm90"].replace(
+    " dv:t ", " dv:t top:t bias:t dbias:t "
+)
 BIASED = ("forward_sm90", "backward_sm90")
 POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
@@ -136,9 +142,12 @@ SCALARS = {
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
     "forward_sm90_max_logits": ATTENTION,
+    "forward_sm90_bias": ATTENTION.replace("mask_batch", "mask_batch bias_axes"),
     "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
+    "backward_preprocess_dbias": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
+    "backward_dkdv_sm90_dbias": ATTENTION,
     "backward_dq_sm90": ATTENTION,
     "backward_dkdv_sm90_parts": ATTENTION,
     "backward_dq_sm90_parts": ATTENTION,
@@ -176,8 +185,11 @@ SCALARS |= {
 SCALARS |= {
     f"{kernel}_alone": "scale:f mask_mode bias_axes batch mask_batch q_len kv_len heads "
     "kv_heads qk_dim v_dim"
-    for kernel in (*ALONE, "backward_dq_dbias")
+    for kernel in (*ALONE, "backward_dkdv_dbias")
 }
+SCALARS["backward_dq_of_dbias_alone"] = (
+    "scale:f batch mask_batch q_len kv_len heads kv_heads qk_dim"
+)
 SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
 SCALARS |= {f"{kernel}_block_lists": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
@@ -218,6 +230,14 @@ SM90 = {
     ],
     # with the rows' largest logits and nothing else that does
     "forward_max_logits": ["forward_sm90_max_logits"],
+    # with a bias array that has a row for every query and nothing else that does
+    "forward_sm90_bias": ["forward_sm90_bias"],
+    # with a bias array that has an element for every logit, and its gradient
+    "backward_sm90_dbias": [
+        "backward_preprocess_dbias",
+        "backward_dkdv_sm90_dbias",
+        "backward_dq_of_dbias_alone",
+    ],
     # with slopes of indices and nothing else that does
     "forward_alibi": ["forward_sm90_alibi"],
     "backward_alibi": ["backward_preprocess", "backward_sm90_alibi", "backward_postprocess"],
@@ -255,8 +275,8 @@ KERNELS = {
     # of a bias with an element for every pair
     "backward_dbias_of_pairs": [
         "backward_delta_fallback",
-        "backward_dkdv_bias_alone",
-        "backward_dq_dbias_alone",
+        "backward_dkdv_dbias_alone",
+        "backward_dq_of_dbias_alone",
     ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],

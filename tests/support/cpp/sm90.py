@@ -34,13 +34,7 @@ def expected_map(array, box, bit21=0):
 
 
 def sm90_maps(machine, call, **more):
-    boxes = machine.row("forward_sm90", machine.variant["cc"])["tensor_maps"]
-    arrays = {**call.operands, **call.results}
-    names = ("query", "key", "value", "out")
-    return {
-        name: expected_map(arrays[name], box, **more)
-        for name, box in zip(names, boxes, strict=True)
-    }
+    return maps_of(machine, "forward_sm90", {**call.operands, **call.results}, **more)
 
 
 def expect_forward(machine, s, call, kernel, block, **more):
@@ -48,7 +42,8 @@ def expect_forward(machine, s, call, kernel, block, **more):
     cleared. Scale 0.375, segment check 1."""
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
-    more |= {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
+    arrays = {**call.operands, **call.results, **more.pop("arrays", {})}
+    more |= {"q_order": call.operands[order].address, **maps_of(machine, kernel, arrays)}
     parts = ceil(machine.variant["v_dim"] / 256)
     tiles = s.heads * s.batch * ceil(s.q_len / block) * parts
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, tiles)]}
@@ -73,7 +68,7 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
     scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1, **more}
     values = {name: {**scalars, **pointers} for name in grids}
     arrays = {**call.operands, **call.results, **sections}
-    values[kernel] |= backward_maps(machine, kernel, arrays)
+    values[kernel] |= maps_of(machine, kernel, arrays)
     expect_launches(machine, call, values, grids)
     assert machine.calls("cuLibraryLoadData") == 3
 
@@ -96,7 +91,7 @@ def expect_separate_backward(machine, s, call, needs_grad, option="", mask_mode=
     arrays = {**call.operands, **call.results, **sections}
     values = {name: {**scalars, **pointers} for name in grids}
     for kernel in grids.keys() - {"backward_preprocess"}:
-        values[kernel] |= backward_maps(machine, kernel, arrays)
+        values[kernel] |= maps_of(machine, kernel, arrays)
     expect_launches(machine, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
     record = machine.record()
@@ -105,7 +100,7 @@ def expect_separate_backward(machine, s, call, needs_grad, option="", mask_mode=
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
 
-def sm90_sections(machine, s, start):
+def sm90_sections(machine, s, start, with_bias=False):
     """name -> that section of the workspace, as a tensor map would see it
     (docs/internals/ffi.md)."""
     padded = 64 * ceil(s.q_len / 64)
@@ -115,6 +110,7 @@ def sm90_sections(machine, s, start):
         "lse2": ("float32", (1, 1, rows)),
         "lo": ("int32", (1, 1, s.mask_batch * padded)),
         "hi": ("int32", (1, 1, s.mask_batch * padded)),
+        **({"top": ("float32", (1, 1, rows))} if with_bias else {}),
         "dq_sum": ("float32", (1, 1, rows * dim)),
     }
     arrays = {}
@@ -125,10 +121,10 @@ def sm90_sections(machine, s, start):
     return arrays, start
 
 
-def backward_maps(machine, kernel, arrays):
+def maps_of(machine, kernel, arrays, **more):
     row = machine.row(kernel, machine.variant["cc"])
     names = [n.partition(":")[0] for n in POINTERS[kernel].split() if ":t" in n]
     return {
-        name: expected_map(arrays[name], box)
+        name: expected_map(arrays[name], box, **more)
         for name, box in zip(names, row["tensor_maps"], strict=True)
     }

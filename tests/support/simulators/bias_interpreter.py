@@ -86,20 +86,28 @@ def alone(
     )  # fmt: skip
     of_backward = (*tensors, dout, lse, delta)
     keys = tiles[1][1]
-    launch(
-        "backward_dkdv_bias_alone", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
-        *of_backward, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *own,
-        **constants(*tiles[1]),
-    )  # fmt: skip
     sizes = dbias.shape
     whole = sizes[:3] == (batch, heads, q_len)
     launch(
-        "backward_dq_dbias_alone" if whole else "backward_dq_bias_alone", rows_grid(tiles[2][0]),
-        *of_backward, dq, *([dbias] if whole else []), *mask.rows, mask.q_blocks, mask.q_order,
-        *own, **constants(*tiles[2]),
+        f"backward_dkdv_{'dbias' if whole else 'bias'}_alone",
+        (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
+        *of_backward, dk, dv, *([dbias] if whole else []), *mask.rows, mask.q_blocks,
+        mask.kv_blocks, mask.kv_order, *own, **constants(*tiles[1]),
     )  # fmt: skip
-    side = tiles[3]
-    if not whole:
+    if whole:
+        of_dq = constants(*tiles[2])
+        del of_dq["V_DIM"]
+        launch(
+            "backward_dq_of_dbias_alone", rows_grid(tiles[2][0]), key, dbias, dq, mask.q_blocks,
+            mask.q_order, extras.scale, batch, mask.batch, q_len, kv_len, heads, kv_heads,
+            query.shape[3], **of_dq,
+        )  # fmt: skip
+    else:
+        side = tiles[3]
+        launch(
+            "backward_dq_bias_alone", rows_grid(tiles[2][0]), *of_backward, dq, *mask.rows,
+            mask.q_blocks, mask.q_order, *own, **constants(*tiles[2]),
+        )  # fmt: skip
         launch(
             "backward_dbias_alone",
             (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),), *of_backward,

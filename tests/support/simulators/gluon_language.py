@@ -142,10 +142,11 @@ def rounded(half: str, x: Any) -> Tile:
     return x.to(next(dtype for dtype in DTYPES.values() if dtype.name == half))
 
 
-def softmax(half: str, growth: int, s: Any, m: Any, total: Any, scale2: Any) -> Any:
-    top = s.max(1) * scale2
+def softmax(half: str, growth: int, natural: bool, s: Any, m: Any, total: Any, scale2: Any) -> Any:
+    before, after = (1.0, scale2) if natural else (scale2, 1.0)
+    top = s.max(1) * before
     moved = tile(np.where(top > m + growth, top, m).astype(np.float32))
-    p, alpha = np.exp2(s * scale2 - moved[:, None]), np.exp2(m - moved)
+    p, alpha = np.exp2((s * before - moved[:, None]) * after), np.exp2((m - moved) * after)
     return rounded(half, p), moved, total * alpha + p.sum(1), alpha
 
 
@@ -195,7 +196,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "select_bits_asm": lambda s, bits, other: tile(
         np.where(bits.of(s.shape[1]), s, np.float32(other))
     ),
-    "softmax_asm": lambda n, half, growth, *operands: softmax(half, growth, *operands),
+    "softmax_asm": lambda n, *operands: softmax(*operands),
     "rescale_asm": lambda n, *operands: tuple(x * operands[-1][:, None] for x in operands[:-1]),
     "unpack_asm": lambda p: p,
     "quad_sum_asm": lambda x: x,

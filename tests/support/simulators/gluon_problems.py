@@ -79,6 +79,13 @@ class Problem:
             of = *mask.block_size, mask.block_mask.shape[1]
             sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), of, strict=True))
             self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
+        self.bias = None
+        if option == "_bias":
+            self.bias = self.random_bias()
+            axes = sum(1 << i for i in range(3) if self.bias.shape[i] > 1)
+            self.extra = {"bias_axes": axes}
+        if option == "_dbias":
+            self.bias = self.random_bias((self.batch, heads))
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # no row attends these keys, and these rows attend nothing: what they hold must not matter
@@ -89,6 +96,17 @@ class Problem:
 
     def draw(self, length: int, heads: int, dim: int) -> np.ndarray:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
+
+    def random_bias(self, planes: tuple[int, ...] = ()) -> np.ndarray:
+        """(1 or batch, 1 or heads, q_len, kv_len). Some rows are -inf, -1e9 or the least number on
+        all keys, some of their elements are."""
+        planes = planes or tuple(int(self.rng.choice((1, n))) for n in (self.batch, self.heads))
+        bias = self.rng.standard_normal((*planes, self.q_len, self.kv_len)).astype(HALF)
+        least = ml_dtypes.finfo(HALF).min
+        for number in (-np.inf, -1e9, least):
+            bias[self.rng.random(bias.shape) < 0.05] = number
+            bias[:, :, self.rng.integers(self.q_len)] = number
+        return bias
 
     def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
         """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter
@@ -112,25 +130,32 @@ class Problem:
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
         dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
         ds = (p * fade * dp).astype(half).astype(float)
-        # docs/guide/numerics.md: above 128 dK is of the rounded P, above 256 dQ, too
+        # docs/guide/numerics.md: above 128 dK is of the rounded P, as with a bias, above 256 dQ too
         dim = max(self.qk_dim, self.v_dim)
         of_rounded = (rounded * fade * dp).astype(half).astype(float)
-        ds_of_keys = of_rounded if dim > 128 else ds
+        ds_of_keys = of_rounded if dim > 128 or self.option == "_dbias" else ds
         ds_of_rows = of_rounded if dim > 256 else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
             "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds_of_rows, k) * self.scale,
             "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale,
             "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
+            "dbias": ds_of_keys,
         }  # fmt: skip
         results = {name: x.astype(half).astype(float) for name, x in results.items()}
-        return results | {"lse": lse, "delta": delta, "top": s.max(-1)}
+        with np.errstate(divide="ignore"):
+            log = np.log(total[..., 0])
+        return results | {"lse": lse, "delta": delta, "top": s.max(-1), "log": log}
 
     def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
         """And their derivative by s."""
         if "soft_cap" in self.extra:
             bent = np.tanh(s / self.extra["soft_cap"])
             return bent * self.extra["soft_cap"], 1 - bent**2
+        if self.bias is not None:
+            # float32, as everywhere: beside -1e9 a score is rounded away
+            added = s.astype(np.float32) + self.bias.astype(np.float32)
+            return added.astype(float), 1.0
         if "slopes" in self.extra:
             far = np.abs(np.arange(self.q_len)[:, None] - np.arange(self.kv_len))
             return s - self.extra["slopes"][:, None, None].astype(float) * far, 1.0
@@ -173,6 +198,11 @@ class Statistics:
         lse2 = np.where(np.isneginf(p.want["lse"]), np.inf, p.want["lse"]) / np.log(2)
         self.lse2 = whole(lse2.astype(np.float32), np.inf)
         self.delta = whole(p.want["delta"].astype(np.float32), 0)
+        if p.bias is not None:
+            top = p.want["top"]
+            self.top = whole(np.where(np.isneginf(top), 0, top).astype(np.float32), 0)
+            lse2 = np.where(np.isneginf(top), np.inf, p.want["log"] / np.log(2))
+            self.lse2 = whole(lse2.astype(np.float32), np.inf)
         self.lo, self.hi = whole(p.mask["kv_start"], 0), whole(p.mask["kv_end"], 0)
         self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, p.qk_dim // 32, 64, 32), np.float32)
 

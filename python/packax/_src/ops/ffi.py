@@ -357,7 +357,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     if group.heads:
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
     algorithm = choose_algorithm(avals._replace(query=query), spec, for_export(ctx))
-    elements = workspace_size(algorithm, query, avals.kv_start.shape[0])
+    elements = workspace_size(algorithm, query, avals.kv_start.shape[0], avals.bias is not None)
 
     # The kernel of dq computes score_grads, and the fused one writes dk and dv with dq's sum.
     nothing = array(0, dtype=query.dtype)
@@ -453,12 +453,12 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     return "sm90_fused" if fused and not spec.deterministic else "portable"
 
 
-def workspace_size(algorithm: str, query: Any, mask_batch: Any) -> Any:
+def workspace_size(algorithm: str, query: Any, mask_batch: Any, with_bias: bool) -> Any:
     """In elements of 4 bytes, as in ReadWorkspace of csrc/ffi/backward.cc."""
     rows = _padded_rows(query)
     if algorithm == "portable":
         return rows
-    sections = 2 * rows + 2 * mask_batch * BLOCK * ceil_div(query.shape[1], BLOCK)
+    sections = (2 + with_bias) * rows + 2 * mask_batch * BLOCK * ceil_div(query.shape[1], BLOCK)
     return sections + (rows * query.shape[3] if algorithm == "sm90_fused" else 1)
 
 
@@ -478,6 +478,8 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
         (False, False, True, ()): "_max_logits",
         (False, False, False, ("scales", "slopes")): "_alibi",
     }
+    if spec.bias_grad:
+        suffixes[False, False, False, ("bias",)] = "_dbias"
     options = bool(spec.soft_cap), bool(spec.block_size), spec.max_logits
     return suffixes.get((*options, of.optional_operands))
 

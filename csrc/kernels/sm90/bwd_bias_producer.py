@@ -1,0 +1,52 @@
+"""The producer warp of dK and dV with a bias that has an element for every logit:
+sm90/bwd_producer.py's, which also loads a tile of the bias for every block of rows.
+
+Apart from that one, so that no byte of the kernels without a bias depends on it.
+"""
+
+from sm90.bwd_producer import load_dout, load_keys, load_queries, next_block, row_of
+from sm90.tiles import load_line
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def load_bias(args, head, row, stat, nth):
+    """The bias of the nth block, which has one place, and the largest logits of its rows."""
+    bias = args.bias
+    tile = args.tile
+    ROWS: gl.constexpr = bias.tiles_s.shape[1]
+    KEYS: gl.constexpr = bias.tiles_s.shape[2]
+    mbarrier.wait(bias.empty.index(0), (nth & 1) ^ 1)
+    full = bias.full.index(0)
+    mbarrier.expect(full, ROWS * KEYS * 2 + ROWS * 4)
+    tile_s = bias.tiles_s.index(0).reinterpret(bias.map.dtype, [1, ROWS, KEYS], bias.map.layout)
+    tma.async_load(
+        bias.map, [tile.b * args.scalars.heads + head, row, tile.first_key], full, tile_s
+    )
+    load_line(bias.top, bias.top_s.index(0), stat, full)
+
+
+@gluon.jit
+def produce_with_bias(args, config: gl.constexpr):
+    """Partial blocks of every head, then full ones, then the rows of one block more, whose scores
+    and dP are started and dropped."""
+    tile = args.tile
+    q_range = args.q_range
+    load_keys(args, config)
+    total = q_range.steps * tile.group
+    g = 0
+    n = 0
+    for i in range(0, gl.where(total > 0, total + 1, 0)):
+        stage = i % 2
+        phase = (i // 2) & 1
+        in_partial = i < q_range.partial * tile.group
+        row = row_of(n, in_partial, q_range)
+        stat = (tile.bh + g) * tile.padded + row
+        head = tile.kv_head * tile.group + g
+        load_queries(args, head, row, stat, stage, phase, (), config)
+        if i < total:
+            load_bias(args, head, row, stat, i)
+        load_dout(args, head, row, stat, stage, phase, (), config)
+        n, g = next_block(n, g, in_partial, q_range, tile.group)
