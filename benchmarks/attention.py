@@ -1,7 +1,7 @@
 """packax compared with its peers on the cases of lib/cases.py, taking turns: TFLOP/s and ratios.
 
     python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3,deterministic]
-        [--fa4 dist/fa4.tar.xz | --fa2] [--before WHEEL] [--rounds 7] [--power] [--out DIR]
+        [--fa4 dist/fa4.tar.xz | --fa2 [8.0|8.6]] [--before WHEEL] [--rounds 7] [--power] [--out DIR]
 
 Every output and gradient is first compared with one float32 reference; a wrong one is not timed and
 makes the program exit 1. In every round each implementation runs a burst of about 120 ms, in
@@ -13,7 +13,8 @@ inside one jitted call.
 --peers: cuDNN; FA3 from flash-attn3-jax; `deterministic`, packax with deterministic=True, whose
 second run must have the same bits; `fallback`, packax without padded head dims. --fa4 and --fa2
 time FlashAttention-4, and torch's FlashAttention-2, in another process, on the same arrays; --fa2
-is for builds of kernels for other GPUs (docs/internals/proxy.md). --before: another wheel of
+is for builds of kernels for other GPUs (docs/internals/proxy.md). With 8.0 or 8.6, it has the tiles
+and the shared memory of such a GPU (compare/smaller_gpu.c; needs a C compiler). --before: another wheel of
 packax, or a folder that has packax/, in another process. --power: bursts of two seconds
 (--round-ms), with the GPU's power and clock for each time (lib/power.py).
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 import tempfile
 import zipfile
@@ -49,6 +51,18 @@ from lib.turns import Failed, State, Worker, bad_cases, not_run, table, time_row
 COMPARE = Path(__file__).parent / "compare"
 ORDER = ("packax", "before", "deterministic", "fallback", "cudnn", "fa2", "fa3", "fa4")
 TORCH = ("fa2", "fa4")
+SMALLER = {"8.0": "8 0 166912 167936", "8.6": "8 6 101376 102400"}  # compare/smaller_gpu.c
+
+
+def fa2_environment(capability: str, stack: contextlib.ExitStack) -> dict[str, str]:
+    """This process's environment for torch, as on a GPU of that compute capability."""
+    environment = os.environ | {"PYTHONPATH": ""}
+    if capability not in SMALLER:
+        return environment
+    library = Path(stack.enter_context(tempfile.TemporaryDirectory()), "smaller_gpu.so")
+    compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-o", str(library)]
+    subprocess.run([*compiler, str(COMPARE / "smaller_gpu.c"), "-ldl"], check=True)
+    return environment | {"LD_PRELOAD": str(library), "SMALLER_GPU": SMALLER[capability]}
 
 
 def wheel_environment(before: Path, stack: contextlib.ExitStack) -> dict[str, str]:
@@ -137,7 +151,9 @@ def main() -> int:
     parser.add_argument(
         "--fa4", type=Path, help="the archive of pack_fa4.sh, or a folder unpacked from it"
     )
-    parser.add_argument("--fa2", action="store_true", help="torch's own FlashAttention-2 instead")
+    parser.add_argument(
+        "--fa2", nargs="?", const="9.0", choices=("9.0", *SMALLER), help="FlashAttention-2 instead"
+    )
     parser.add_argument("--before", type=Path, help="another packax: a wheel or a folder")
     parser.add_argument("--round-ms", type=float, help="length of a burst; 120, with --power 2000")
     parser.add_argument("--power", action="store_true", help="read power and clock, too")
@@ -153,7 +169,7 @@ def main() -> int:
         if arguments.before:
             programs["before"] = "jax_worker.py", wheel_environment(arguments.before, stack)
         if arguments.fa2:
-            programs["torch"] = "torch_worker.py", os.environ | {"PYTHONPATH": ""}
+            programs["torch"] = "torch_worker.py", fa2_environment(arguments.fa2, stack)
         elif arguments.fa4:
             site = unpacked(arguments.fa4, stack)
             programs["torch"] = "torch_worker.py", torch_environment(site)
