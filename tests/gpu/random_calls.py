@@ -140,11 +140,12 @@ def draw(seed: int) -> tuple[str, str, Any]:
         options["soft_cap"] = float(rng.choice([0.5, 5, 50]))
     if rng.random() < 0.2:
         arrays["sinks"] = jnp.asarray(rng.standard_normal(heads), jnp.float32)
+    widest = 128 if dtype == "float32" else 256  # with a bias array or dropout
     if rng.random() < 0.15:
         arrays["slopes"] = jnp.asarray(2.0 ** -rng.integers(1, 9, heads), jnp.float32)
-    elif rng.random() < 0.25 and max(qk_dim, v_dim) <= 256:
+    elif rng.random() < 0.25 and max(qk_dim, v_dim) <= widest:
         arrays["bias"] = draw_bias(rng, batch, heads, q_len, kv_len, dtype)
-    if rng.random() < 0.15 and max(qk_dim, v_dim) <= 256:
+    if rng.random() < 0.15 and max(qk_dim, v_dim) <= widest:
         options |= {"dropout_rate": 0.25, "dropout_key": jax.random.key(seed)}
     extras = sorted({*arrays, *options} - {"query", "key", "value", "deterministic", "dropout_key"})
     extras += ["deterministic"] * options["deterministic"]
