@@ -143,24 +143,7 @@ IDS = np.stack([packed(37, 66, 1, -20, 60, 16), packed(101, 3, 96)])
 BOTH_WAYS = packax.documents(IDS)
 
 
-@pytest.mark.parametrize(
-    "expression,q_len,shape,stages",
-    some(
-        [
-            (packax.causal() & BOTH_WAYS, 200, (0, 1, 1), 2),
-            (BOTH_WAYS, 200, (1, 0, 1), 1),
-            (packax.full(), 131, (0, 1, 1), 2),
-            (packax.causal() & packax.documents(IDS[:1]), 200, (1, 1, 0), 2),
-            (packax.causal() & BOTH_WAYS, 200, (1, 1, 1), 2),
-            (BOTH_WAYS, 200, (1, 1, 1), 1),
-            (packax.sliding_window(40), 131, (1, 1, 1), 2),
-        ],
-        *(0, 4),
-    ),
-    ids=lambda x: f"{x}" if isinstance(x, tuple) else None,
-)
-def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
-    """Of documents that begin at no multiple of 8, which is what they read at once."""
+def check_a_bias_alone(expression, q_len, shape, stages):
     kv_len, heads, kv_heads, dims = 200, 4, 2, (24, 16)
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = np.broadcast_to(attends, (2, q_len, kv_len))
@@ -187,6 +170,32 @@ def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stag
     expected = {"out": true.out, "lse": true.lse, **true.gradients}
     for name, got in found.items():
         np.testing.assert_allclose(got, expected[name], err_msg=name, atol=1e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "expression,q_len,shape,stages",
+    some(
+        [
+            (packax.causal() & BOTH_WAYS, 200, (0, 1, 1), 2),
+            (BOTH_WAYS, 200, (1, 0, 1), 1),
+            (packax.full(), 131, (0, 1, 1), 2),
+            (packax.causal() & packax.documents(IDS[:1]), 200, (1, 1, 0), 2),
+            (packax.causal() & BOTH_WAYS, 200, (1, 1, 1), 2),
+            (BOTH_WAYS, 200, (1, 1, 1), 1),
+            (packax.sliding_window(40), 131, (1, 1, 1), 2),
+        ],
+        *(0, 4),
+    ),
+    ids=lambda x: f"{x}" if isinstance(x, tuple) else None,
+)
+def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
+    """Of documents that begin at no multiple of 8, which is what they read at once."""
+    check_a_bias_alone(expression, q_len, shape, stages)
+
+
+def test_a_bias_alone_and_tiles_of_rows_that_attend_nothing():
+    ids = np.repeat([0, -1], (60, 140))
+    check_a_bias_alone(packax.documents(ids), 200, (1, 1, 1), 2)
 
 
 # Rows that keep nothing but hidden keys, whose first blocks are hidden, and blocks in between.

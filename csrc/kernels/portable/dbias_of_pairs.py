@@ -88,7 +88,9 @@ def backward_dq_of_dbias(
     kv_row = b.to(tl.int64) * kv_len * kv_heads + kv_head
     k_ptr = row_pointers(key, kv_row, kv_heads, dims, qk_dim, QK_DIM, BLOCK_N)
     acc = tl.zeros([BLOCK_M, dims.shape[0]], tl.float32)
-    for first_key in tl.range(start // 8 * 8, end, BLOCK_N, num_stages=STAGES):
+    # where no row attends a key, start is the largest integer, to which the pipeline adds steps
+    begin = tl.minimum(start, end) // 8 * 8
+    for first_key in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         first_key = first_key // 8 * 8
         keys = first_key + cols
         ds = tl.load(ds_ptr + first_key, mask=there & (keys < aligned)[None, :], other=0.0)

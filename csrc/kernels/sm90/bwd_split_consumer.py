@@ -144,13 +144,15 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
 
 @gluon.jit
 def plus_bias(s, args, nth):
-    """Logits in base e, less the largest of their rows; `nth`: of the block, or its parity."""
+    """Logits in base e, less the largest of their rows; `nth`: of the block, or its parity. Whoever
+    calls this releases the tile once a store or a product has taken what comes of it: an arrival
+    can overtake loads of shared memory that are under way, and TMA would overwrite what they read.
+    """
     bias = args.bias
     layout: gl.constexpr = s.type.layout
     mbarrier.wait(bias.full.index(0), nth & 1)
     added = bias.tiles_s.index(0).permute((1, 0)).load(layout).to(gl.float32)
     top = bias.top_s.index(0).load(gl.SliceLayout(0, layout))
-    warp_arrive(bias.empty.index(0))
     # Above 0 only where products round otherwise than in the forward: by 64 at logits of 1e9. Of
     # -inf less -inf the smaller is 0, too.
     return gl.minimum(s * args.scalars.scale + added - top[None, :], 0.0)
@@ -190,6 +192,8 @@ def add_to_values(
     passed = (p32 * dtanh).to(dtype) if SOFT_CAP else p
     mbarrier.wait(args.p.empty.index(stage), phase ^ 1)
     args.p.tiles.index(stage).store(passed)
+    if args.bias is not None:
+        warp_arrive(args.bias.empty.index(0))
     mbarrier.arrive(args.p.full.index(stage))
     p_half = gl.convert_layout(p, p_layout)
     mbarrier.wait(shared.do_full.index(stage), phase)
@@ -266,12 +270,9 @@ def add_to_keys(
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.QK_CHUNK), 2)
     other = stage ^ 1
     dl = shared.row_stats.delta.index(stage).load(gl.SliceLayout(0, s_layout))
-    warp_arrive(shared.do_empty.index(stage))
     mbarrier.wait(args.p.full.index(stage), phase)
     p = args.p.tiles.index(stage).load(s_layout)
     ds = p.to(gl.float32) * (dp - dl[None, :])
-    if args.bias is None:
-        warp_arrive(args.p.empty.index(stage))
     mbarrier.wait(shared.q_full.index(stage), phase)
     if MASKED:
         ds = select_bits(ds, bits_of_masked(n, listed, keys, stage, args), 0.0)
@@ -281,6 +282,11 @@ def add_to_keys(
         gl.barrier()
         args.p.tiles.index(stage).permute((1, 0)).store(ds.to(dtype))
     dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+    # The products have taken dS, so delta and P have been read: before, an arrival could overtake
+    # their loads.
+    warp_arrive(shared.do_empty.index(stage))
+    if args.bias is None:
+        warp_arrive(args.p.empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.do_full.index(other), phase)
     zeroth = unknown_zero(i, stage, rest, config)

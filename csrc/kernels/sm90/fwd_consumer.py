@@ -76,7 +76,9 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def plus_array(s, bias_s, W: gl.constexpr, stage, scale, config: gl.constexpr):
     """Logits in base e: s * scale, and the tile of the bias that was loaded with the keys."""
     tile = bias_s.index(stage * config.WARP_GROUPS + W).load(accumulator(config.BLOCK_N))
-    return s * scale + tile.to(gl.float32)
+    s = s * scale + tile.to(gl.float32)
+    fence_async_shared()  # an arrival can overtake loads of what TMA then overwrites
+    return s
 
 
 @gluon.jit

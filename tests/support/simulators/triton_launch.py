@@ -67,6 +67,31 @@ def load_kernels() -> dict[str, Any]:
 KERNELS = load_kernels()
 
 
+def _watch_pipelines() -> None:
+    """A compiled loop with stages loads what its next steps need where `begin` plus these steps
+    lies below `end`, in int32: if the sum overflows, a loop of no steps reads far outside."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang
+
+    def watched(plain: Any, begin: Any, end: Any = None, step: Any = 1, **options: Any) -> range:
+        begin, end = (0, begin) if end is None else (begin, end)
+        stages = options.pop("num_stages", 0)
+        ahead = int(begin) + int(getattr(stages, "value", stages)) * int(step)
+        assert ahead < 2**31, f"a loop from {begin} to {end} looks ahead to {ahead}"
+        return plain(begin, end, step)
+
+    def patch_and_watch(fn: Any) -> Any:
+        scope = patch(fn)
+        if interpreter.tl in fn.__globals__.values():
+            interpreter.tl.range = functools.partial(watched, interpreter.tl.range)
+        return scope
+
+    interpreter._patch_lang = patch_and_watch
+
+
+_watch_pipelines()
+
+
 def _patch_once_a_launch() -> set[tuple[str, ...]]:
     """Triton patches its language anew at every call of a device function, which takes most of the
     time: once for each set of its modules that a function sees is enough. Returns those patched.
