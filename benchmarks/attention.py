@@ -1,7 +1,8 @@
 """packax compared with its peers on the cases of lib/cases.py, taking turns: TFLOP/s and ratios.
 
     python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3,deterministic]
-        [--fa4 dist/fa4.tar.xz | --fa2 [8.0|8.6]] [--before WHEEL] [--rounds 7] [--power] [--out DIR]
+        [--fa4 dist/fa4.tar.xz | --fa2 [8.0|8.6]] [--before WHEEL] [--rounds 7] [--power]
+        [--out DIR]
 
 Every output and gradient is first compared with one float32 reference; a wrong one is not timed and
 makes the program exit 1. In every round each implementation runs a burst of about 120 ms, in
@@ -14,9 +15,9 @@ inside one jitted call.
 second run must have the same bits; `fallback`, packax without padded head dims. --fa4 and --fa2
 time FlashAttention-4, and torch's FlashAttention-2, in another process, on the same arrays; --fa2
 is for builds of kernels for other GPUs (docs/internals/proxy.md). With 8.0 or 8.6, it has the tiles
-and the shared memory of such a GPU (compare/smaller_gpu.c; needs a C compiler). --before: another wheel of
-packax, or a folder that has packax/, in another process. --power: bursts of two seconds
-(--round-ms), with the GPU's power and clock for each time (lib/power.py).
+and the shared memory of such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before:
+another wheel of packax, or a folder that has packax/, in another process. --power: bursts of two
+seconds (--round-ms), with the GPU's power and clock for each time (lib/power.py).
 
 For FA4 the machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages
 einops, cuda-bindings, protobuf and typing-extensions. The others come in the archives that `bash
