@@ -1,0 +1,104 @@
+"""FlashAttention-2 on a Hopper GPU with the tiles of a smaller one: what compare/smaller_gpu.c tells
+it, by a stand-in for the CUDA runtime."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from aot_modules import table
+from paths import BENCHMARKS
+
+RUNTIME = """
+#include <stddef.h>
+typedef struct { unsigned x, y, z; } Dim3;
+int asked = 0;
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = 1000 + attribute;
+  return device;
+}
+int cudaFuncSetAttribute(const void* function, int attribute, int value) {
+  asked = value;
+  return function == NULL ? attribute : 0;
+}
+unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t bytes, void* stream) {
+  return bytes;
+}
+"""
+CALLS = """
+import ctypes, sys
+
+runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+program = ctypes.CDLL(None)  # as torch finds them: the first library of the process that has them
+value = ctypes.c_int()
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
+
+
+def attribute(n):
+    assert program.cudaDeviceGetAttribute(ctypes.byref(value), n, 0) == 0
+    return value.value
+
+
+print(*(attribute(n) for n in (75, 76, 97, 81, 16)))
+for used in map(int, sys.argv[2:]):
+    program.cudaFuncSetAttribute(None, 8, used)
+    dynamic = ctypes.c_int.in_dll(runtime, "asked").value
+    program.__getattr__("__cudaPushCallConfiguration").argtypes = [
+        Dim3, Dim3, ctypes.c_size_t, ctypes.c_void_p
+    ]
+    print(dynamic, program.__getattr__("__cudaPushCallConfiguration")(Dim3(), Dim3(), used, None))
+program.cudaFuncSetAttribute(None, 9, 70000)
+print(ctypes.c_int.in_dll(runtime, "asked").value)
+"""
+
+
+@pytest.mark.parametrize("capability,proxy", [("8.0", "80@90"), ("8.6", "86@90")])
+def test_attributes_and_launches(capability, proxy, tmp_path):
+    """The attributes are the other GPU's, and launches request as much as packax's: all other
+    attributes, other requests, and kernels of at most 48 KiB are left as they are."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "runtime.c").write_text(RUNTIME)
+    fake, shim = tmp_path / "libcudart.so.13", tmp_path / "smaller_gpu.so"
+    for source, library in (
+        (tmp_path / "runtime.c", fake),
+        (BENCHMARKS / "compare" / "smaller_gpu.c", shim),
+    ):
+        options = ["-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library), str(source), "-ldl"]
+        subprocess.run([compiler, *options], check=True)
+    arch = table.find_arch(proxy)
+    numbers = f"{capability.replace('.', ' ')} {arch.shared} {arch.multiprocessor}"
+    text = (BENCHMARKS / "attention.py").read_text()
+    assert f'"{capability}": "{numbers}"' in text
+    sizes = [1024, 49152, 65536, 81920, 98304]
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, str(fake), *map(str, sizes)],
+        env=os.environ | {"LD_PRELOAD": str(shim), "SMALLER_GPU": numbers},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *requests, last = done.stdout.splitlines()
+    assert first == f"{numbers} 1016"
+    expected = [used if used <= 49152 else arch.asked(used) for used in sizes]
+    assert [line.split() for line in requests] == [[str(n)] * 2 for n in expected]
+    assert last == "70000"
+
+
+def test_the_environment_must_hold_four_numbers(tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    shim = tmp_path / "smaller_gpu.so"
+    source = BENCHMARKS / "compare" / "smaller_gpu.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(shim), "SMALLER_GPU": "8 6"}
+    done = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "four numbers" in done.stderr
