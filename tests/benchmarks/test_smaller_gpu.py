@@ -1,5 +1,5 @@
-"""FlashAttention-2 on a Hopper GPU with the tiles of a smaller one: what compare/smaller_gpu.c tells
-it, by a stand-in for the CUDA runtime."""
+"""FlashAttention-2 on a Hopper GPU with the tiles of a smaller one: what compare/smaller_gpu.c
+tells it, by a stand-in for the CUDA runtime."""
 
 from __future__ import annotations
 
