@@ -40,6 +40,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "csrc" / "aot"))
+
+from archs import PROXIES
 from compare.jax_worker import Jax
 from lib.cases import Case, select
 from lib.chart import bar_chart
@@ -52,7 +55,7 @@ from lib.turns import Failed, State, Worker, bad_cases, not_run, table, time_row
 COMPARE = Path(__file__).parent / "compare"
 ORDER = ("packax", "before", "deterministic", "fallback", "cudnn", "fa2", "fa3", "fa4")
 TORCH = ("fa2", "fa4")
-SMALLER = {"8.0": "8 0 166912 167936", "8.6": "8 6 101376 102400"}  # compare/smaller_gpu.c
+SMALLER = {"8.0": PROXIES["80@90"], "8.6": PROXIES["86@90"]}  # --fa2
 
 
 def fa2_environment(capability: str, stack: contextlib.ExitStack) -> dict[str, str]:
@@ -63,7 +66,9 @@ def fa2_environment(capability: str, stack: contextlib.ExitStack) -> dict[str, s
     library = Path(stack.enter_context(tempfile.TemporaryDirectory()), "smaller_gpu.so")
     compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-o", str(library)]
     subprocess.run([*compiler, str(COMPARE / "smaller_gpu.c"), "-ldl"], check=True)
-    return environment | {"LD_PRELOAD": str(library), "SMALLER_GPU": SMALLER[capability]}
+    gpu = SMALLER[capability]
+    numbers = f"{capability.replace('.', ' ')} {gpu.shared} {gpu.multiprocessor}"
+    return environment | {"LD_PRELOAD": str(library), "SMALLER_GPU": numbers}
 
 
 def wheel_environment(before: Path, stack: contextlib.ExitStack) -> dict[str, str]:

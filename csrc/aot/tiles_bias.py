@@ -61,8 +61,8 @@ for _kernel, _tiles in _WIDE_TILES.items():
 # Those for Hopper with a bias array alone: of the query's dtype, in rows that begin at 16 bytes,
 # and nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, most
 # registers a thread (0: the assembler's choice), so that several blocks fit a multiprocessor.
-# Chosen by their times on an H100, of 256 on an H200 (docs/experiments.md). Those of the last two
-# kernels have not been timed.
+# Chosen by their times on an H100, of 256 on an H200 (docs/experiments.md). Of the last two
+# kernels, no other tiles have been timed.
 BIAS_ALONE_TILES: dict[str, dict[int, tuple[int, int, int, int, int]]] = {
     "forward_bias_alone": {
         64: (64, 64, 3, 4, 168),

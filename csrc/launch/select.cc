@@ -328,7 +328,7 @@ bool OnSm80(const B& o, const Device& device) {
   return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
 }
 
-// The same by Hopper's kernels.
+// dK, dV and such a gradient of the bias by a kernel for Hopper, then dQ as its product with keys.
 constexpr Steps<B> SeparateWithDbias() {
   return {Use<BackwardPreprocessDbiasArgs, B>(PaddedRows),
           Use<BackwardDkdvSm90DbiasArgs, B>(KeyTiles),

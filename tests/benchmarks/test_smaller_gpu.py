@@ -10,8 +10,10 @@ import sys
 
 import pytest
 from aot_modules import table
+from benchmark_scripts import script
 from paths import BENCHMARKS
 
+SHIM = BENCHMARKS / "compare" / "smaller_gpu.c"
 RUNTIME = """
 #include <stddef.h>
 typedef struct { unsigned x, y, z; } Dim3;
@@ -58,28 +60,28 @@ print(ctypes.c_int.in_dll(runtime, "asked").value)
 """
 
 
+def library(source, path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source, "-ldl"], check=True
+    )
+    return path
+
+
 @pytest.mark.parametrize("capability,proxy", [("8.0", "80@90"), ("8.6", "86@90")])
 def test_attributes_and_launches(capability, proxy, tmp_path):
     """The attributes are the other GPU's, and launches request as much as packax's: all other
     attributes, other requests, and kernels of at most 48 KiB are left as they are."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
     (tmp_path / "runtime.c").write_text(RUNTIME)
-    fake, shim = tmp_path / "libcudart.so.13", tmp_path / "smaller_gpu.so"
-    for source, library in (
-        (tmp_path / "runtime.c", fake),
-        (BENCHMARKS / "compare" / "smaller_gpu.c", shim),
-    ):
-        options = ["-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library), str(source), "-ldl"]
-        subprocess.run([compiler, *options], check=True)
+    fake = library(tmp_path / "runtime.c", tmp_path / "libcudart.so.13")
+    shim = library(SHIM, tmp_path / "smaller_gpu.so")
     arch = table.find_arch(proxy)
     numbers = f"{capability.replace('.', ' ')} {arch.shared} {arch.multiprocessor}"
-    text = (BENCHMARKS / "attention.py").read_text()
-    assert f'"{capability}": "{numbers}"' in text
     sizes = [1024, 49152, 65536, 81920, 98304]
     done = subprocess.run(
-        [sys.executable, "-c", CALLS, str(fake), *map(str, sizes)],
+        [sys.executable, "-c", CALLS, fake, *map(str, sizes)],
         env=os.environ | {"LD_PRELOAD": str(shim), "SMALLER_GPU": numbers},
         capture_output=True,
         text=True,
@@ -93,12 +95,19 @@ def test_attributes_and_launches(capability, proxy, tmp_path):
 
 
 def test_the_environment_must_hold_four_numbers(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    shim = tmp_path / "smaller_gpu.so"
-    source = BENCHMARKS / "compare" / "smaller_gpu.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    shim = library(SHIM, tmp_path / "smaller_gpu.so")
     environment = os.environ | {"LD_PRELOAD": str(shim), "SMALLER_GPU": "8 6"}
     done = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "four numbers" in done.stderr
+
+
+def test_the_benchmark_names_the_other_gpu():
+    script("""
+import contextlib
+import attention
+
+with contextlib.ExitStack() as stack:
+    assert "LD_PRELOAD" not in attention.fa2_environment("9.0", stack)
+    assert attention.fa2_environment("8.0", stack)["SMALLER_GPU"] == "8 0 166912 167936"
+    assert attention.fa2_environment("8.6", stack)["SMALLER_GPU"] == "8 6 101376 102400"
+""")

@@ -153,7 +153,7 @@ class Problem:
             bent = np.tanh(s / self.extra["soft_cap"])
             return bent * self.extra["soft_cap"], 1 - bent**2
         if self.bias is not None:
-            # float32, as everywhere: beside -1e9 a score is rounded away
+            # float32, as everywhere: added to -1e9, a score is rounded away
             added = s.astype(np.float32) + self.bias.astype(np.float32)
             return added.astype(float), 1.0
         if "slopes" in self.extra:

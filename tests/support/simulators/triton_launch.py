@@ -69,7 +69,7 @@ KERNELS = load_kernels()
 
 def _watch_pipelines() -> None:
     """A compiled loop with stages loads what its next steps need where `begin` plus these steps
-    lies below `end`, in int32: if the sum overflows, a loop of no steps reads far outside."""
+    is below `end`, in int32: if the sum overflows, a loop of no steps reads far outside."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang
 
