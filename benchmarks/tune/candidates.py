@@ -24,19 +24,21 @@ import table  # noqa: E402
 from work import DETERMINISTIC, PARTS, SM80_BACKWARD, SM90_BACKWARD, pair  # noqa: E402
 
 Constants = dict[str, int]
-TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS", "DQ_WARPS")  # a row of SM80_BACKWARD; TILES: 4
-
+TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
+SM80_TILE = ("BLOCK_M", "BLOCK_N", "ROW_WARPS", "WARPS")  # of SM80_FORWARD
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
-SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS")
+SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS", "V_REGISTERS")
 SIZES = {  # constant -> the smallest and the largest
     "BLOCK_M": (16, 128),
     "BLOCK_N": (16, 128),
     "QK_CHUNK": (64, 256),
     "ROWS": (16, 64),
     "WARPS": (4, 8),
-    "DQ_WARPS": (1, 4),
+    **dict.fromkeys(("S_WARPS", "KV_WARPS", "DQ_WARPS"), (1, 4)),
+    "ROW_WARPS": (1, 2),
     "STAGES": (1, 6),
+    "DO_STAGES": (1, 2),
 }
 
 
@@ -88,8 +90,8 @@ def row_of(
     if dims not in table.ALL_DIMS or key not in rows:
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
     row = rows[key]
-    named = row if isinstance(row, dict) else zip(TILE[: len(row)], row, strict=True)
-    return rows, key, dict(named)
+    names = SM80_TILE if rows is table.SM80_FORWARD.get(kernel) else TILE
+    return rows, key, dict(row if isinstance(row, dict) else zip(names, row, strict=True))
 
 
 def variant(
@@ -98,7 +100,6 @@ def variant(
     """The table's variant with `changed` constants; LookupError if there is no such variant."""
     rows, key, row = row_of(kernel, arch, dims)
     kept = rows[key]
-    sm90 = isinstance(kept, dict)
     if assembler == "12.9":
         row |= table.UNDER_12_9.get((kernel, table.row_of(*dims)), {})
     unknown = set(changed) - set(row)
@@ -109,11 +110,12 @@ def variant(
     if rows is table.SM80_BACKWARD and (row | changed)["BLOCK_M"] > 64:
         raise LookupError(f"{kernel} takes at most 64 rows: its masks are of blocks of 64")
     try:  # table.py turns a row into constants and the rows of a program
-        rows[key] = row | changed if sm90 else tuple((row | changed).values())
-        if sm90:  # of 13.4, which changes no constants
-            made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
-        elif rows is table.SM80_BACKWARD:
+        tried = row | changed
+        rows[key] = tried if isinstance(kept, dict) else tuple(tried.values())
+        if rows is table.SM80_BACKWARD:
             made = next(v for v in table.sm80_backward(arch, "bf16", *dims) if v.kernel == kernel)
+        elif isinstance(kept, dict):  # of 13.4, which changes no constants
+            made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
         else:
             made = table.tiled(kernel, arch, "bf16", *dims)
     finally:

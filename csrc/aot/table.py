@@ -285,24 +285,19 @@ def only_fallback(head_dims: tuple[int, int]) -> bool:
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
+    of_sm80 = SM80_FORWARD.get(kernel, {}).get((arch.tiles, qk_dim, v_dim))
     if kernel in BIAS_TILES:
         own_tiles = BIAS_TILES[kernel]
-        rows, keys, stages, warps = own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
+        tile = own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
     elif dtype in FLOAT32:
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
-        rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
+        tile = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
     else:
-        tile = SM80_FORWARD.get(kernel, {}).get((arch.tiles, qk_dim, v_dim))
-        rows, keys, stages, warps = (
-            tile or (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
-        )
-    constants = {
-        "QK_DIM": qk_dim,
-        "V_DIM": v_dim,
-        "BLOCK_M": rows,
-        "BLOCK_N": keys,
-        "STAGES": stages,
-    }
+        tile = of_sm80 or (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+    *sizes, warps = tile
+    names = ("BLOCK_M", "BLOCK_N", "ROW_WARPS" if tile is of_sm80 else "STAGES")
+    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim} | dict(zip(names, sizes, strict=True))
+    rows, keys, _ = sizes
     if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     if decodes:
@@ -458,7 +453,9 @@ SM80_SOFT_CAP = ("forward_sm80_soft_cap", "backward_sm80_soft_cap")
 def sm80_backward(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
     """The kernels of a backward that adds dQ up in memory, where there are others than Hopper's."""
     row = (arch.tiles, qk_dim, v_dim)
-    rows, keys, stages, warps, dq_warps = SM80_BACKWARD[row]
+    tile = dict(SM80_BACKWARD[row])
+    warps = tile.pop("WARPS")
+    rows, keys = tile["BLOCK_M"], tile["BLOCK_N"]
     dims = {"QK_DIM": qk_dim, "V_DIM": v_dim}
 
     def variant(kernel: str, block: int, warps: int, **constants: int) -> Variant:
@@ -466,11 +463,9 @@ def sm80_backward(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[V
 
     capped = ("backward_sm80_soft_cap",) if row in SM80_SOFT_CAP_BACKWARD else ()
     for kernel in ("backward_sm80", *capped):
-        tile = {"BLOCK_M": rows, "BLOCK_N": keys, "STAGES": stages, "DQ_WARPS": dq_warps}
         yield variant(kernel, keys, warps, **dims, **tile)
-    yield variant(
-        "backward_postprocess_sm80", rows, warps, QK_DIM=qk_dim, ROWS=rows, DQ_WARPS=dq_warps
-    )
+    summed = {"QK_DIM": qk_dim, "ROWS": rows, "DQ_WARPS": tile["DQ_WARPS"]}
+    yield variant("backward_postprocess_sm80", rows, warps, **summed)
     yield variant(
         "backward_preprocess", PREPROCESS_ROWS, 4, V_DIM=v_dim, QK_DIM=qk_dim, ROWS=PREPROCESS_ROWS
     )

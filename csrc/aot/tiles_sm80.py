@@ -9,16 +9,16 @@ DIMS = ((96, 96), (192, 192))
 # The fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md). Of soft caps, no
 # other tiles were timed.
 
-# kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, STAGES (one buffer each of
-# keys and values), warps: rows whose forward is sm80/fwd.py. At 64 the compiler of portable/fwd.py
-# does as well.
+# kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, ROW_WARPS (warps that share
+# rows), warps: rows whose forward is sm80/fwd.py. At 64 the compiler of portable/fwd.py does as
+# well.
 FORWARD = {
     "forward": {
         ("ampere", 96, 96): (128, 64, 1, 4),
         ("ampere", 128, 128): (128, 32, 1, 4),
         ("ampere", 192, 128): (128, 32, 1, 4),
         ("ampere", 192, 192): (128, 128, 1, 8),
-        ("ampere", 256, 256): (128, 64, 1, 8),
+        ("ampere", 256, 256): (128, 64, 2, 8),
         ("small", 96, 96): (128, 64, 1, 4),
         ("small", 128, 128): (128, 32, 1, 4),
         ("small", 192, 128): (64, 32, 1, 4),
@@ -27,22 +27,28 @@ FORWARD = {
     }
 }
 
-# (kind, head dims) -> BLOCK_M, BLOCK_N, STAGES of rows, warps, and of these how many share the rows
-# of a tile of dQ. One kernel makes all gradients, and adds dQ up in memory; where there is no row,
-# and for deterministic gradients, the portable kernels do.
+
+def _backward(rows: int, keys: int, **changed: int) -> dict[str, int]:
+    row = {"BLOCK_M": rows, "BLOCK_N": keys, "STAGES": 2, "DO_STAGES": 2, "V_REGISTERS": 0}
+    return row | {"S_WARPS": 2, "KV_WARPS": 2, "DQ_WARPS": 4, "WARPS": 8} | changed
+
+
+# (kind, head dims) -> constants (sm80/bwd.py says what they are). One kernel makes all gradients,
+# and adds dQ up in memory; where there is no row, and for deterministic gradients, the portable
+# kernels do.
 BACKWARD = {
-    ("ampere", 64, 64): (64, 64, 2, 4, 2),
-    ("ampere", 96, 96): (64, 128, 2, 8, 2),
-    ("ampere", 128, 128): (64, 128, 2, 8, 4),
-    ("ampere", 192, 128): (64, 64, 2, 8, 4),
-    ("ampere", 192, 192): (32, 128, 2, 8, 4),
-    ("ampere", 256, 256): (64, 64, 1, 8, 4),
-    ("small", 64, 64): (64, 128, 2, 8, 2),
-    ("small", 96, 96): (64, 64, 2, 4, 2),
-    ("small", 128, 128): (32, 64, 2, 4, 2),
-    ("small", 192, 128): (32, 64, 2, 8, 4),
-    ("small", 192, 192): (32, 64, 1, 8, 4),
-    ("small", 256, 256): (32, 32, 1, 4, 4),
+    ("ampere", 64, 64): _backward(64, 64, DQ_WARPS=2, WARPS=4),
+    ("ampere", 96, 96): _backward(64, 128, DQ_WARPS=2),
+    ("ampere", 128, 128): _backward(64, 128, KV_WARPS=4),
+    ("ampere", 192, 128): _backward(64, 64),
+    ("ampere", 192, 192): _backward(64, 64, V_REGISTERS=1, KV_WARPS=4),
+    ("ampere", 256, 256): _backward(32, 64, V_REGISTERS=1, KV_WARPS=4),
+    ("small", 64, 64): _backward(64, 128, V_REGISTERS=1, DQ_WARPS=2),
+    ("small", 96, 96): _backward(64, 128, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4, DQ_WARPS=2),
+    ("small", 128, 128): _backward(64, 64, DO_STAGES=1, V_REGISTERS=1, S_WARPS=4, KV_WARPS=4),
+    ("small", 192, 128): _backward(32, 64),
+    ("small", 192, 192): _backward(64, 64, STAGES=1, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4),
+    ("small", 256, 256): _backward(32, 64, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4),
 }
 
 # With a soft cap and nothing else: the same tiles, of the head dims that models with it have.

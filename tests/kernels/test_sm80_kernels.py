@@ -78,11 +78,12 @@ def test_values_of_another_head_dim(case):
     check_backward(p, "backward_sm80", "ampere")
 
 
-@pytest.mark.parametrize("case", some(SOME, 1))
-def test_one_stage(case):
-    """A block is copied over the one before it, part by part."""
+@pytest.mark.parametrize("stages,case", some(list(itertools.product((1, 2), SOME)), 1, 5))
+def test_places(stages, case):
+    """With one place, a block is copied over the one before it as soon as that is read."""
     p = Problem(case, (128, 128), heads=4, kv_heads=2)
-    check_backward(p, "backward_sm80", "small", STAGES=1)
+    check_backward(p, "backward_sm80", "small", STAGES=stages, DO_STAGES=3 - stages)
+    check_backward(p, "backward_sm80", "small", STAGES=stages, DO_STAGES=stages, V_REGISTERS=0)
 
 
 @pytest.mark.parametrize("dim,case", some(list(itertools.product((64, 128), SOME)), 4))

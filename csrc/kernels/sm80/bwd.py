@@ -5,16 +5,19 @@
     dv = p^T do,             dk = scale * ds^T q,       dq = scale * ds k
 
 A program has a tile of keys of one key/value head. p^T and ds^T (keys x rows) go through shared
-memory: two warps share the rows of a tile, so that a warp has 32 keys and reads every query and
-cotangent half as often. dQ is added up in global memory in the order of the accumulator's registers
-(`backward_postprocess_sm80` undoes it). What runs before is sm90/bwd_prepost.py's
-`backward_preprocess`. Head dims that are no powers of two are in chunks of columns, as in fwd.py.
+memory, so each product divides its result among the warps in its own way: S_WARPS of them share the
+keys of p^T and ds^T, KV_WARPS those of dK and dV, and DQ_WARPS the rows of dQ. The more square a
+warp's part, the less shared memory it reads. Values may stay in registers. dQ is added up in global
+memory in the order of the accumulator's registers (`backward_postprocess_sm80` undoes it). What
+runs before is sm90/bwd_prepost.py's `backward_preprocess`. Head dims that are no powers of two are
+in chunks of columns, as in fwd.py.
 """
 
 from sm80.common import (
     accumulator,
     chunk_of,
     chunks_of,
+    columns_of_tile,
     copy_chunks,
     copy_layout,
     plain,
@@ -129,11 +132,14 @@ def backward_sm80(
     q_blocks, kv_blocks, kv_order, scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len,
     heads, kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, DQ_WARPS: gl.constexpr,
+    STAGES: gl.constexpr, DO_STAGES: gl.constexpr, V_REGISTERS: gl.constexpr,
+    S_WARPS: gl.constexpr, KV_WARPS: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """`soft_cap`: None, or as of the forward."""
+    """`soft_cap`: None, or as of the forward. STAGES: places of queries; DO_STAGES: of cotangents,
+    LSE and delta."""
     WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = accumulator(WARPS, 2)  # keys x rows, keys x columns
+    layout: gl.constexpr = accumulator(WARPS, S_WARPS)  # keys x rows
+    kv_layout: gl.constexpr = accumulator(WARPS, KV_WARPS)  # keys x columns
     dq_layout: gl.constexpr = accumulator(WARPS, DQ_WARPS)  # rows x columns
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
     V_CHUNK: gl.constexpr = chunk_of(V_DIM)
@@ -172,22 +178,26 @@ def backward_sm80(
     q_lines: gl.constexpr = swizzled(CHUNK)
     v_lines: gl.constexpr = swizzled(V_CHUNK)
     k_s = gl.allocate_shared_memory(dtype, [CHUNKS, BLOCK_N, CHUNK], q_lines)
-    v_s = gl.allocate_shared_memory(dtype, [V_CHUNKS, BLOCK_N, V_CHUNK], v_lines)
     q_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_M, CHUNK], q_lines)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, BLOCK_M, V_CHUNK], v_lines)
+    do_s = gl.allocate_shared_memory(dtype, [DO_STAGES * V_CHUNKS, BLOCK_M, V_CHUNK], v_lines)
     ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], swizzled(BLOCK_M))
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], line)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], line)
+    lse_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], line)
+    delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], line)
 
     kv_first = (b.to(gl.int64) * kv_len + first_key) * kv_heads + kv_head
     k_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_copies)) < kv_len
-    v_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies)) < kv_len
     k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, CHUNK, q_copies)
-    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_CHUNK, v_copies)
     copy_chunks(k_s, 0, key + kv_first * QK_DIM, k_offsets, k_there[:, None], QK_DIM)
-    copy_chunks(v_s, 0, value + kv_first * V_DIM, v_offsets, v_there[:, None], V_DIM)
+    v_base = value + kv_first * V_DIM
+    if V_REGISTERS:
+        v = columns_of_tile(v_base, kv_heads * V_DIM, kv_len - first_key, BLOCK_N, V_DIM, layout)
+    else:
+        v = gl.allocate_shared_memory(dtype, [V_CHUNKS, BLOCK_N, V_CHUNK], v_lines)
+        v_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies)) < kv_len
+        v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_CHUNK, v_copies)
+        copy_chunks(v, 0, v_base, v_offsets, v_there[:, None], V_DIM)
 
     bh = b.to(gl.int64) * heads + kv_head * group
     q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, q_copies)
@@ -198,8 +208,8 @@ def backward_sm80(
     keys = first_key + gl.arange(0, BLOCK_N, by_key)
 
     scale2 = (scale if soft_cap is None else soft_cap) * LOG2E
-    dk_acc = zeros(BLOCK_N, QK_DIM, layout)
-    dv_acc = zeros(BLOCK_N, V_DIM, layout)
+    dk_acc = zeros(BLOCK_N, QK_DIM, kv_layout)
+    dv_acc = zeros(BLOCK_N, V_DIM, kv_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
     dq_zero = zeros(BLOCK_M, QK_DIM, dq_layout)
     total = steps * group
@@ -218,13 +228,14 @@ def backward_sm80(
         if i < total:
             row = start + nth_step(n, steps, partial, full_begin, full_end) * BLOCK_M
             masked = gl.where(n < partial, 1, 0)
-            stage = i % STAGES
             at = (b.to(gl.int64) * q_len + row) * row_heads + kv_head * group + g
             stat = (bh + g) * padded + row
             if STAGES > 1 or i == 0:
-                copy_rows(q_s, stage, query, at, q_offsets, q_rows, row, q_len, QK_DIM)
-                copy_rows(do_s, stage, dout, at, do_offsets, do_rows, row, q_len, V_DIM)
-                copy_lines(lse_s.index(stage), delta_s.index(stage), lse2 + stat, delta + stat,
+                copy_rows(q_s, i % STAGES, query, at, q_offsets, q_rows, row, q_len, QK_DIM)
+            if DO_STAGES > 1 or i == 0:
+                place = i % DO_STAGES
+                copy_rows(do_s, place, dout, at, do_offsets, do_rows, row, q_len, V_DIM)
+                copy_lines(lse_s.index(place), delta_s.index(place), lse2 + stat, delta + stat,
                     BLOCK_M, WARPS)  # fmt: skip
             n += 1
             if n == steps:
@@ -233,13 +244,14 @@ def backward_sm80(
         async_copy.commit_group()
         if i > 0:
             stage = (i - 1) % STAGES
+            place = (i - 1) % DO_STAGES
             s = times_transposed(k_s, q_s, stage, zero, QK_DIM)
-            dp = times_transposed(v_s, do_s, stage, zero, V_DIM)
-            dp -= delta_s.index(stage).load(by_row)[None, :]
+            dp = times_transposed(v, do_s, place, zero, V_DIM)
+            dp -= delta_s.index(place).load(by_row)[None, :]
             if soft_cap is not None:
                 s = tanh_of_scores(s, scale / soft_cap, 2 * SCORES)
                 dp *= 1.0 - s * s
-            p = gl.exp2(s * scale2 - lse_s.index(stage).load(by_row)[None, :])
+            p = gl.exp2(s * scale2 - lse_s.index(place).load(by_row)[None, :])
             if here_masked != 0:
                 rows = here + rows_0
                 kept = inside(
@@ -250,14 +262,15 @@ def backward_sm80(
                 dp = gl.where(kept, dp, 0.0)  # what padding holds may overflow
             p_s.store(p.to(dtype))
             ds_s.store((p * dp).to(dtype))
-            dv_acc = times_shared(p_s, do_s, stage, dv_acc, BLOCK_M, V_DIM)
-            if STAGES == 1 and i < total:
+            dv_acc = times_shared(p_s, do_s, place, dv_acc, BLOCK_M, V_DIM)
+            if DO_STAGES == 1 and i < total:
                 copy_rows(do_s, 0, dout, at, do_offsets, do_rows, row, q_len, V_DIM)
                 copy_lines(lse_s.index(0), delta_s.index(0), lse2 + stat, delta + stat, BLOCK_M,
                     WARPS)  # fmt: skip
             dk_acc = times_shared(ds_s, q_s, stage, dk_acc, BLOCK_M, QK_DIM)
             if STAGES == 1 and i < total:
                 copy_rows(q_s, 0, query, at, q_offsets, q_rows, row, q_len, QK_DIM)
+            if (STAGES == 1 or DO_STAGES == 1) and i < total:
                 async_copy.commit_group()
             dq = times_shared(ds_s.permute((1, 0)), k_s, 0, dq_zero, BLOCK_N, QK_DIM)
             for c in gl.static_range(CHUNKS):
@@ -266,13 +279,14 @@ def backward_sm80(
                     add_asm(REGISTERS, WARPS * 32), add_constraints(REGISTERS), (dq[c], cells)
                 )
 
-    there = (keys < kv_len)[:, None]
-    at = (gl.arange(0, BLOCK_N, by_key) * kv_heads)[:, None]
-    offsets = at * QK_DIM + gl.arange(0, CHUNK, by_row)[None, :]
+    local = gl.arange(0, BLOCK_N, gl.SliceLayout(1, kv_layout))[:, None]
+    columns: gl.constexpr = gl.SliceLayout(0, kv_layout)
+    there = local < kv_len - first_key
+    offsets = local * (kv_heads * QK_DIM) + gl.arange(0, CHUNK, columns)[None, :]
     for c in gl.static_range(CHUNKS):
         x = (dk_acc[c] * scale).to(dtype)
         gl.store(dk + kv_first * QK_DIM + c * CHUNK + offsets, x, mask=there)
-    offsets = at * V_DIM + gl.arange(0, V_CHUNK, by_row)[None, :]
+    offsets = local * (kv_heads * V_DIM) + gl.arange(0, V_CHUNK, columns)[None, :]
     for c in gl.static_range(V_CHUNKS):
         gl.store(dv + kv_first * V_DIM + c * V_CHUNK + offsets, dv_acc[c].to(dtype), mask=there)
 

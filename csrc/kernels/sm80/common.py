@@ -74,16 +74,33 @@ def zeros(ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def times_transposed(left_s, right_s, at, acc, DIM: gl.constexpr):
-    """acc + left right^T of two tiles in shared memory, in chunks of their DIM columns; the right
-    one is the at-th. 16 columns a step: few registers."""
+def columns_of_tile(base, row_stride, rows, ROWS: gl.constexpr, DIM: gl.constexpr, layout):
+    """A tile of global memory in registers: left operands of 16 columns each of a product in
+    `layout`. Rows from the `rows`-th on become 0 and are not read."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    offsets = tile_offsets(row_stride, ROWS, 16, operand)
+    there = (gl.arange(0, ROWS, gl.SliceLayout(1, operand)) < rows)[:, None]
+    columns = ()
+    for n in gl.static_range(DIM // 16):
+        columns = columns + (gl.load(base + n * 16 + offsets, mask=there, other=0.0),)  # noqa: RUF005
+    return columns
+
+
+@gluon.jit
+def times_transposed(left, right_s, at, acc, DIM: gl.constexpr):
+    """acc + left right^T, in chunks of their DIM columns; the right one is the at-th of the tiles
+    in shared memory, the left one a tile in shared memory or of columns_of_tile. 16 columns a step:
+    few registers."""
     layout: gl.constexpr = acc.type.layout
     CHUNK: gl.constexpr = chunk_of(DIM)
     for c in gl.static_range(chunks_of(DIM)):
-        left = left_s.index(c)
         right = right_s.index(at * chunks_of(DIM) + c)
         for n in gl.static_range(CHUNK // 16):
-            x = left.slice(n * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+            if isinstance(left, gl.tuple):
+                x = left[c * (CHUNK // 16) + n]
+            else:
+                columns = left.index(c).slice(n * 16, 16, dim=1)
+                x = columns.load(gl.DotOperandLayout(0, layout, 2))
             y = right.slice(n * 16, 16, dim=1).permute((1, 0))
             acc = mma_v2(x, y.load(gl.DotOperandLayout(1, layout, 2)), acc)
     return acc
@@ -106,15 +123,43 @@ def times_shared(left_s, right_s, at, sums, N: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(x, N: gl.constexpr):
+    """An accumulator as a tuple of tiles of N columns. No register moves."""
+    columns = (x,)
+    if x.shape[1] > N:
+        left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+        layout: gl.constexpr = x.type.layout
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        right = gl.convert_layout(right, layout, assert_trivial=True)
+        columns = columns_of(left, N) + columns_of(right, N)
+    return columns
+
+
+@gluon.jit
+def added_columns(x, N: gl.constexpr):
+    """The sum of an accumulator's tiles of N columns."""
+    columns = columns_of(x, N)
+    total = columns[0]
+    for i in gl.static_range(1, len(columns)):
+        total = total + columns[i]
+    return total
+
+
+@gluon.jit
 def times(left, right_s, sums, DIM: gl.constexpr):
-    """sums + left right, of an accumulator in 16 bits and a tile in chunks of its DIM columns."""
+    """sums + left right, of an accumulator in 16 bits and a tile in chunks of its DIM columns. 16
+    of the common columns a step: the compiler would load all of a step at once, and move registers
+    to make room."""
     layout: gl.constexpr = sums[0].type.layout
-    x = gl.convert_layout(left, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    more = ()
-    for c in gl.static_range(chunks_of(DIM)):
-        y = right_s.index(c).load(gl.DotOperandLayout(1, layout, 2))
-        more = more + (mma_v2(x, y, sums[c]),)  # noqa: RUF005
-    return more
+    columns = columns_of(left, 16)
+    for n in gl.static_range(len(columns)):
+        x = gl.convert_layout(columns[n], gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+        more = ()
+        for c in gl.static_range(chunks_of(DIM)):
+            y = right_s.index(c).slice(n * 16, 16, dim=0).load(gl.DotOperandLayout(1, layout, 2))
+            more = more + (mma_v2(x, y, sums[c]),)  # noqa: RUF005
+        sums = more
+    return sums
 
 
 @gluon.jit

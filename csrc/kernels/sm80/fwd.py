@@ -3,12 +3,15 @@
 The portable forward (portable/fwd.py) in Gluon, which decides what stays in shared memory: queries
 do, and are read again in every step, so that a warp has registers for 32 rows and reads every key
 and value half as often. One buffer each for keys and values: values arrive while scores are
-computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691). Tiles are
+computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691). With two
+ROW_WARPS, two warps share 32 rows: each has half of the keys of S and half of the columns of the
+output, and P goes through shared memory, so that keys and values are read half as often. Tiles are
 powers of two, so head dims of 96 and 192 are chunks of 32 and 64 columns.
 """
 
 from sm80.common import (
     accumulator,
+    added_columns,
     chunk_of,
     copy_chunks,
     copy_layout,
@@ -16,6 +19,7 @@ from sm80.common import (
     swizzled,
     tile_offsets,
     times,
+    times_shared,
     times_transposed,
     zeros,
 )
@@ -64,14 +68,14 @@ def forward(
     query, key, value, out, lse, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
     scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    ROW_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of query and out are `row_heads` heads apart, of which this is about `heads`. With
     `soft_cap`, unless it is None, scores become tanh in units of the cap (sm90/soft_cap.py)."""
     WARPS: gl.constexpr = gl.num_warps()
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
     V_CHUNK: gl.constexpr = chunk_of(V_DIM)
-    s_layout: gl.constexpr = accumulator(WARPS)
+    s_layout: gl.constexpr = accumulator(WARPS, ROW_WARPS)
     by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     copies: gl.constexpr = copy_layout(CHUNK, WARPS)
     v_copies: gl.constexpr = copy_layout(V_CHUNK, WARPS)
@@ -93,6 +97,8 @@ def forward(
     k_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_N, CHUNK], swizzled(CHUNK))
     v_s = gl.allocate_shared_memory(dtype, [V_DIM // V_CHUNK, BLOCK_N, V_CHUNK], swizzled(V_CHUNK))
 
+    if ROW_WARPS > 1:
+        p_s = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], swizzled(BLOCK_N))
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
     copied = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies))
@@ -127,7 +133,7 @@ def forward(
 
     scale2 = (scale if soft_cap is None else soft_cap) * LOG2E
     m = gl.full([BLOCK_M], -3e38, gl.float32, by_row)
-    l = gl.full([BLOCK_M], 0.0, gl.float32, by_row)
+    l = gl.zeros([BLOCK_M, 8 * ROW_WARPS], gl.float32, s_layout)  # added up at the end
     acc = zeros(BLOCK_M, V_DIM, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
 
@@ -165,11 +171,16 @@ def forward(
         m_new = gl.maximum(m, gl.max(s, 1) * scale2)
         alpha = gl.exp2(m - m_new)
         p = gl.exp2(s * scale2 - m_new[:, None])
-        l = l * alpha + gl.sum(p, 1)
+        l = l * alpha[:, None] + added_columns(p, 8 * ROW_WARPS)
         m = m_new
         acc = scaled(acc, alpha[:, None], V_DIM)
-        acc = times(p.to(dtype), v_s, acc, V_DIM)
+        if ROW_WARPS > 1:
+            p_s.store(p.to(dtype))
+            acc = times_shared(p_s, v_s, 0, acc, BLOCK_N, V_DIM)
+        else:
+            acc = times(p.to(dtype), v_s, acc, V_DIM)
 
+    l = gl.sum(l, 1)
     attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
     inverse = gl.where(attended, 1.0 / l, 0.0)
     acc = scaled(acc, inverse[:, None], V_DIM)

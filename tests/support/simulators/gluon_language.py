@@ -274,7 +274,7 @@ def modules() -> dict[str, types.ModuleType]:
     )
     gl = module(
         "gl", **DTYPES, **dict.fromkeys((*layouts, "barrier"), anything),
-        constexpr=Constexpr, tensor=Tile, shared_memory_descriptor=Shared,
+        constexpr=Constexpr, tensor=Tile, tuple=tuple, shared_memory_descriptor=Shared,
         aggregate_replace=dataclasses.replace,
         static_range=range, static_assert=checked, NVMMASharedLayout=nvmma,
         allocate_shared_memory=threads.allocate, load=load, store=store,

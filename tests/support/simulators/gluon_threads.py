@@ -70,6 +70,13 @@ class Tile(np.ndarray):
             return self.astype(np.uint32) if dtype.numpy == np.uint32 else self
         return self.astype(dtype.numpy)
 
+    def permute(self, order: tuple[int, ...]) -> Tile:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Tile, Tile]:
+        left, right = np.moveaxis(self, -1, 0)
+        return left, right
+
     @property
     def type(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(layout=None, shape=self.shape)
