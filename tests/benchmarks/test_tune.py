@@ -175,8 +175,9 @@ def layout(launch):
     meta = json.loads((folder / "cubins" / f"{launch['file']}.json").read_text())
     return kernel.get("ROWS", kernel.get("BLOCK_M")), kernel["DQ_WARPS"], meta["threads"]
 
-pairs = [(a, b) for a, b in zip(cuda.launches, cuda.launches[1:])
-         if a["kernel"] == "backward_sm80" and b["kernel"] == "backward_postprocess_sm80"]
+pipeline = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
+pairs = [(a, b) for first, a, b in zip(cuda.launches, cuda.launches[1:], cuda.launches[2:])
+         if (first["kernel"], a["kernel"], b["kernel"]) == pipeline]
 assert len({layout(a) for a, _ in pairs}) > 2 and all(layout(a) == layout(b) for a, b in pairs)
 for a, _ in pairs:
     per_tile = 128 // rows[a["file"]]["constants"]["BLOCK_N"]

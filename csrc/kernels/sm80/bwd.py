@@ -87,27 +87,35 @@ def row_range(kv_blocks, mask_b, key, kv_len, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def inside(key, keys, row, rows, lo, hi, segments, first_flag):
-    """Which of its keys (down) a row (across) attends."""
+def chosen(kept, p, dp):
+    """0 where a row (across) does not attend a key (down). dP, too: what padding holds may
+    overflow."""
+    return gl.where(kept, p, 0.0), gl.where(kept, dp, 0.0)
+
+
+@gluon.jit
+def attended(p, dp, key, keys, row, rows, lo, hi, segments, first_flag):
+    """P and dP of keys that their row attends, 0 for the others; chosen again by each test, as in
+    fwd.py."""
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
-    distance = keys[:, None] - lo[None, :]
-    kept = distance.to(gl.uint32, bitcast=True) < (hi - lo)[None, :].to(gl.uint32, bitcast=True)
+    distance = (keys[:, None] - lo[None, :]).to(gl.uint32, bitcast=True)
+    p, dp = chosen(distance < (hi - lo)[None, :].to(gl.uint32, bitcast=True), p, dp)
     if check > 0:  # noqa: SIM102, a flag is loaded only where one is set
         if gl.load(first_flag + row // BLOCK) & 1:
-            keys = opaque(key) + gl.arange(0, kept.shape[0], keys.type.layout)
+            keys = opaque(key) + gl.arange(0, p.shape[0], keys.type.layout)
             q_there = rows < q_len
             kv_there = keys < kv_len
             q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
             kv_id = gl.load(kv_ids + keys, mask=kv_there, other=-1)
-            kept &= q_id[None, :] == kv_id[:, None]
+            p, dp = chosen(q_id[None, :] == kv_id[:, None], p, dp)
             if check > 1:
                 q_at = gl.load(q_pos + rows, mask=q_there, other=0)
                 kv_at = gl.load(kv_pos + keys, mask=kv_there, other=0)
-                kept &= kv_at[:, None] <= q_at[None, :]
+                p, dp = chosen(kv_at[:, None] <= q_at[None, :], p, dp)
                 if check > 2:
                     q_from = gl.load(q_pos + (q_len + rows), mask=q_there, other=0)
-                    kept &= q_from[None, :] <= kv_at[:, None]
-    return kept
+                    p, dp = chosen(q_from[None, :] <= kv_at[:, None], p, dp)
+    return p, dp
 
 
 @gluon.jit
@@ -254,12 +262,10 @@ def backward_sm80(
             p = gl.exp2(s * scale2 - lse_s.index(place).load(by_row)[None, :])
             if here_masked != 0:
                 rows = here + rows_0
-                kept = inside(
-                    first_key, keys, here, rows, gl.load(lo + rows), gl.load(hi + rows), segments,
-                    first_flag,
+                p, dp = attended(
+                    p, dp, first_key, keys, here, rows, gl.load(lo + rows), gl.load(hi + rows),
+                    segments, first_flag,
                 )  # fmt: skip
-                p = gl.where(kept, p, 0.0)
-                dp = gl.where(kept, dp, 0.0)  # what padding holds may overflow
             p_s.store(p.to(dtype))
             ds_s.store((p * dp).to(dtype))
             dv_acc = times_shared(p_s, do_s, place, dv_acc, BLOCK_M, V_DIM)

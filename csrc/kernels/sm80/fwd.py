@@ -41,26 +41,28 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 @gluon.jit
 def kept(s, row, rows, keys, ranges, segments, checked):
-    """The scores of keys that their row attends, -inf for the others."""
+    """The scores of keys that their row attends, -inf for the others. Chosen again by each test:
+    what is kept would take registers from one to the next."""
+    none = float("-inf")
     lo, hi = ranges
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
-    distance = keys[None, :] - lo[:, None]
-    inside = distance.to(gl.uint32, bitcast=True) < (hi - lo)[:, None].to(gl.uint32, bitcast=True)
+    distance = (keys[None, :] - lo[:, None]).to(gl.uint32, bitcast=True)
+    s = gl.where(distance < (hi - lo)[:, None].to(gl.uint32, bitcast=True), s, none)
     if checked != 0:
         rows = opaque(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         q_there = rows < q_len
         kv_there = keys < kv_len
         q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
         kv_id = gl.load(kv_ids + keys, mask=kv_there, other=-1)
-        inside &= q_id[:, None] == kv_id[None, :]
+        s = gl.where(q_id[:, None] == kv_id[None, :], s, none)
         if check > 1:
             q_at = gl.load(q_pos + rows, mask=q_there, other=0)
             kv_at = gl.load(kv_pos + keys, mask=kv_there, other=0)
-            inside &= kv_at[None, :] <= q_at[:, None]
+            s = gl.where(kv_at[None, :] <= q_at[:, None], s, none)
             if check > 2:
                 q_from = gl.load(q_pos + (q_len + rows), mask=q_there, other=0)
-                inside &= q_from[:, None] <= kv_at[None, :]
-    return gl.where(inside, s, float("-inf"))
+                s = gl.where(q_from[:, None] <= kv_at[None, :], s, none)
+    return s
 
 
 @gluon.jit
