@@ -82,7 +82,8 @@ def columns_of_tile(base, row_stride, rows, ROWS: gl.constexpr, DIM: gl.constexp
     there = (gl.arange(0, ROWS, gl.SliceLayout(1, operand)) < rows)[:, None]
     columns = ()
     for n in gl.static_range(DIM // 16):
-        columns = columns + (gl.load(base + n * 16 + offsets, mask=there, other=0.0),)  # noqa: RUF005
+        x = gl.load(base + n * 16 + offsets, mask=there, other=0.0)
+        columns = columns + (x,)  # noqa: RUF005
     return columns
 
 
