@@ -285,19 +285,19 @@ def only_fallback(head_dims: tuple[int, int]) -> bool:
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
-    of_sm80 = SM80_FORWARD.get(kernel, {}).get((arch.tiles, qk_dim, v_dim))
+    row, third = (arch.tiles, qk_dim, v_dim), "STAGES"
     if kernel in BIAS_TILES:
         own_tiles = BIAS_TILES[kernel]
         tile = own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
     elif dtype in FLOAT32:
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
         tile = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
+    elif row in SM80_FORWARD.get(kernel, ()):
+        tile, third = SM80_FORWARD[kernel][row], "ROW_WARPS"
     else:
-        tile = of_sm80 or (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
-    *sizes, warps = tile
-    names = ("BLOCK_M", "BLOCK_N", "ROW_WARPS" if tile is of_sm80 else "STAGES")
-    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim} | dict(zip(names, sizes, strict=True))
-    rows, keys, _ = sizes
+        tile = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+    rows, keys, n, warps = tile
+    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys, third: n}
     if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     if decodes:

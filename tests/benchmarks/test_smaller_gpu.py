@@ -60,12 +60,12 @@ print(ctypes.c_int.in_dll(runtime, "asked").value)
 """
 
 
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
 def library(source, path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source, "-ldl"], check=True
+        ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source, "-ldl"], check=True
     )
     return path
 

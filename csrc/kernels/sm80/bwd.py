@@ -7,10 +7,10 @@
 A program has a tile of keys of one key/value head. p^T and ds^T (keys x rows) go through shared
 memory, so each product divides its result among the warps in its own way: S_WARPS of them share the
 keys of p^T and ds^T, KV_WARPS those of dK and dV, and DQ_WARPS the rows of dQ. The more square a
-warp's part, the less shared memory it reads. Values may stay in registers. dQ is added up in global
-memory in the order of the accumulator's registers (`backward_postprocess_sm80` undoes it). What
-runs before is sm90/bwd_prepost.py's `backward_preprocess`. Head dims that are no powers of two are
-in chunks of columns, as in fwd.py.
+warp's part, the less shared memory it reads. V_REGISTERS keeps values in registers. dQ is added up
+in global memory in the order of the accumulator's registers (`backward_postprocess_sm80` undoes
+it). What runs before is sm90/bwd_prepost.py's `backward_preprocess`. Head dims that are no powers
+of two are in chunks of columns, as in fwd.py.
 """
 
 from sm80.common import (
@@ -95,7 +95,7 @@ def chosen(kept, p, dp):
 
 @gluon.jit
 def attended(p, dp, key, keys, row, rows, lo, hi, segments, first_flag):
-    """P and dP of keys that their row attends, 0 for the others; chosen again by each test, as in
+    """P and dP of keys that their row attends, 0 for the others. Each test selects them, as in
     fwd.py."""
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
     distance = (keys[:, None] - lo[None, :]).to(gl.uint32, bitcast=True)

@@ -41,8 +41,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 @gluon.jit
 def kept(s, row, rows, keys, ranges, segments, checked):
-    """The scores of keys that their row attends, -inf for the others. Chosen again by each test:
-    what is kept would take registers from one to the next."""
+    """The scores of keys that their row attends, -inf for the others. Each test selects scores:
+    a mask handed from one test to the next would take a register for every score."""
     none = float("-inf")
     lo, hi = ranges
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
@@ -98,9 +98,9 @@ def forward(
     q_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_M, CHUNK], swizzled(CHUNK))
     k_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_N, CHUNK], swizzled(CHUNK))
     v_s = gl.allocate_shared_memory(dtype, [V_DIM // V_CHUNK, BLOCK_N, V_CHUNK], swizzled(V_CHUNK))
-
     if ROW_WARPS > 1:
         p_s = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], swizzled(BLOCK_N))
+
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
     copied = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies))
