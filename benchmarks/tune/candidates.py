@@ -57,7 +57,8 @@ def neighbours(row: Constants) -> list[Constants]:
 
 
 # kernels that candidates run with, or are compared with
-TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}
+TWINS = {"forward", "backward_delta", "backward_delta_fallback", "backward_dkdv", "backward_dq",
+    *table.MASK_KERNELS}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ def row_of(
     elif key in table.SM80_FORWARD.get(kernel, {}):
         rows = table.SM80_FORWARD[kernel]
     else:
-        rows, key = table.TILES.get(kernel, {}), (arch.tiles, max(dims))
+        every = table.TILES | table.BIAS_TILES
+        rows, key = every.get(kernel, {}), (arch.tiles, max(dims))
     if dims not in table.ALL_DIMS or key not in rows:
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
     row = rows[key]
@@ -156,6 +158,9 @@ def chosen(
         for other in pipeline if kernel in pipeline else ():
             # the tile of 8.x's kernel is also the layout of dQ's sum, which another kernel reads
             wanted.setdefault((other, d), [{}] if pipeline in hopper else wanted[kernel, d])
+    for kernel, d in list(wanted):
+        if kernel.endswith("_bias"):  # they read the forward's sums of rows
+            wanted.setdefault(("forward_bias", d), [{}])
     seen = set()
     for (kernel, d), rows in wanted.items():
         for changed, assembler in itertools.product(rows, assemblers):

@@ -181,7 +181,10 @@ class Kernel:
                 addresses += [base + shape + 4 * i for i in range(3)]
                 addresses += [base + strides + 8 * i for i in range(3)]
             else:
-                values.append(a.pointer if p["type"] == "ptr" else kinds[p["type"]](a))
+                if p["type"] == "ptr":
+                    values.append(C.c_uint64(0) if a is None else a.pointer)
+                else:
+                    values.append(kinds[p["type"]](a))
                 addresses.append(C.addressof(values[-1]))
         values += [C.c_uint64(0), C.c_uint64(0)]  # Triton's scratch pointers
         addresses += [C.addressof(v) for v in values[-2:]]

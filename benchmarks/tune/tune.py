@@ -43,10 +43,13 @@ from work import (
     Work,
     difference,
     pair,
+    plain,
 )
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
+OPTIONS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback", "forward_bias",
+    "backward_dkdv_bias", "backward_dq_bias")  # fmt: skip
 RESULTS = {
     "forward": ("out", "lse"),
     "forward_sm90": ("out", "lse"),
@@ -54,6 +57,7 @@ RESULTS = {
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     **dict.fromkeys((*SM90_BACKWARD, *SM80_BACKWARD), ("dq", "dk", "dv")),
+    **dict(zip(OPTIONS, 2 * (("out",), ("dk", "dv"), ("dq",)), strict=True)),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
     "backward_dkdv_sm90_parts": ("dk", "dv"),
@@ -108,7 +112,7 @@ def operations(case: Case, kernel: str) -> float | None:
         **dict.fromkeys(
             ("backward_dq", "backward_dq_sm90", "backward_dq_sm90_parts"), pairs * (2 * qk + v)
         ),
-    }.get(kernel)
+    }.get(plain(kernel))
 
 
 def sum_layout(kernel: Kernel) -> tuple[int, ...] | None:
@@ -133,8 +137,11 @@ class Plan:
             if name == "backward_preprocess"
         }
         self.portables = {
-            name: work.launch(portable)
-            for name in ("forward", "backward_delta", *PORTABLE_BACKWARD)
+            plain(name): work.launch(portable)
+            for name in (
+                *("forward", *PORTABLE_BACKWARD),
+                *("backward_delta_fallback", "backward_delta"),
+            )
             if (portable := built.portable(name, dims)) is not None
         }
 
@@ -170,7 +177,8 @@ class Plan:
         none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
-        forward = self.portables.get("forward") or self.first("forward_sm90")
+        forwards = (self.first(name) for name in ("forward_sm90", "forward_fallback"))
+        forward = self.portables.get("forward") or next(filter(None, forwards), None)
         if forward is None:
             raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
         forward()
@@ -199,7 +207,7 @@ class Plan:
             self.work.poison(names)
             if pipeline:
                 self.work.poison(("delta", "lse2", "lo", "hi", "dq_sum"))
-            elif name in PORTABLE_BACKWARD:
+            elif plain(name) in PORTABLE_BACKWARD:
                 self.portables["backward_delta"]()
             run()
             self.work.driver.synchronize()

@@ -25,6 +25,21 @@ MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "bl
 DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90")
 PARTS = ("backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 SM80_BACKWARD = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
+# What the kernels for options take in a call without options: null pointers, and numbers.
+NO_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("row_max", "score_grads", "scales", "slopes", "q_bias_pos", "kv_bias_pos",
+        "block_mask", "q_block_lists", "kv_block_lists", "bias", "dropout_streams",
+        "dropout_rows")),
+    **dict.fromkeys(("scales_batch", "bias_batch", "block_mask_batch", "block_mask_heads",
+        "has_score_grads", "bias_kind", "bias_axes", "dropout_threshold",
+        "dropout_rows_batch"), 0),
+    "soft_cap": 0.0, "inverse_keep": 1.0, "q_block": 64, "kv_block": 64,
+}  # fmt: skip
+
+
+def plain(kernel: str) -> str:
+    """The kernel that computes the same without options."""
+    return kernel.removesuffix("_fallback").removesuffix("_bias")
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -125,6 +140,8 @@ class Work:
         # never read without a segment check or dlse
         self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["kv_start"])
         self.given["dlse"] = self.given["lse"]
+        self.given |= NO_OPTIONS | {"qk_dim": qk, "v_dim": v}
+        self.row_sums = floats((2 * heads * rows,))  # the LSE in two parts, of kernels with a bias
         self.ranges = dict.fromkeys(("lo", "hi", "segment_checked"))
         self.mask = self._mask_launches(mask_kernels)
         for launch in self.mask.values():
@@ -169,7 +186,7 @@ class Work:
         assert (hi == np.arange(1, self.case.seq + 1)).all()
 
     def grid(self, kernel: Kernel) -> int:
-        name, block = kernel.meta["kernel"], kernel.meta["block"]
+        name, block = plain(kernel.meta["kernel"]), kernel.meta["block"]
         rows, heads, kv_heads = self.case.seq, self.case.heads, self.case.kv_heads
         if name in ("backward_preprocess", "backward_postprocess", "backward_postprocess_sm80"):
             return heads * self.padded // block
@@ -187,6 +204,8 @@ class Work:
         """One kernel bound to this case. There are as many programs that take tiles from the
         counter as multiprocessors."""
         given, grid = self.given | other, self.grid(kernel)
+        if kernel.meta["kernel"].endswith("_bias"):
+            given["lse"] = self.row_sums
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
         if not any(p["name"] == "counter" for p in kernel.meta["params"]):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 # Bytes of shared memory: of Hopper's multiprocessor, of its largest block, of each block's own.
 HOPPER, LARGEST, RESERVED = 233_472, 232_448, 1024
@@ -86,7 +88,13 @@ def served_by(arch: Arch) -> list[Arch]:
     return [arch, *(a for a in later if not a.arch_specific)]
 
 
-def one_set(archs: tuple[str, ...]) -> list[Arch]:
-    """One architecture for every group of them that can run the same cubin."""
+def one_set(
+    archs: tuple[str, ...], tile_of: Callable[[Arch], Any] = lambda _arch: None
+) -> list[Arch]:
+    """One architecture for every group of them that can run the same cubin and have one tile."""
     asked = [find_arch(name) for name in archs]
-    return [arch for arch in asked if not any(arch in served_by(other)[1:] for other in asked)]
+
+    def served(arch: Arch, other: Arch) -> bool:
+        return arch in served_by(other)[1:] and tile_of(arch) == tile_of(other)
+
+    return [arch for arch in asked if not any(served(arch, other) for other in asked)]

@@ -18,18 +18,25 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq", 128): 80,
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
-    ("backward_dkdv_fallback", 128): 56,
-    ("backward_dkdv_fallback", 192): 104,
+    ("backward_dkdv_fallback", 64): 248,
+    ("backward_dkdv_fallback", 128): 680,
+    ("backward_dkdv_fallback", 192): 304,
+    ("backward_dq_fallback", 128): 288,
     ("backward_dq_fallback", 192): 16,
     ("backward_dq_fallback", 256): 56,
-    ("forward_fallback", 512): 8,
-    ("backward_dkdv_fallback", 512): 136,  # 12 loads in the loop without a mask, no stores
+    ("forward_fallback", 256): 208,
+    ("forward_fallback", 512): 80,
+    ("backward_dkdv_fallback", 256): 552,
+    ("backward_dkdv_fallback", 512): 520,
     ("backward_dq_fallback", 512): 176,  # none in that loop
-    ("backward_dkdv_bias", 64): 64,
+    ("backward_dkdv_bias", 64): 544,
     ("backward_dkdv_bias", 128): 160,
-    ("backward_dq_bias", 128): 48,
-    ("forward_bias", 256): 64,  # 5 loads in the loop, no stores
-    ("backward_dkdv_bias", 256): 192,  # 25 loads in the loop, no stores
+    ("backward_dq_bias", 64): 232,
+    ("backward_dq_bias", 128): 696,
+    ("backward_dq_bias", 256): 336,
+    ("forward_bias", 128): 152,
+    ("forward_bias", 256): 464,
+    ("backward_dkdv_bias", 256): 520,
     ("backward_dbias", 256): 56,  # 12 loads in the loop, no stores
     ("forward_bias_alone", 64): 32,
     ("forward_bias_alone", 128): 24,

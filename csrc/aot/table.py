@@ -240,6 +240,9 @@ class Variant:
             or only_fallback((self.qk_dim, self.v_dim))
         )
         served = served_by(self.arch) if shared else [self.arch]
+        if self.dtype != FP8 and self.kernel in TILES | BIAS_TILES | DECODE_TILES:
+            own = self.kernel, self.dtype, self.qk_dim, self.v_dim
+            served = [arch for arch in served if tile_of(arch, *own) == tile_of(self.arch, *own)]
         return min(arch.shared for arch in served)
 
     @property
@@ -282,21 +285,27 @@ def only_fallback(head_dims: tuple[int, int]) -> bool:
     return max(head_dims) > max(dim for _, dim in PORTABLE_TILES["forward"])
 
 
-def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+def tile_of(
+    arch: Arch, kernel: str, dtype: str, qk_dim: int, v_dim: int
+) -> tuple[int, int, int, int]:
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
-    row, third = (arch.tiles, qk_dim, v_dim), "STAGES"
     if kernel in BIAS_TILES:
         own_tiles = BIAS_TILES[kernel]
-        tile = own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
-    elif dtype in FLOAT32:
+        return own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
+    if dtype in FLOAT32:
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
-        tile = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
-    elif row in SM80_FORWARD.get(kernel, ()):
-        tile, third = SM80_FORWARD[kernel][row], "ROW_WARPS"
-    else:
-        tile = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
-    rows, keys, n, warps = tile
+        return own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
+    if (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ()):
+        return SM80_FORWARD[kernel][arch.tiles, qk_dim, v_dim]
+    return (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+
+
+def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    decodes = kernel in DECODE_TILES
+    of_sm80 = (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ())
+    third = "ROW_WARPS" if of_sm80 and dtype not in FLOAT32 else "STAGES"
+    rows, keys, n, warps = tile_of(arch, kernel, dtype, qk_dim, v_dim)
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys, third: n}
     if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
@@ -305,6 +314,14 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         constants["V_PARTS"] = value_parts(kernel, kind, v_dim, rows)
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def of_each_tile(
+    kernel: str, archs: tuple[str, ...], dtype: str, qk_dim: int, v_dim: int
+) -> Iterator[Variant]:
+    """One variant for all architectures that can run it and have the same tile."""
+    for arch in one_set(archs, lambda arch: tile_of(arch, kernel, dtype, qk_dim, v_dim)):
+        yield tiled(kernel, arch, dtype, qk_dim, v_dim)
 
 
 def fp8_decoding(
@@ -334,11 +351,11 @@ def fallback_alone(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
     """The kernels in 16 bits of head dims that have no others: fewer of them, as of float32."""
-    for arch in one_set(archs):
-        for dtype in dtypes:
-            for dims in filter(only_fallback, head_dims):
-                for kernel in (*FALLBACK_TILES, "decode"):
-                    yield tiled(kernel, arch, dtype, *dims)
+    for dtype in dtypes:
+        for dims in filter(only_fallback, head_dims):
+            for kernel in (*FALLBACK_TILES, "decode"):
+                yield from of_each_tile(kernel, archs, dtype, *dims)
+            for arch in one_set(archs):
                 yield delta("backward_delta_fallback", arch, dtype, *dims)
                 yield merging(arch, dtype, *dims)
 
@@ -367,13 +384,12 @@ def delta(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
 def with_bias(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    """Kernels with a bias that is an array, and dropout: one set likewise."""
-    for arch in one_set(archs):
-        for dtype in dtypes:
-            for dims in BIAS_DIMS[dtype]:
-                if dims in head_dims:
-                    for kernel in BIAS_TILES:
-                        yield tiled(kernel, arch, dtype, *dims)
+    """Kernels with a bias that is an array, and dropout."""
+    for dtype in dtypes:
+        for dims in BIAS_DIMS[dtype]:
+            if dims in head_dims:
+                for kernel in BIAS_TILES:
+                    yield from of_each_tile(kernel, archs, dtype, *dims)
 
 
 def with_bias_alone(

@@ -1,9 +1,9 @@
 """Tiles of the kernels with a bias array and with dropout: rows of the table (table.py).
 
-They take all that the fallback kernels take. One set serves all GPUs that can run the same cubin,
-so tiles of compute capability 8.0 fit the 99 KiB of 8.6, and the smallest compiled head dim that
-covers a request serves it: each is a kernel more to compile. A step is 64 rows or keys at most: the
-lists of a block mask count in 64. Of one stage, they have one loop for all blocks.
+They take all that the fallback kernels take. A cubin serves all GPUs that can run it and have the
+same tile, and the smallest compiled head dim that covers a request serves it: each is a kernel more
+to compile. A step of keys (dK/dV: of rows) is 64 at most: the lists of a block mask count in 64. Of
+one stage, they have one loop for all blocks.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(("f32", "tf32"), ((128, 128),)),
 }
 
-# kernel -> (kind of tile or dtype of float32, head dim) -> BLOCK_M, BLOCK_N, stages (their loop is
-# not pipelined), warps
-_KINDS = ("hopper", "blackwell", "ampere", "small")
-BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
-    kernel: {(kind, dim): tile for kind in _KINDS for dim, tile in rows.items()}
-    | {(dtype, 128): tile for dtype, tile in of_float32.items()}
-    for kernel, rows, of_float32 in (
-        (
-            "forward_bias",
-            {64: (64, 64, 1, 4), 128: (64, 64, 1, 8)},
-            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
-        ),
-        (
-            "backward_dkdv_bias",
-            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
-            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
-        ),
-        (
-            "backward_dq_bias",
-            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
-            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
-        ),
-        (
-            "backward_dbias",
-            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
-            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
-        ),
-    )
+# Their loop is not pipelined, so a tile is BLOCK_M, BLOCK_N and warps. "hopper", and "ampere" and
+# "small" by proxy: the fastest of benchmarks/tune/tune.py on an H200, in calls without options
+# (docs/experiments.md), but those of backward_dbias, which were not timed, as "blackwell" and
+# float32 were not.
+_Tile = tuple[int, int, int]
+_OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 256
+    "forward_bias": {
+        "hopper": ((64, 64, 4), (64, 64, 4), (128, 64, 8)),
+        "ampere": ((128, 32, 4), (128, 32, 4), (64, 64, 8)),
+        "small": ((128, 32, 4), (128, 32, 4), (64, 64, 8)),
+        "blackwell": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
+    },
+    "backward_dkdv_bias": {
+        "hopper": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
+        "ampere": ((32, 128, 4), (64, 64, 8), (64, 64, 8)),
+        "small": ((32, 128, 4), (64, 64, 8), (32, 32, 8)),
+        "blackwell": ((64, 64, 8), (64, 64, 8), (32, 32, 8)),
+    },
+    "backward_dq_bias": {
+        "hopper": ((64, 64, 4), (64, 64, 4), (64, 64, 8)),
+        "ampere": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
+        "small": ((64, 64, 4), (64, 64, 8), (64, 32, 8)),
+        "blackwell": ((64, 64, 8), (64, 64, 8), (64, 32, 8)),
+    },
+    "backward_dbias": {
+        "hopper": ((64, 64, 8), (64, 64, 8), (64, 64, 8)),
+        "ampere": ((64, 64, 8), (64, 64, 8), (32, 32, 8)),
+        "small": ((64, 64, 8), (64, 64, 8), (32, 32, 8)),
+        "blackwell": ((64, 64, 8), (64, 64, 8), (64, 64, 8)),
+    },
 }
 
-# Of 256: the largest of those tried with no or few spills in the loop, and no stores of them there
-# (docs/experiments.md). They were not timed. "ampere" and "small" are the same, so they share
-# PTX, and 10.x has that PTX where a tile has under 64 rows or keys.
-_WIDE_TILES = {
-    "forward_bias": {"hopper": (64, 64), "blackwell": (64, 64), "ampere": (64, 32)},
-    "backward_dkdv_bias": {"hopper": (32, 64), "blackwell": (32, 32), "ampere": (32, 32)},
-    "backward_dq_bias": {"hopper": (64, 32), "blackwell": (64, 32), "ampere": (64, 16)},
-    "backward_dbias": {"hopper": (64, 64), "blackwell": (64, 64), "ampere": (32, 32)},
+# kernel -> (kind of tile, head dim), or (dtype, head dim) of float32 -> BLOCK_M, BLOCK_N, STAGES,
+# warps
+BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
+    kernel: {
+        (kind, dim): (rows, keys, 1, warps)
+        for kind, tiles in kinds.items()
+        for dim, (rows, keys, warps) in zip((64, 128, 256), tiles, strict=True)
+    }
+    | {(dtype, 128): (32, 32, 1, 8) for dtype in ("f32", "tf32")}
+    for kernel, kinds in _OF_HEAD_DIM.items()
 }
-for _kernel, _tiles in _WIDE_TILES.items():
-    _of_kinds = _tiles | {"small": _tiles["ampere"]}
-    BIAS_TILES[_kernel] |= {(kind, 256): (*tile, 1, 8) for kind, tile in _of_kinds.items()}
 
 # Those for Hopper with a bias array alone: of the query's dtype, in rows that begin at 16 bytes,
 # and nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, most

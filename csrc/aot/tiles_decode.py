@@ -87,6 +87,7 @@ FP8_DECODE_TILES = {
     "decode_tall_fp8": {
         ("hopper", 64): (64, 64, 3, 4),
         ("hopper", 128): (32, 64, 3, 4),
+        **{(kind, dim): (32, 64, 3, 4) for kind in ("ampere", "small") for dim in (64, 128)},
     },
 }
 # The same for pages, whose scales multiply every key: in one kernel with the other, both would take

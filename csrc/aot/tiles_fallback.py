@@ -39,50 +39,74 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
-# they see at run time, so one variant serves all. Tiles of the plain kernels, but on Hopper the
-# largest with few spills; nobody has timed them. A step of keys (dK/dV: of rows) is 64 at most: the
-# lists of a block mask count in 64.
-FALLBACK_TILES = {
-    kernel: PORTABLE_TILES[plain] | {("hopper", dim): tile for dim, tile in hopper.items()}
-    for kernel, plain, hopper in (
-        (
-            "forward_fallback",
-            "forward",
-            {64: (128, 64, 3, 8), 128: (64, 64, 3, 4), 192: (128, 64, 1, 8), 256: (64, 64, 2, 8)},
-        ),
-        (
-            "backward_dkdv_fallback",
-            "backward_dkdv",
-            {64: (64, 64, 2, 8), 128: (64, 64, 2, 8), 192: (32, 64, 2, 8), 256: (32, 32, 2, 8)},
-        ),
-        (
-            "backward_dq_fallback",
-            "backward_dq",
-            {64: (128, 64, 2, 8), 128: (64, 64, 2, 8), 192: (64, 64, 2, 8), 256: (64, 64, 2, 8)},
-        ),
-    )
-}
-
-# Above 256 they serve plain calls, too, and there are no others: one set for all of compute
-# capability 8.x, as of float32 below. On 10.x tiles of under 64 rows, for which Triton takes no
-# tcgen05: its accumulators would not fit. STAGES 1 where a second buffer does not fit or makes the
-# assembler serialise wgmma. Chosen for no or few spills in the loops (docs/experiments.md).
+# they see at run time, so one variant serves all. A step of keys (dK/dV: of rows) is 64 at most:
+# the lists of a block mask count in 64. "hopper", and "ampere" and "small" by proxy: the fastest of
+# benchmarks/tune/tune.py on an H200, in calls without options (docs/experiments.md). Tiles with
+# spills are often faster than smaller ones without. "blackwell": those of the plain kernels, which
+# nobody has timed.
+#
+# Above 256 (WIDEST) they serve plain calls, too, and there are no others. On 10.x tiles of under 64
+# rows, for which Triton takes no tcgen05: its accumulators would not fit.
 WIDEST = 512
-FALLBACK_TILES["forward_fallback"] |= {
-    ("hopper", WIDEST): (64, 32, 1, 8),
-    **{(kind, WIDEST): (32, 32, 2, 8) for kind in ("ampere", "small", "blackwell")},
+FALLBACK_TILES = {
+    "forward_fallback": {
+        ("hopper", 64): (64, 64, 3, 4),
+        ("hopper", 128): (64, 64, 3, 4),
+        ("hopper", 192): (128, 64, 1, 8),
+        ("hopper", 256): (128, 64, 1, 8),
+        ("hopper", WIDEST): (64, 64, 1, 8),
+        ("ampere", 64): (128, 64, 2, 4),
+        ("ampere", 128): (128, 64, 2, 8),
+        ("ampere", 192): (128, 64, 2, 8),
+        ("ampere", 256): (128, 32, 2, 8),
+        ("ampere", WIDEST): (64, 32, 2, 8),
+        ("small", 64): (128, 64, 2, 4),
+        ("small", 128): (128, 64, 2, 8),
+        ("small", 192): (128, 64, 1, 8),
+        ("small", 256): (128, 32, 1, 8),
+        ("small", WIDEST): (32, 32, 2, 8),
+        ("blackwell", WIDEST): (32, 32, 2, 8),
+    },
+    "backward_dkdv_fallback": {
+        ("hopper", 64): (64, 64, 2, 4),
+        ("hopper", 128): (64, 128, 2, 8),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 64, 2, 8),
+        ("hopper", WIDEST): (32, 32, 1, 8),
+        ("ampere", 64): (64, 128, 1, 8),
+        ("ampere", 128): (64, 32, 2, 4),
+        ("ampere", 192): (64, 32, 2, 4),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("ampere", WIDEST): (32, 32, 1, 8),
+        ("small", 64): (64, 128, 1, 8),
+        ("small", 128): (64, 64, 1, 8),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (32, 32, 2, 8),
+        ("small", WIDEST): (16, 16, 1, 8),
+        ("blackwell", WIDEST): (16, 16, 1, 8),
+    },
+    "backward_dq_fallback": {
+        ("hopper", 64): (64, 64, 2, 4),
+        ("hopper", 128): (64, 64, 2, 4),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 64, 2, 8),
+        ("hopper", WIDEST): (64, 32, 1, 8),
+        ("ampere", 64): (128, 32, 2, 4),
+        ("ampere", 128): (128, 32, 2, 8),
+        ("ampere", 192): (64, 64, 2, 8),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("ampere", WIDEST): (32, 32, 2, 8),
+        ("small", 64): (128, 64, 2, 8),
+        ("small", 128): (128, 32, 2, 8),
+        ("small", 192): (64, 64, 1, 8),
+        ("small", 256): (64, 32, 1, 8),
+        ("small", WIDEST): (32, 16, 1, 8),
+        ("blackwell", WIDEST): (16, 32, 1, 8),
+    },
 }
-FALLBACK_TILES["backward_dkdv_fallback"] |= {
-    ("hopper", WIDEST): (32, 16, 1, 8),
-    **{(kind, WIDEST): (16, 16, 1, 8) for kind in ("ampere", "small", "blackwell")},
-}
-FALLBACK_TILES["backward_dq_fallback"] |= {
-    ("hopper", WIDEST): (64, 32, 1, 8),
-    **{(kind, WIDEST): (16, 32, 1, 8) for kind in ("ampere", "small", "blackwell")},
-}
-
-# With the options' operands the plain kernel's tile does not fit into 99 KiB.
-FALLBACK_TILES["backward_dq_fallback"]["small", 128] = (64, 64, 2, 8)
+for _kernel, _rows in FALLBACK_TILES.items():
+    _plain = PORTABLE_TILES[_kernel.removesuffix("_fallback")]
+    _rows |= {row: tile for row, tile in _plain.items() if row[0] == "blackwell"}
 
 FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
 

@@ -10,18 +10,19 @@ DIMS = ((96, 96), (192, 192))
 # other tiles were timed.
 
 # kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, ROW_WARPS (warps that share
-# rows), warps: rows whose forward is sm80/fwd.py. At 64 the compiler of portable/fwd.py does as
-# well.
+# rows), warps: rows whose forward is sm80/fwd.py.
 FORWARD = {
     "forward": {
+        ("ampere", 64, 64): (128, 64, 1, 4),
         ("ampere", 96, 96): (128, 64, 1, 4),
-        ("ampere", 128, 128): (128, 32, 1, 4),
+        ("ampere", 128, 128): (128, 64, 1, 4),
         ("ampere", 192, 128): (128, 32, 1, 4),
         ("ampere", 192, 192): (128, 128, 1, 8),
         ("ampere", 256, 256): (128, 64, 2, 8),
+        ("small", 64, 64): (128, 64, 1, 4),
         ("small", 96, 96): (128, 64, 1, 4),
         ("small", 128, 128): (128, 32, 1, 4),
-        ("small", 192, 128): (64, 32, 1, 4),
+        ("small", 192, 128): (128, 32, 1, 4),
         ("small", 192, 192): (128, 64, 1, 8),
         ("small", 256, 256): (128, 32, 1, 8),
     }
@@ -54,7 +55,7 @@ BACKWARD = {
 # With a soft cap and nothing else: the same tiles, of the head dims that models with it have.
 _CAPPED = ((64, 64), (128, 128), (256, 256))
 FORWARD["forward_sm80_soft_cap"] = {
-    (kind, *dims): FORWARD["forward"].get((kind, *dims), (128, 64, 1, 4))
+    (kind, *dims): FORWARD["forward"][kind, *dims]
     for kind in ("ampere", "small")
     for dims in _CAPPED
 }

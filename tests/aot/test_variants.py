@@ -26,8 +26,9 @@ def test_every_architecture_has_every_kernel() -> None:
         if arch.tiles == "hopper":
             own.remove("backward_preprocess")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
-        shared = {*table.BIAS_TILES, *table.FP8_DECODE_TILES} if covered else set()
-        shared |= {"decode_tall_fp8", "decode_tall_fp8_pages"} if arch.tiles != "hopper" else set()
+        shared = {"forward_bias", "backward_dbias", *table.FP8_DECODE_TILES} if covered else set()
+        if arch.tiles == "blackwell":
+            shared |= {"decode_tall_fp8", "decode_tall_fp8_pages"}
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
         decoding = (*table.DECODE_TILES, "decode_combine")
         for kernel in (
@@ -47,8 +48,8 @@ def test_every_architecture_has_every_kernel() -> None:
             rows = table.SM90_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
             wanted = [dims for dims in table.ALL_DIMS if table.row_of(*dims) in rows]
             one_set = arch in table.one_set(tuple(table.ARCHS))
-            wide = one_set and kernel in (*table.FALLBACK_TILES, "decode", "decode_combine")
-            wide |= kernel in table.SM90_TILES
+            wide = one_set and kernel in ("decode", "decode_combine")
+            wide |= kernel in (*table.FALLBACK_TILES, *table.SM90_TILES)
             wanted = [dims for dims in wanted if wide or not table.only_fallback(dims)]
             of_float32 = {row for row in got if row[0] in table.FLOAT32}
             assert got - of_float32 == {(d, *dims) for d in table.DTYPES for dims in wanted}
@@ -135,16 +136,40 @@ def test_caches_in_fp8() -> None:
     others = (*table.DTYPES, *table.FLOAT32)
     assert not [v for v in table.variants(dtypes=others) if v.dtype == table.FP8]
     few = [v for v in table.variants(("80",), ("e4m3",)) if v.dtype == table.FP8]
-    assert len(few) == 2 * len(table.FP8_DIMS)  # of dense caches and of pages
+    tall = [v for v in few if v.kernel in ("decode_tall_fp8", "decode_tall_fp8_pages")]
+    assert len(few) - len(tall) == 2 * len(table.FP8_DIMS)  # of dense caches and of pages
+    assert {v.qk_dim for v in tall} == {64, 128} and len(tall) == 4
+
+
+def of_arch(variants: list, arch: table.Arch) -> list:
+    """Of each kernel, dtype and head dims the variant that C++ takes for an architecture."""
+    found: dict = {}
+    for v in variants:
+        key = v.kernel, v.dtype, v.qk_dim, v.v_dim
+        if arch in table.served_by(v.arch) and (key not in found or v.arch is arch):
+            found[key] = v
+    return list(found.values())
+
+
+def test_a_cubin_serves_the_architectures_with_its_tile() -> None:
+    for arch in table.ARCHS.values():
+        for v in of_arch(ALL, arch):
+            assert v.shared <= arch.shared, (v.name, arch)
+    few = [v.name for v in ALL if "backward_dkdv_bias_bf16" in v.name and "_sm8" in v.name]
+    assert few == [
+        *("backward_dkdv_bias_bf16_64x64_sm80", "backward_dkdv_bias_bf16_64x64_sm87"),
+        *("backward_dkdv_bias_bf16_128x128_sm80", "backward_dkdv_bias_bf16_128x128_sm87"),
+        *(f"backward_dkdv_bias_bf16_256x256_sm{cc}" for cc in (80, 86, 87)),
+    ]
 
 
 def test_head_dims_of_fallback_kernels_alone() -> None:
-    """Every GPU has one set of them, and what the largest asks for fits all that run it."""
+    """Every GPU has one set of them, which fits its shared memory."""
     wide = [dims for dims in table.HEAD_DIMS if table.only_fallback(dims)]
     assert wide == [(512, 512)]
     kernels = (*GENERAL, "decode", "decode_combine")
     for arch in table.ARCHS.values():
-        mine = [v for v in ALL if arch in table.served_by(v.arch) and v.qk_dim == 512]
+        mine = of_arch([v for v in ALL if v.qk_dim == 512], arch)
         mine = [v for v in mine if v.kernel not in table.SM90_TILES]
         got = sorted((v.kernel, v.dtype) for v in mine)
         assert got == sorted((kernel, dtype) for kernel in kernels for dtype in table.DTYPES)
@@ -164,7 +189,7 @@ def test_with_a_bias() -> None:
     )
     rows = [v for v in ALL if v.kernel in table.BIAS_TILES]
     for arch in table.ARCHS.values():
-        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        mine = of_arch(rows, arch)
         got = sorted((v.kernel, v.dtype, v.qk_dim, v.v_dim) for v in mine)
         assert got == sorted(
             (kernel, dtype, *dims)
@@ -176,7 +201,10 @@ def test_with_a_bias() -> None:
     for v in rows:
         of = dict(v.constants)
         assert v.kernel != "backward_dbias" or of["BLOCK_M"] == of["BLOCK_N"] == v.block, v.name
-        assert max(of["BLOCK_M"], of["BLOCK_N"]) <= 64, v.name  # lists of a block mask count in it
+        # lists of a block mask count in tiles of 128, and in blocks of 64
+        of_keys = v.kernel == "backward_dkdv_bias"
+        tile, step = ("BLOCK_N", "BLOCK_M") if of_keys else ("BLOCK_M", "BLOCK_N")
+        assert of[tile] <= 128 and of[step] <= 64, v.name
     # above head dim 128 they are made of the PTX of few GPUs, and no build without 256 has them
     wide = {(v.kernel, v.arch.name, v.ptx_arch.name) for v in rows if v.qk_dim == 256}
     assert len({(kernel, ptx) for kernel, _, ptx in wide}) == 11
