@@ -68,6 +68,7 @@ CASES = (
     Case("8x32k, d64", (32 * K,) * 8, heads=64, dim=64),
     Case("8x32k, d512", (32 * K,) * 8, heads=16, kv_heads=2, dim=512),
     Case("8x32k, multi-query", (32 * K,) * 8, kv_heads=1),
+    Case("64x32k, multi-query", (32 * K,) * 64, kv_heads=1),
 )
 
 

@@ -23,8 +23,8 @@ _Tile = tuple[int, int, int]
 _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 256
     "forward_bias": {
         "hopper": ((64, 64, 4), (64, 64, 4), (128, 64, 8)),
-        "ampere": ((128, 32, 4), (128, 32, 4), (64, 64, 8)),
-        "small": ((128, 32, 4), (128, 32, 4), (64, 64, 8)),
+        "ampere": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
+        "small": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
         "blackwell": ((64, 64, 4), (64, 64, 8), (64, 64, 8)),
     },
     "backward_dkdv_bias": {
