@@ -3,8 +3,8 @@
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop,
 # warps. "hopper", 64 and 128: the fastest of benchmarks/tune/tune.py on one H200. "ampere", and
 # "small" (99 KiB a block) at 64 and 128: the fastest of those tried on an H100 by proxy
-# (docs/internals/proxy.md); their forward from 128 on is for the fallback kernels alone
-# (tiles_sm80.py). The others were never timed: the largest that fit with few spills.
+# (docs/internals/proxy.md); their forward is another kernel (tiles_sm80.py). The others were never
+# timed: the largest that fit with few spills.
 PORTABLE_TILES = {
     "forward": {
         ("hopper", 64): (128, 64, 3, 4),

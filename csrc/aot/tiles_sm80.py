@@ -52,13 +52,14 @@ BACKWARD = {
     ("small", 256, 256): _backward(32, 64, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4),
 }
 
-# With a soft cap and nothing else: the same tiles, of the head dims that models with it have.
+# With a soft cap and nothing else: the same tiles but for one, of the head dims that models with it
+# have.
 _CAPPED = ((64, 64), (128, 128), (256, 256))
 FORWARD["forward_sm80_soft_cap"] = {
     (kind, *dims): FORWARD["forward"][kind, *dims]
     for kind in ("ampere", "small")
     for dims in _CAPPED
-}
+} | {("ampere", 128, 128): FORWARD["forward"]["small", 128, 128]}  # faster by 6 %
 SOFT_CAP_BACKWARD = {row for row in BACKWARD if row[1:] in _CAPPED}
 
 

@@ -11,6 +11,12 @@ import mmap
 import os
 import pathlib
 
+# `pytest -n`: as many threads for numpy's products in all workers together as there are cores. Set
+# before numpy is imported, which jaxlib does.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    threads = max(1, len(os.sched_getaffinity(0)) // int(workers))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+
 import jaxlib
 
 
