@@ -11,13 +11,14 @@ another order every round (lib/turns.py); ratios are of medians. FLOPs are those
 is timed separately (the pullback, residuals in memory). Cases of the group `short` run LOOP times
 inside one jitted call.
 
---peers: cuDNN; FA3 from flash-attn3-jax; `deterministic`, packax with deterministic=True, whose
-second run must have the same bits; `fallback`, packax without padded head dims. --fa4 and --fa2
-time FlashAttention-4, and torch's FlashAttention-2, in another process, on the same arrays; --fa2
-is for builds of kernels for other GPUs (docs/internals/proxy.md). With 8.0 or 8.6, it has the tiles
-and the shared memory of such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before:
-another wheel of packax, or a folder that has packax/, in another process. --power: bursts of two
-seconds (--round-ms), with the GPU's power and clock for each time (lib/power.py).
+--peers: cuDNN; FA3 from flash-attn3-jax; `jla` and `jla_ranged` from jax-linear-attention, with its
+two backward passes; `deterministic`, packax with deterministic=True, whose second run must have the
+same bits; `fallback`, packax without padded head dims. --fa4 and --fa2 time FlashAttention-4, and
+torch's FlashAttention-2, in another process, on the same arrays; --fa2 is for builds of kernels for
+other GPUs (docs/internals/proxy.md). With 8.0 or 8.6, it has the tiles and the shared memory of
+such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before: another wheel of packax, or
+a folder that has packax/, in another process. --power: bursts of two seconds (--round-ms), with the
+GPU's power and clock for each time (lib/power.py).
 
 For FA4 the machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages
 einops, cuda-bindings, protobuf and typing-extensions. The others come in the archives that `bash
@@ -53,7 +54,8 @@ from lib.power import Meter
 from lib.turns import Failed, State, Worker, bad_cases, not_run, table, time_rows
 
 COMPARE = Path(__file__).parent / "compare"
-ORDER = ("packax", "before", "deterministic", "fallback", "cudnn", "fa2", "fa3", "fa4")
+ORDER = ("packax", "before", "deterministic", "fallback", "cudnn", "fa2", "fa3", "fa4", "jla",
+    "jla_ranged")  # fmt: skip
 TORCH = ("fa2", "fa4")
 SMALLER = {"8.0": PROXIES["80@90"], "8.6": PROXIES["86@90"]}  # --fa2
 

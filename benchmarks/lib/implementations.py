@@ -4,12 +4,14 @@ their passes.
 cuDNN is called as a JAX user can reach it: through `jax.nn.dot_product_attention` for one causal
 document, and through jax's private packed call where there are several (there is no public one).
 FlashAttention-3 is the package flash-attn3-jax: `flash_mha`, and `flash_mha_varlen` for documents.
+jla is the package jax-linear-attention, whose kernels in Pallas have two backward passes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -64,6 +66,8 @@ def not_tried(name: str, case: Case) -> dict[str, str]:
         return {"fwd": "windows are timed only for packax and FlashAttention-2"}
     if name == "fa3" and (case.head_dim, case.value_dim) != (FA3_HEAD_DIM, FA3_HEAD_DIM):
         return {"fwd": f"its wheels have head dim {FA3_HEAD_DIM} alone"}
+    if name == "jla" and case.value_dim != case.head_dim:
+        return {"fwd": "its fused backward takes one head dim: see jla_ranged"}
     if name == "cudnn" and case.documents > 1 and case.value_dim != case.head_dim:
         return {"fwd": "documents with two head dims: wrong results, or an illegal memory access"}
     if name == "cudnn" and case.documents > MOST_DOCUMENTS:
@@ -134,7 +138,24 @@ def fa3_attention(case: Case) -> Implementation:
     return Implementation("fa3", packed, jnp.asarray(np.cumsum([0, *flat]), jnp.int32))
 
 
-JAX_PEERS = {"cudnn": cudnn_attention, "fa3": fa3_attention}
+def jla_attention(case: Case, backward: str) -> Implementation:
+    """`backward`: "fused", one kernel that adds dQ up in memory, or "ranged", two kernels."""
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        from jla.ops.mosaic_gpu.attention import flash_attention
+
+        return flash_attention(q, k, v, segment_ids=ids, backward=backward)
+
+    ids = None if case.documents == 1 else jnp.asarray(case.segment_ids())
+    return Implementation("jla", attention, ids)
+
+
+JAX_PEERS = {
+    "cudnn": cudnn_attention,
+    "fa3": fa3_attention,
+    "jla": functools.partial(jla_attention, backward="fused"),
+    "jla_ranged": functools.partial(jla_attention, backward="ranged"),
+}
 
 
 @contextlib.contextmanager

@@ -236,6 +236,37 @@ assert other["failed"]["fwd"] == "its wheels have head dim 128 alone" and not ot
 """)
 
 
+def test_the_other_pallas_kernels_get_ids_of_documents():
+    script("""
+import sys, types
+import jax
+import attention
+from compare.jax_worker import Jax
+from lib.cases import Case
+
+calls = []
+
+def flash_attention(q, k, v, *, segment_ids, backward):
+    calls.append((backward, None if segment_ids is None else segment_ids.shape))
+    ids = jax.numpy.zeros(q.shape[:2]) if segment_ids is None else segment_ids
+    mask = (ids[:, :, None] == ids[:, None])[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+
+module = types.SimpleNamespace(flash_attention=flash_attention)
+for name in ("jla", "jla.ops", "jla.ops.mosaic_gpu", "jla.ops.mosaic_gpu.attention"):
+    sys.modules[name] = module
+both = lambda case: attention.run_case(case, {"jax": Jax()}, 1, 1.0, ("jla", "jla_ranged"))
+rows = both(Case("documents", 2, 300, 4, 2, 64, 3, split=(100, 7, 193)))
+assert not rows["jla"]["wrong"] and not rows["jla_ranged"]["wrong"]
+assert rows["jla"]["times"]["bwd"]["ms"] > 0 and rows["jla_ranged"]["times"]["bwd"]["ms"] > 0
+assert {("fused", (2, 300)), ("ranged", (2, 300))} == set(calls)
+calls.clear()
+rows = both(Case("two", 1, 64, 4, 2, 192, 1, v_dim=128))
+assert "jla_ranged" in rows["jla"]["failed"]["fwd"] and not rows["jla"]["times"]
+assert not rows["jla_ranged"]["wrong"] and set(calls) == {("ranged", None)}
+""")
+
+
 def test_a_loop_runs_every_pass():
     """XLA may not hoist it out of the loop, nor run it fewer times."""
     script("""
