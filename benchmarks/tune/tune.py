@@ -14,8 +14,9 @@ small odd documents, in full, and on sampled rows of the timed case (the forward
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
 go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of a backward
 launched together (Hopper's, or of --arch 80@90 those of 8.x), `deterministic` the three without
-sums in memory, `parts` those of head dim 512. Put the winners into their rows, in csrc/aot. To
-compare tiles of decoding, build a wheel of each, and run benchmarks/decode.py with each.
+sums in memory, `parts` those of head dim 512. Fallback and bias kernels run without options: also
+time the winners in calls with options. Put winners into their rows, in csrc/aot. To compare tiles
+of decoding, build a wheel of each, and run benchmarks/decode.py with each.
 """
 
 from __future__ import annotations
@@ -136,12 +137,11 @@ class Plan:
             for title, (name, kernel) in candidates.items()
             if name == "backward_preprocess"
         }
+        # above head dim 256 there is only the fallback kernel of delta
+        names = ("forward", *PORTABLE_BACKWARD, "backward_delta_fallback", "backward_delta")
         self.portables = {
             plain(name): work.launch(portable)
-            for name in (
-                *("forward", *PORTABLE_BACKWARD),
-                *("backward_delta_fallback", "backward_delta"),
-            )
+            for name in names
             if (portable := built.portable(name, dims)) is not None
         }
 
@@ -177,8 +177,8 @@ class Plan:
         none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
-        forwards = (self.first(name) for name in ("forward_sm90", "forward_fallback"))
-        forward = self.portables.get("forward") or next(filter(None, forwards), None)
+        others = (self.first(name) for name in ("forward_sm90", "forward_fallback"))
+        forward = self.portables.get("forward") or next(filter(None, others), None)
         if forward is None:
             raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
         forward()
