@@ -166,7 +166,12 @@ class Kernel:
         missing = [p["name"] for p in params if p["name"] not in given]
         if missing:
             raise TypeError(f"{self.meta['kernel']} takes {', '.join(missing)}, not given")
-        kinds = {"i32": C.c_int32, "i64": C.c_int64, "f32": C.c_float}
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "i32": C.c_int32,
+            "i64": C.c_int64,
+            "f32": C.c_float,
+            "ptr": lambda buffer: C.c_uint64(0) if buffer is None else buffer.pointer,
+        }
         values: list[Any] = []
         addresses: list[int] = []
         specs = iter(self.meta["tensor_maps"])
@@ -181,10 +186,7 @@ class Kernel:
                 addresses += [base + shape + 4 * i for i in range(3)]
                 addresses += [base + strides + 8 * i for i in range(3)]
             else:
-                if p["type"] == "ptr":
-                    values.append(C.c_uint64(0) if a is None else a.pointer)
-                else:
-                    values.append(kinds[p["type"]](a))
+                values.append(kinds[p["type"]](a))
                 addresses.append(C.addressof(values[-1]))
         values += [C.c_uint64(0), C.c_uint64(0)]  # Triton's scratch pointers
         addresses += [C.addressof(v) for v in values[-2:]]

@@ -28,7 +28,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_fallback", 512): 80,
     ("backward_dkdv_fallback", 256): 552,
     ("backward_dkdv_fallback", 512): 520,
-    ("backward_dq_fallback", 512): 176,  # none in that loop
+    ("backward_dq_fallback", 512): 176,  # none in the loop without a mask
     ("backward_dkdv_bias", 64): 544,
     ("backward_dkdv_bias", 128): 160,
     ("backward_dq_bias", 64): 232,

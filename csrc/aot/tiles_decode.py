@@ -71,7 +71,7 @@ FLOAT32_DECODE_TILES = {
 # fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others
 # were not timed. At 128 there are six stages, so that two programs and not three fit a
 # multiprocessor: decode_shares.cc counts on two. They were not compared with the four before. Tall
-# tiles of 32 rows halve the time of 64 rows on 8.x (docs/internals/proxy.md); 10.x has none.
+# tiles of 32 rows halve the time of 64 rows on 8.x at 128 (docs/internals/proxy.md); 10.x has none.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {

@@ -42,7 +42,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 # they see at run time, so one variant serves all. A step of keys (dK/dV: of rows) is 64 at most:
 # the lists of a block mask count in 64. "hopper", and "ampere" and "small" by proxy: the fastest of
 # benchmarks/tune/tune.py on an H200 (docs/experiments.md). Tiles with spills are often faster than
-# smaller ones without. "blackwell": those of the plain kernels, which nobody has timed.
+# smaller ones without. "blackwell": those of the plain kernels, which have not been timed.
 #
 # Above 256 (WIDEST) they serve plain calls, too, and there are no others. On 10.x tiles of under 64
 # rows, for which Triton takes no tcgen05: its accumulators would not fit.

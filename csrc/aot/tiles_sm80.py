@@ -6,8 +6,7 @@ from __future__ import annotations
 # Head dims that have no other kernels, and only these GPUs: on others such calls are padded.
 DIMS = ((96, 96), (192, 192))
 
-# The fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md). Of soft caps, no
-# other tiles were timed.
+# The fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md).
 
 # kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, ROW_WARPS (warps that share
 # rows), warps: rows whose forward is sm80/fwd.py.
@@ -52,14 +51,14 @@ BACKWARD = {
     ("small", 256, 256): _backward(32, 64, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4),
 }
 
-# With a soft cap and nothing else: the same tiles but for one, of the head dims that models with it
-# have.
+# With a soft cap and nothing else: the same tiles, of the head dims that models with it have; but
+# at 128 "ampere" has that of "small", which was 6 % faster (results/proxy_alibi_h200.json).
 _CAPPED = ((64, 64), (128, 128), (256, 256))
 FORWARD["forward_sm80_soft_cap"] = {
     (kind, *dims): FORWARD["forward"][kind, *dims]
     for kind in ("ampere", "small")
     for dims in _CAPPED
-} | {("ampere", 128, 128): FORWARD["forward"]["small", 128, 128]}  # faster by 6 %
+} | {("ampere", 128, 128): FORWARD["forward"]["small", 128, 128]}
 SOFT_CAP_BACKWARD = {row for row in BACKWARD if row[1:] in _CAPPED}
 
 
