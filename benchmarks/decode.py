@@ -66,6 +66,7 @@ CASES = (
     Case("8x32k, 16 rows", (32 * K,) * 8, q_len=16),
     Case("1x128k and 31x1k", (128 * K, *(K,) * 31)),
     Case("8x32k, d64", (32 * K,) * 8, heads=64, dim=64),
+    Case("8x32k, d256", (32 * K,) * 8, heads=16, kv_heads=4, dim=256),
     Case("8x32k, d512", (32 * K,) * 8, heads=16, kv_heads=2, dim=512),
     Case("8x32k, multi-query", (32 * K,) * 8, kv_heads=1),
     Case("64x32k, multi-query", (32 * K,) * 64, kv_heads=1),
