@@ -184,7 +184,7 @@ LOOP = 20  # passes per call, for work that is shorter than a dispatch
 
 
 def touched(x: jax.Array, by: jax.Array) -> jax.Array:
-    """x, available only after `by`: one element is written, by a small kernel that is timed, too."""
+    """x, available only after `by`: a small kernel, timed as well, writes one element."""
     at = (0,) * x.ndim
     return x.at[at].add((by[at] * 0).astype(x.dtype))
 

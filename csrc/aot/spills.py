@@ -71,10 +71,10 @@ SPILLS: dict[tuple, int] = {
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
     ("decode", 512): 24,  # none in a loop
-    ("decode_fp8", 64): 16,
     ("decode_fp8_pages", 64): 8,
-    ("decode_tall_fp8", 128): 88,  # none in a loop
-    ("decode_tall_fp8_pages", 64): 16,
+    ("decode_tall_fp8", 128): 8,
+    ("decode_tall_fp8_pages", 64): 32,
+    ("decode_tall_fp8_pages", 128): 16,
     ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9
     ("backward_dq_sm90", 64): 160,  # under ptxas 12.9
     ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4

@@ -401,10 +401,11 @@ def share(
             if FP8:
                 result *= of_sums
             column = v_dims + i * PART_STEP
+            inside = column < v_dim if V_PARTS > 1 else v_dims < v_dim  # of pairs: fewer registers
             tl.store(
                 partial + left[:, None] * v_dim + column[None, :],
                 result,
-                mask=there[:, None] & (column[None, :] < v_dim),
+                mask=there[:, None] & inside[None, :],
             )
         tl.store(sums + left, tl.where(met, m + tl.log2(l), float("-inf")), mask=there)
 
