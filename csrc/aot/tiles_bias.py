@@ -17,7 +17,7 @@ BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
 
 # Their loop is not pipelined, so a tile is BLOCK_M, BLOCK_N and warps. "hopper", and "ampere" and
 # "small" by proxy: the fastest of benchmarks/tune/tune.py on an H200, if a bias array does not slow
-# them down (docs/experiments.md). Those of backward_dbias, "blackwell" and float32 were not timed.
+# them down (docs/experiments.md). "blackwell", float32, and backward_dbias on Hopper were not timed.
 _Tile = tuple[int, int, int]
 _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 256
     "forward_bias": {
@@ -40,8 +40,8 @@ _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 2
     },
     "backward_dbias": {
         "hopper": ((64, 64, 8), (64, 64, 8), (64, 64, 8)),
-        "ampere": ((64, 64, 8), (64, 64, 8), (32, 32, 8)),
-        "small": ((64, 64, 8), (64, 64, 8), (32, 32, 8)),
+        "ampere": ((64, 64, 4), (64, 64, 4), (32, 32, 8)),
+        "small": ((64, 64, 4), (64, 64, 4), (32, 32, 8)),
         "blackwell": ((64, 64, 8), (64, 64, 8), (64, 64, 8)),
     },
 }

@@ -67,21 +67,24 @@ FLOAT32_DECODE_TILES = {
         "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
     },
 }
-# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Hopper's at 64 and 128 are the
-# fastest of those that were timed (docs/experiments.md), but for its tall one at 64; the others
-# were not timed. At 128 there are six stages, so that two programs and not three fit a
-# multiprocessor: decode_shares.cc counts on two. They were not compared with the four before. Tall
-# tiles of 32 rows halve the time of 64 rows on 8.x at 128 (docs/internals/proxy.md); 10.x has none.
+# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Those of Hopper at 64 and 128, but
+# for its tall one at 64, and of 8.x up to 256 are the fastest of those that were timed
+# (docs/experiments.md); the others were not timed. At 128, Hopper's has six stages, so that two
+# programs and not three fit a multiprocessor: decode_shares.cc counts on two. They were not
+# compared with the four before. 10.x has no tall tiles.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {
         ("hopper", 64): (16, 128, 3, 4),
         ("hopper", 128): (16, 64, 6, 4),
         ("hopper", 256): (16, 32, 3, 4),
+        ("blackwell", 64): (16, 64, 4, 4),
+        ("blackwell", 128): (16, 64, 3, 4),
+        ("blackwell", 256): (16, 32, 3, 4),
         **{
-            (family, dim): tile
-            for family in ("blackwell", "ampere", "small")
-            for dim, tile in {64: (16, 64, 4, 4), 128: (16, 64, 3, 4), 256: (16, 32, 3, 4)}.items()
+            (kind, dim): tile
+            for kind in ("ampere", "small")
+            for dim, tile in {64: (16, 128, 3, 4), 128: (16, 64, 3, 4), 256: (16, 64, 2, 4)}.items()
         },
     },
     "decode_tall_fp8": {
