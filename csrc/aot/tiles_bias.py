@@ -16,8 +16,8 @@ BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 
 # Their loop is not pipelined, so a tile is BLOCK_M, BLOCK_N and warps. "hopper", and "ampere" and
-# "small" by proxy: the fastest of benchmarks/tune/tune.py on an H200, if a bias array does not slow
-# them down (docs/experiments.md). "blackwell", float32, and backward_dbias on Hopper were not timed.
+# "small" by proxy: the fastest of those timed on an H200, if a bias array does not slow them down
+# (docs/experiments.md). "blackwell", float32, and backward_dbias on Hopper were not timed.
 _Tile = tuple[int, int, int]
 _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 256
     "forward_bias": {
