@@ -47,6 +47,11 @@ def of_devices(number: int) -> str:
     return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={number}"
 
 
+# PACKAX_TEST_GPUS="0 1 2 3": each worker of `pytest -n` sees one of these GPUs.
+worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PACKAX_TEST_GPUS", "").split()
+if worker and gpus:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
 if not os.path.exists("/dev/nvidiactl"):  # on a GPU, programs are as users have them
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
