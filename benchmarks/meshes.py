@@ -28,6 +28,7 @@ from lib.cases import document_lengths
 from lib.output import Report, arguments_of, say
 
 DOCUMENTS, LIMIT = 12, 1e-2
+LAUNCHES = 6  # of a burst: as many in every process, since a step waits for the others' gradients
 SHAPES = {"width": 4096, "heads": 32, "kv_heads": 8, "dim": 128}
 QUICK = {"width": 64, "heads": 4, "kv_heads": 2, "dim": 16}
 
@@ -93,7 +94,7 @@ def child(options: argparse.Namespace) -> None:
             options.address, options.processes, options.process, local_device_ids=options.local
         )
     from lib.machine import machine
-    from lib.turns import as_row, interleaved
+    from lib.turns import as_row, burst, in_turns
 
     auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[: options.devices]
     mesh = jax.make_mesh((options.devices,), ("data",), devices=devices, axis_types=auto)
@@ -112,8 +113,11 @@ def child(options: argparse.Namespace) -> None:
             loss, gradients = program(*arguments)
             for what, x in {"loss": loss, **gradients}.items():
                 results[f"{name} {what}"] = np.asarray(x.addressable_data(0), np.float32)
-        steps = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
-        for name, took in interleaved(steps, jax.block_until_ready, options.rounds).items():
+        bursts = {
+            name: lambda f=f: burst(lambda: f(*arguments), jax.block_until_ready, LAUNCHES)
+            for name, f in programs.items()
+        }
+        for name, took in in_turns(bursts, options.rounds).items():
             rows[name] |= as_row(took)
     if options.process == 0:
         np.savez(options.out / "results.npz", **results)
