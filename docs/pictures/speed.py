@@ -32,7 +32,7 @@ GROUP = BAR * len(PEERS) + GAP
 def main() -> None:
     run = json.loads(RESULTS.read_text())
     width = LEFT + GROUP * len(CASES)
-    picture = svg.Picture(width, 410, "TFLOP/s of packax, cuDNN, FA3 and FA4 on one H200")
+    picture = svg.Picture(width, 410, "TFLOP/s of packax, cuDNN, FA3 and FA4 on H200s")
     for n, (name, fill) in enumerate(PEERS.values()):
         picture.box(LEFT + 110 * n, 10, 14, 14, fill, round=2)
         picture.words(LEFT + 110 * n + 20, 22, name, anchor="start")
