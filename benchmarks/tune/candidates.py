@@ -159,7 +159,7 @@ def chosen(
             # the tile of 8.x's kernel is also the layout of dQ's sum, which another kernel reads
             wanted.setdefault((other, d), [{}] if pipeline in hopper else wanted[kernel, d])
     for kernel, d in list(wanted):
-        if kernel.endswith("_bias"):  # they read the forward's sums of rows
+        if "bias" in kernel:  # they read the forward's sums of rows
             wanted.setdefault(("forward_bias", d), [{}])
     seen = set()
     for (kernel, d), rows in wanted.items():

@@ -14,8 +14,9 @@ small odd documents, in full, and on sampled rows of the timed case (the forward
 float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
 go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of a backward
 launched together (Hopper's, or of --arch 80@90 those of 8.x), `deterministic` the three without
-sums in memory, `parts` those of head dim 512. Fallback and bias kernels run without options: also
-time the winners in calls with options. Put winners into their rows, in csrc/aot. To compare tiles
+sums in memory, `parts` those of head dim 512. Fallback and bias kernels run without options, and
+backward_dbias adds all heads up: also time the winners in calls with options. The library has only
+square tiles of backward_dbias. Put winners into their rows, in csrc/aot. To compare tiles
 of decoding, build a wheel of each, and run benchmarks/decode.py with each.
 """
 
@@ -59,6 +60,7 @@ RESULTS = {
     "backward_dq": ("dq",),
     **dict.fromkeys((*SM90_BACKWARD, *SM80_BACKWARD), ("dq", "dk", "dv")),
     **dict(zip(OPTIONS, 2 * (("out",), ("dk", "dv"), ("dq",)), strict=True)),
+    "backward_dbias": ("dbias",),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
     "backward_dkdv_sm90_parts": ("dk", "dv"),
@@ -113,6 +115,7 @@ def operations(case: Case, kernel: str) -> float | None:
         **dict.fromkeys(
             ("backward_dq", "backward_dq_sm90", "backward_dq_sm90_parts"), pairs * (2 * qk + v)
         ),
+        "backward_dbias": pairs * (qk + v),
     }.get(plain(kernel))
 
 

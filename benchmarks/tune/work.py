@@ -192,6 +192,9 @@ class Work:
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)
+        if name == "backward_dbias":
+            own = kernel.meta["constants"]
+            return -(-rows // own["BLOCK_M"]) * -(-rows // own["BLOCK_N"])
         if name in ("backward_sm90", "backward_sm80", "backward_dkdv_sm90", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
         if name == "backward_dkdv_sm90_parts":
@@ -204,8 +207,12 @@ class Work:
         """One kernel bound to this case. There are as many programs that take tiles from the
         counter as multiprocessors."""
         given, grid = self.given | other, self.grid(kernel)
-        if kernel.meta["kernel"].endswith("_bias"):
+        if "bias" in kernel.meta["kernel"]:
             given["lse"] = self.row_sums
+        if kernel.meta["kernel"] == "backward_dbias":  # of one array for all heads
+            if "dbias" not in self.given:
+                self.given["dbias"] = self._new((self.case.seq, self.case.seq), np.uint16)
+            given |= {"dbias": self.given["dbias"], "bias_axes": 4}
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
         if not any(p["name"] == "counter" for p in kernel.meta["params"]):

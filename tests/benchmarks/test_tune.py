@@ -91,13 +91,16 @@ for row in rows.rows:
         (launch,) = cuda.launches
         block = rows.kernel(row).meta["block"]
         padded, per_tile = 3008, -(-3001 // 128) * (128 // block)
+        own = {"BLOCK_M": block, "BLOCK_N": block} | row["constants"]
         assert launch["grid"] == ({
             "forward": 8 * per_tile, "forward_sm90": 10, "backward_dq": 8 * per_tile,
             "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
             "backward_preprocess": 8 * padded // block, "backward_sm90": 2 * per_tile,
             "backward_dkdv_sm90": 2 * per_tile, "backward_dq_sm90": 10,
+            "backward_dbias": -(-3001 // own["BLOCK_M"]) * -(-3001 // own["BLOCK_N"]),
             "backward_postprocess": 8 * padded // block}[tune.plain(row["kernel"])], 1, 1), launch
-        others = {"lse": work.row_sums} if row["kernel"].endswith("_bias") else {}
+        others = {"lse": work.row_sums} if "bias" in row["kernel"] else {}
+        others |= {"bias_axes": 4} if row["kernel"] == "backward_dbias" else {}
         others |= {"q_order": work.given["q_order_192"]} if block == 192 else {}
         for name, value in launch.items():
             kept = (work.given | others).get(name)
