@@ -1,6 +1,7 @@
 """Which tests run, on which devices; compiling is cheap (xla_flags.py) and memory stays small.
 
-Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`.
+Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`. Of
+the `gpu` ones, those that repeat every value of their parameters become `exhaustive`.
 PACKAX_TEST_PART="2/3": the second third of the files alone.
 What jax compiled for a module's tests is dropped after it. The last lines of a run say how much
 memory each worker took at most, and the processor time of each folder.
@@ -20,6 +21,7 @@ import xla_flags  # noqa: F401, before jax
 import jax
 import pytest
 from hypothesis import settings
+from tiers import repeats
 
 # Compiling is slow and comes at random: no deadline. One seed, so that a failure comes back.
 # What draws its inputs draws more of them under `-m exhaustive`.
@@ -41,6 +43,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_cuda():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    else:
+        for item in repeats(on_gpu):
+            item.add_marker("exhaustive")
     if "exhaustive" in config.option.markexpr:
         for item in items:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
@@ -54,10 +63,6 @@ def pytest_collection_modifyitems(config, items):
         files = sorted({item.path for item in items})[nth - 1 :: parts]
         config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
         items[:] = [item for item in items if item.path in files]
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not _has_cuda():
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def pytest_collection_finish(session):

@@ -30,5 +30,20 @@ def some(values: Iterable[Any], *every_time: int) -> list[Any]:
     ]
 
 
+def repeats(items: Iterable[Any]) -> list[Any]:
+    """Of pytest's items those whose parameters all had their values in earlier ones of the same
+    function. Without them, every value of every parameter is still tested."""
+    seen: set[tuple[Any, str, int]] = set()
+    found = []
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and not item.get_closest_marker("exhaustive"):
+            values = {(item.function, name, id(x)) for name, x in parameters.params.items()}
+            if values <= seen:
+                found.append(item)
+            seen |= values
+    return found
+
+
 def marked(values: Iterable[Any], every_time: bool) -> Any:
     return pytest.param(*values, marks=() if every_time else pytest.mark.exhaustive)
