@@ -90,8 +90,9 @@ def child(options: argparse.Namespace) -> None:
     import jax
 
     if options.processes > 1:
+        own = None if options.quick else [options.process]
         jax.distributed.initialize(
-            options.address, options.processes, options.process, local_device_ids=options.local
+            options.address, options.processes, options.process, local_device_ids=own
         )
     from lib.machine import machine
     from lib.turns import as_row, burst, in_turns
@@ -186,7 +187,6 @@ def main() -> int:
         parser.add_argument(name, type=str if name == "--address" else int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.processes:
-        options.local = None if options.quick else [options.process]
         child(options)
         return 0
     report, bad = Report(options.out, "meshes", options.rounds, tokens=options.tokens), []

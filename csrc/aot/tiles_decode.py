@@ -68,10 +68,10 @@ FLOAT32_DECODE_TILES = {
     },
 }
 # Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Those of Hopper at 64 and 128, but
-# for its tall one at 64, and of 8.x up to 256 are the fastest of those that were timed
-# (docs/experiments.md); the others were not timed. At 128, Hopper's has six stages, so that two
-# programs and not three fit a multiprocessor: decode_shares.cc counts on two. They were not
-# compared with the four before. 10.x has no tall tiles.
+# for its tall one at 64, and of 8.x up to 256 are the fastest of those that were timed, or within
+# 5 % of it in a dense cache (docs/experiments.md); the others were not timed. At 128, Hopper's has
+# six stages, so that two programs and not three fit a multiprocessor: decode_shares.cc counts on
+# two. They were not compared with the four before. 10.x has no tall tiles.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {
