@@ -13,6 +13,7 @@ kernels.txt, the parameters of every kernel.
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import gc
 import hashlib
@@ -64,7 +65,8 @@ def fingerprint(variant: table.Variant) -> str:
         *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
         *(variant.spills, variant.kernel in table.SERIALISED, variant.ptx),
     )
-    return hashlib.sha256(repr(table_says).encode() + source_bytes(variant.source)).hexdigest()[:24]
+    text = repr(table_says) + source_code(variant.source)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def keep(variant: table.Variant, out: pathlib.Path, store: pathlib.Path) -> None:
@@ -82,15 +84,26 @@ def module_file(module: str) -> pathlib.Path:
 
 
 @functools.cache
-def source_bytes(source: str) -> bytes:
-    """A kernel's file, those it imports, theirs, and those that make and check a cubin."""
-    files = [pathlib.Path(lower.__file__), pathlib.Path(checks.__file__), module_file(source)]
+def source_code(source: str) -> str:
+    """A kernel's file and those it imports, directly or not, as statements, and the two that make
+    and check a cubin."""
+    files = [module_file(source)]
     for file in files:  # grows
         for name in re.findall(r"^from ([\w.]+) import", file.read_text(), re.MULTILINE):
             found = module_file(name)
             if found.exists() and found not in files:
                 files.append(found)
-    return b"\0".join(f.read_bytes() for f in files)
+    texts = [pathlib.Path(module.__file__).read_text() for module in (lower, checks)]
+    return "\0".join([*texts, *map(statements, files)])
+
+
+def statements(file: pathlib.Path) -> str:
+    """Without comments and docstrings: changing them recompiles nothing."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return ast.unparse(tree)
 
 
 def warm_up(todo: list[table.Variant]) -> None:

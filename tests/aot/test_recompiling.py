@@ -29,7 +29,7 @@ from tiers import some
 
 
 def fingerprints() -> dict[str, str]:
-    compiler.source_bytes.cache_clear()
+    compiler.source_code.cache_clear()
     return {v.name: compiler.fingerprint(v) for v in ALL}
 
 
@@ -38,17 +38,18 @@ of_unchanged_files = functools.cache(fingerprints)
 
 @pytest.fixture
 def recompiled(monkeypatch, tmp_path, request):
-    """A function that changes a kernel file and names the variants that the cache no longer has."""
+    """A function that adds a line to a kernel file, and returns the names of the variants that are
+    no longer in the cache."""
     shutil.copytree(ROOT / "csrc" / "kernels", tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
-    request.addfinalizer(compiler.source_bytes.cache_clear)
+    request.addfinalizer(compiler.source_code.cache_clear)
 
     before = of_unchanged_files()
 
-    def change(name: str) -> set[str]:
+    def change(name: str, added: str = "changed = 1") -> set[str]:
         nonlocal before
         file = compiler.module_file(name)
-        file.write_text(file.read_text() + "# changed\n")
+        file.write_text(file.read_text() + f"{added}\n")
         now, then = fingerprints(), before
         before = now
         return {name for name in now if now[name] != then[name]}
@@ -118,6 +119,16 @@ def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, 
         or (v.kernel in kernels and not v.source.startswith("sm80"))  # by their file
     }
     assert recompiled(file) == want
+
+
+def test_a_comment_or_a_docstring_recompiles_nothing(recompiled) -> None:
+    assert recompiled("portable.arithmetic", "# a comment") == set()
+    assert recompiled("portable.arithmetic", "def f():\n    x = 1") != set()
+    assert recompiled("portable.arithmetic", "    # a comment\n    # and another") == set()
+    text = compiler.module_file("portable.arithmetic").read_text()
+    documented = text.replace("def f():\n", 'def f():\n    """A docstring."""\n')
+    compiler.module_file("portable.arithmetic").write_text(documented)
+    assert documented != text and recompiled("portable.arithmetic", "") == set()
 
 
 def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:

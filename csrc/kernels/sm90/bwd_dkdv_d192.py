@@ -50,12 +50,11 @@ class DkdvArgs(KeyTileArgs):
 
 
 @gluon.constexpr_function
-def own_columns(address):
-    """a: where this thread's columns of a line of floats in shared memory begin; those of the next
-    octet are 32 bytes on."""
-    return (
-        f".reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 3; shl.b32 a, a, 3;add.u32 a, a, {address};"
-    )
+def first_column(operand):
+    """Sets a to the address of this thread's first columns in a line of floats in shared memory,
+    which begins at the address in `operand`. The thread's next columns are 32 bytes further."""
+    thread = ".reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 3; shl.b32 a, a, 3;"
+    return f"{thread}add.u32 a, a, ${operand};"
 
 
 @gluon.constexpr_function
@@ -67,7 +66,7 @@ def p_asm(half):
     """
     while hasattr(half, "value"):
         half = half.value
-    t = [f"{{ .reg .f32 l<2>, e<4>; {own_columns('$49')}"]
+    t = [f"{{ .reg .f32 l<2>, e<4>; {first_column(49)}"]
     for o in range(8):
         t.append(f"ld.shared.v2.f32 {{l0, l1}}, [a+{32 * o}]; neg.f32 l0, l0; neg.f32 l1, l1;")
         for k in range(4):
@@ -86,7 +85,7 @@ def ds_asm(half):
     """
     while hasattr(half, "value"):
         half = half.value
-    t = [f"{{ .reg .f32 d<2>, x<2>, e<2>; .reg .b16 h<2>; {own_columns('$64')}"]
+    t = [f"{{ .reg .f32 d<2>, x<2>, e<2>; .reg .b16 h<2>; {first_column(64)}"]
     for o in range(8):
         t.append(f"ld.shared.v2.f32 {{d0, d1}}, [a+{32 * o}];")
         for r in (0, 1):
