@@ -1,8 +1,8 @@
-"""No line of prose, code or a table is over 100 columns, in any file that a person writes.
+"""Checks that no line is over 100 columns, in any file that is written by hand.
 
     python .ci/check_columns.py          from anywhere in the repository; lists the lines, exits 1
 
-Files that programs write and lines that are one word (links) are not checked.
+Generated files and lines that are a single word (links) are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checked(names: Iterable[str]) -> Iterator[str]:
 
 
 def long_lines(text: str) -> list[tuple[int, int]]:
-    """(line, columns) of those that are too long and could be broken."""
+    """(line, columns) of lines that are too long and could be broken."""
     lines = enumerate(text.splitlines(), 1)
     return [(n, len(x)) for n, x in lines if len(x) > COLUMNS and " " in x.strip()]
 

@@ -1,9 +1,10 @@
-"""The extension module of wheels: linked with care, and with the same cubins in each.
+"""Checks the extension modules of wheels: hardening, and the same cubins in every wheel.
 
     python .ci/check_module.py dist/packax-*.whl    exits 1 if something is wrong
 
-Care: relro and `-z now`, a stack protector, no executable stack, no search path. Cubins: as many as
-the table has (in a wheel without a local version), the same bytes in every wheel named.
+Hardening: relro and `-z now`, a stack protector, no executable stack, no library search path.
+Cubins: as many as the table has (in a wheel without a local version), with the same bytes in all
+wheels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXECUTABLE = 1
 
 
 def tables(elf: bytes | memoryview) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Program headers (type, flags, offset, size), section headers (type, offset, size)."""
+    """The program headers (type, flags, offset, size) and section headers (type, offset, size)."""
     at, sections_at = struct.unpack_from("<QQ", elf, 32)
     size, count, section_size, sections = struct.unpack_from("<4H", elf, 54)
     programs = [struct.unpack_from("<IIQ16xQ", elf, at + i * size) for i in range(count)]
@@ -36,7 +37,7 @@ def tables(elf: bytes | memoryview) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def length(elf: memoryview) -> int:
-    """Where a file ends that begins with `elf`."""
+    """The size of the ELF file that starts at the beginning of `elf`."""
     at, sections_at = struct.unpack_from("<QQ", elf, 32)
     size, count, section_size, sections = struct.unpack_from("<4H", elf, 54)
     in_file = [offset + n for kind, offset, n in tables(elf)[1] if kind != 8]  # SHT_NOBITS

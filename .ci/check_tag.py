@@ -1,6 +1,6 @@
-"""A wheel's file name promises no older a Linux than auditwheel finds that it runs on.
+"""Checks that a wheel's manylinux tag is not older than the glibc that auditwheel says it needs.
 
-python .ci/check_tag.py dist/packax-...whl    says what it needs; exits 1
+python .ci/check_tag.py dist/packax-...whl    prints what it needs; exits 1 if the tag is wrong
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NEWEST = (2, 28)  # RHEL 8, Ubuntu 20.04 and newer have this glibc
+NEWEST = (2, 28)  # glibc of RHEL 8; Ubuntu 20.04 and newer have a newer one
 
 
 def main(path: str) -> int:

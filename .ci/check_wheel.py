@@ -1,8 +1,9 @@
-"""What a packax wheel may hold: package, extension module, metadata; no kernel sources.
+"""Checks the contents of a packax wheel: package, extension module, metadata; no kernel sources.
 
     python .ci/check_wheel.py packax-0.1.0-cp312-abi3-linux_x86_64.whl    exits 1 if it is wrong
 
-Where PACKAX_* variables ask for the whole table, as all that publishes does, it must be there.
+If the PACKAX_* variables select the whole table, as for all published wheels, the wheel must
+contain every kernel.
 """
 
 from __future__ import annotations

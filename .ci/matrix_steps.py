@@ -1,10 +1,10 @@
-"""Eight things that must work with every Python and every jax that packax accepts.
+"""Eight checks that must pass with every Python and every jax that packax supports.
 
     python .ci/matrix_steps.py                    all of them
     python .ci/matrix_steps.py imports drop_in    some
 
-Run it with each environment's Python, packax installed. Needs no GPU. Prints a line per step, and
-what failed.
+Run it with the Python of an environment that has packax installed. Needs no GPU. Prints a line per
+step, and the errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the wheels of a release contain and what made them, as CycloneDX 1.5 JSON.
+"""Writes what the wheels of a release contain and what built them, as CycloneDX 1.5 JSON.
 
     python .ci/sbom.py dist    writes dist/packax-VERSION.cdx.json
 
-Versions are those of the environment that runs this, in which the wheels were built (.ci/wheels).
+Versions are read from the environment that runs this, in which .ci/wheels built the wheels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# distribution -> (licence, scope in CycloneDX, what of it is in a wheel)
+# distribution -> (licence, scope in CycloneDX, its role or what a wheel contains of it)
 PARTS = {
     "nanobind": ("BSD-3-Clause", "required", "linked statically, with tsl::robin_map (MIT)"),
     "triton": ("MIT", "required", "compiled the kernels; its library code is in them"),

@@ -1,5 +1,5 @@
-// The Python module packax._ext: FFI handlers as capsules, and queries of what this build and this
-// machine have.
+// The Python module packax._ext: FFI handlers as capsules, queries about this build and this
+// machine, and the assignment of documents to ranks.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -9,7 +9,7 @@ the sequence over a context axis. It makes the same calls as with kvax, in the s
     python examples/from_kvax.py                        # all GPUs of this host, or one CPU
     python examples/from_kvax.py --cpu --devices 4      # four fake CPU devices: context parallelism
 
-With kvax installed and the line changed back it runs kvax, on a GPU. Needs packax and optax.
+If kvax is installed and you change the line back, it runs kvax on a GPU. Needs packax and optax.
 """
 
 from __future__ import annotations

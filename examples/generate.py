@@ -48,7 +48,8 @@ class Cache(NamedTuple):
 def run_layers(parameters, tokens, positions, attend, scanned):
     """Logits, and the second result of `attend` for each layer.
 
-    attend(query, key, value, the layer's part of `scanned`) -> output, anything.
+    `attend(query, key, value, part)` gets the layer's part of `scanned`, and returns the output and
+    anything to collect from all layers.
     """
     angles = model.rope_angles(positions, CONFIG)
 
@@ -172,7 +173,7 @@ def main() -> None:
             first = start + len(prompt) - 1
             rows = np.asarray(full[0, first : first + len(answer)])
             largest = max(largest, float(np.abs(rows - logits[n]).max()))
-            for step, token in enumerate(answer):  # one draw has the noise of all sequences
+            for step, token in enumerate(answer):  # sample() draws noise for the whole batch
                 draw = np.zeros((len(prompts), CONFIG.vocabulary), np.float32)
                 draw[n] = rows[step]
                 drawn = sample(jnp.asarray(draw), jax.random.fold_in(jax.random.key(1), step))

@@ -27,8 +27,8 @@ CONFIG = model.Config(
 
 
 class Batch(NamedTuple):
-    """One row of tokens. Each token of an answer is predicted by the row of the token before it;
-    for the first token of an answer that is the last token of the prompt."""
+    """One packed row. A token of an answer is predicted from the token before it on its path; for
+    the first token of an answer, that is the last token of the prompt."""
 
     tokens: np.ndarray  # (1, S)
     positions: np.ndarray

@@ -1,4 +1,4 @@
-"""A Llama-style model on packed documents: scan over layers, remat that keeps attention's results.
+"""A Llama-style model on packed documents: scan over layers, remat that saves attention results.
 
     python examples/llama.py
 

@@ -1,4 +1,4 @@
-"""Train the demo's model with FSDP, context and tensor parallelism on whatever devices there are.
+"""Train the demo's model with FSDP, context and tensor parallelism on all available devices.
 
     python examples/train_context_parallel.py                      # all GPUs of this host
     python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
@@ -164,7 +164,7 @@ def main() -> int:
         return optax.apply_updates(parameters, updates), state, value
 
     def planned(batch):
-        """A plan from the host for all rows of the global batch; None: the program plans."""
+        """A plan for the global batch, computed on the host; None: the step computes the plan."""
         if not local:
             return None
         expression = packax.causal() & packax.documents(batch["segment_ids"])

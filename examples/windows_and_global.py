@@ -1,12 +1,12 @@
-"""A model with windows in most layers and all keys in the others, under context parallelism.
+"""A model with sliding-window and global layers, under context parallelism.
 
     python examples/windows_and_global.py                    # all GPUs of this host
     python examples/windows_and_global.py --cpu --devices 4  # fake CPU devices
 
-Two layers with a window, then one that attends to all keys, as in Gemma and gpt-oss. One plan
-serves both kinds. The layers are scanned in periods of three: which keys a layer fetches must be
-known when the program is traced. The program prints what each kind of layer fetches, and compares
-loss and gradients with those of one device. Needs packax.
+Two layers with a window are followed by one that attends to all keys, similar to Gemma and gpt-oss.
+Both kinds use the same plan. The scan runs over periods of three layers, so that the kind of each
+layer is known when the program is traced. The program prints how many keys each kind of layer
+fetches, and compares loss and gradients with those of one device. Needs only packax.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Which tests run, on which devices; compiling is cheap (xla_flags.py) and memory stays small.
+"""Selects the tests to run and their devices, and keeps compile time and memory low.
 
-Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`. Of
-the `gpu` ones, those that repeat every value of their parameters become `exhaustive`.
-PACKAX_TEST_PART="2/3": the second third of the files alone.
-What jax compiled for a module's tests is dropped after it. The last lines of a run say how much
-memory each worker took at most, and the processor time of each folder.
+Compilation is made cheap by xla_flags.py. Tests marked `gpu` need a CUDA device; tests marked
+`exhaustive` run only under `-m exhaustive`. A `gpu` test becomes `exhaustive` if earlier tests of
+its function already cover each of its parameter values.
+PACKAX_TEST_PART="2/3" runs only the second third of the files.
+JAX's compilation caches are cleared after each module. The summary reports the peak memory of each
+worker and the processor time of each folder.
 """
 
 import collections
@@ -23,16 +24,16 @@ import pytest
 from hypothesis import settings
 from tiers import repeats
 
-# Compiling is slow and comes at random: no deadline. One seed, so that a failure comes back.
-# What draws its inputs draws more of them under `-m exhaustive`.
+# Compile times vary too much for a deadline. A fixed seed makes failures reproducible.
+# Tests with generated inputs try more examples under `-m exhaustive`.
 settings.register_profile("each time", deadline=None, derandomize=True, max_examples=12)
 settings.register_profile("exhaustive", settings.get_profile("each time"), max_examples=60)
 
-# Tracing makes many small objects that live on: at Python's thresholds the collector looks through
-# them all again and again. _no_programs_of_other_modules collects.
+# Tracing creates many small long-lived objects, which the collector would scan over and over at
+# Python's default thresholds. The fixture _clear_compilation_caches collects explicitly.
 gc.set_threshold(50_000, 20, 20)
 
-# Assertions of these helpers, too, say what was there.
+# Assertions in these helpers also report the compared values.
 pytest.register_assert_rewrite("cpp.launches", "lowered")
 
 
@@ -66,15 +67,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What collecting made lives on: the collector of a module's programs need not look there."""
+    """Freeze the objects that collection created, so that later garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests share programs: a worker gets files that stand together, and who is done
-    takes half of what another has left."""
+    """With `--dist load`, give each worker neighbouring tests: tests of one file share compiled
+    programs. An idle worker steals half of the tests that another has left."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
@@ -89,7 +90,7 @@ def _has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def _cpu_unless_gpu(request):
-    """Tests of the CPU suite run on the CPU also where there is a GPU."""
+    """Run tests without the `gpu` marker on the CPU, even on a machine with a GPU."""
     if request.node.get_closest_marker("gpu"):
         yield
     else:
@@ -98,8 +99,8 @@ def _cpu_unless_gpu(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_programs_of_other_modules():
-    """A suite of 4000 tests keeps 5 GB of compiled programs otherwise, and glibc what they took."""
+def _clear_compilation_caches():
+    """The 4000 tests would otherwise keep 5 GB of compiled programs, and glibc the freed memory."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -108,35 +109,36 @@ def _no_programs_of_other_modules():
 
 
 def _peak_memory() -> float:
-    """Of this process, in GB."""
+    """Peak memory of this process, in GB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def _processor_time() -> float:
-    """Of this process and those that it waited for, in seconds."""
+    """Processor time of this process and of the children it waited for, in seconds."""
     return sum(os.times()[:4])
 
 
 _peaks: dict[str, float] = {}
-_seconds: collections.Counter[str] = collections.Counter()  # of processors, by folder of tests
-_of_workers: list[float] = []
-_began = pytest.StashKey[float]()
+_seconds: collections.Counter[str] = collections.Counter()  # processor time by test folder
+_worker_seconds: list[float] = []
+_start_time = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
-    item.stash[_began] = _processor_time()
+    item.stash[_start_time] = _processor_time()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     if call.when == "teardown":
-        item.user_properties.append(("seconds", _processor_time() - item.stash[_began]))
+        item.user_properties.append(("seconds", _processor_time() - item.stash[_start_time]))
 
 
 def pytest_runtest_logreport(report):
-    """A run that a time limit ends prints no summary: PACKAX_FAILURES names a file that has it."""
+    """Count processor time, and append failures to the file that PACKAX_FAILURES names: a run that
+    hits a time limit prints no summary."""
     folder = pathlib.Path(report.fspath).parent.name
     _seconds[folder] += sum(x for name, x in report.user_properties if name == "seconds")
     path = os.environ.get("PACKAX_FAILURES")
@@ -146,7 +148,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a worker of xdist
+    if hasattr(session.config, "workeroutput"):  # an xdist worker
         session.config.workeroutput["peak_memory"] = _peak_memory()
         session.config.workeroutput["seconds"] = _processor_time()
 
@@ -156,7 +158,7 @@ def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})  # a worker that crashed has none
     if "peak_memory" in output:
         _peaks[node.gateway.id] = output["peak_memory"]
-        _of_workers.append(output["seconds"])
+        _worker_seconds.append(output["seconds"])
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -164,7 +166,7 @@ def pytest_terminal_summary(terminalreporter):
     shown = ", ".join(f"{name} {peak:.1f} GB" for name, peak in sorted(peaks.items()))
     terminalreporter.write_line(f"peak memory: {shown}")
     folders = ", ".join(f"{name} {seconds:.0f}" for name, seconds in _seconds.most_common())
-    every = sum(_of_workers) or _processor_time()
+    every = sum(_worker_seconds) or _processor_time()
     starting = every - sum(_seconds.values())
     terminalreporter.write_line(
         f"processor time: {every:.0f} s, {starting:.0f} of them before and between tests: {folders}"
@@ -173,7 +175,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def extension(monkeypatch):
-    """Lowering asks a stand-in with kernels, whatever the build at hand has."""
+    """Make lowering query a stand-in extension with a fixed set of kernels, not the real build."""
     from lowered import Extension
     from packax._src.ops import ffi
 

@@ -1,4 +1,4 @@
-"""The architectures that kernels are compiled for, and the assemblers: rows of the table
+"""The architectures for which kernels are compiled, and the assemblers: rows of the table
 (table.py)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-# Bytes of shared memory: of Hopper's multiprocessor, of its largest block, of each block's own.
+# Bytes of shared memory on Hopper: per multiprocessor, maximum per block, and reserved per block.
 HOPPER, LARGEST, RESERVED = 233_472, 232_448, 1024
 
 
@@ -15,36 +15,37 @@ HOPPER, LARGEST, RESERVED = 233_472, 232_448, 1024
 class Arch:
     """A compilation target.
 
-    `arch_specific`: its cubins run on that compute capability alone, else on later minors of the
-    same major too.
+    `arch_specific`: its cubins run only on this compute capability. Otherwise they also run on
+    later minor versions of the same major one.
     """
 
     name: str
     cc: int
     arch_specific: bool
-    shared: int  # bytes of shared memory that one block may ask for
-    tiles: str  # column of TILES
-    ptx: str = ""  # the row of ARCHS whose PTX it is assembled from, if not its own
-    driver: int = 12000  # the oldest that loads such cubins, as CUDA numbers them
-    assembler: str = "12.9"  # of ASSEMBLERS
-    ptx_isa: int = 0  # the version of PTX that first had it, where that matters: 90 is 9.0
-    multiprocessor: int = 0  # of a proxy: bytes of shared memory of the other GPU's multiprocessor
+    shared: int  # maximum bytes of shared memory per block
+    tiles: str  # kind of tile, in the keys of TILES
+    ptx: str = ""  # key in ARCHS of the architecture whose PTX it uses, if not its own
+    driver: int = 12000  # oldest driver that loads such cubins, in CUDA's numbering
+    assembler: str = "12.9"  # key in ASSEMBLERS
+    ptx_isa: int = 0  # minimum PTX version, if newer than the default: 90 is 9.0
+    multiprocessor: int = 0  # of a proxy: shared memory of the emulated GPU's multiprocessor
 
     def asked(self, used: int) -> int:
-        """Bytes of shared memory that a launch asks for. Of a proxy more than are used, so that as
-        many blocks fit a multiprocessor as on the other GPU."""
+        """Bytes of shared memory that a launch requests. A proxy requests more than it uses, so
+        that as many blocks fit on a multiprocessor as on the emulated GPU."""
         if not self.multiprocessor:
             return used
         blocks = min(max(self.multiprocessor // (used + RESERVED), 1), 8)
         return max(used, min(LARGEST, HOPPER // blocks - RESERVED))
 
 
-# docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
-# same major, but not on Tegra's (8.7, Orin; 11.0, Thor): 8.9 runs that of 8.6, which is what the
-# assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
-# arch-specific ones (a) stay for older drivers. 8.x, 11.0 and 12.x multiply with the same
-# instructions (mma.sync): their kernels of one tile share the PTX of 8.0, from which the assembler
-# makes as good code as from their own, of float32 aside (docs/experiments.md).
+# docs/guide/gpus.md lists which GPU uses which architecture. A cubin for one minor version also
+# runs on later minor versions of the same major one, but not on Tegra GPUs (8.7, Orin; 11.0, Thor).
+# 8.9 uses the cubins of 8.6, which equal what the assembler generates for 8.9. Family cubins (f)
+# need a driver of CUDA 12.9 or newer, so the arch-specific ones (a) remain for older drivers. 8.x,
+# 11.0 and 12.x have the same matrix instructions (mma.sync): their kernels with the same tile share
+# the PTX of 8.0. The assembler generates code from it that is as good as from their own PTX, except
+# for float32 (docs/experiments.md).
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
     "86": Arch("sm_86", 86, False, 101_376, "small", ptx="80"),
@@ -57,17 +58,17 @@ ARCHS = {
     "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="80", driver=12090),
 }
 
-# What no wheel holds and PACKAX_ARCHS has to name: the PTX of another GPU, assembled for Hopper
-# with the tiles and the shared memory of that GPU. It shows on a Hopper card how good kernels of
-# mma.sync and cp.async are (docs/internals/proxy.md).
+# Architectures that are in no wheel and must be named in PACKAX_ARCHS: the PTX of another GPU,
+# assembled for Hopper with the tiles and shared memory of that GPU. On a Hopper GPU, they show how
+# good the kernels with mma.sync and cp.async are (docs/internals/proxy.md).
 PROXIES = {
     "80@90": Arch("sm_90", 90, False, 166_912, "ampere", ptx="80", multiprocessor=167_936),
     "86@90": Arch("sm_90", 90, False, 101_376, "small", ptx="80", multiprocessor=102_400),
 }
 
-# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
-# that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
-# no older one.
+# The Triton wheel contains two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
+# that supports the GPU. Cubins of 13.4 loaded with driver 580 (CUDA 13.0) in tests, and are not
+# guaranteed to load with an older one.
 ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 
 
@@ -76,12 +77,13 @@ def find_arch(name: str) -> Arch:
 
 
 def exact(arch: Arch) -> Arch:
-    """The arch-specific architecture of which a family's cubins are made; of others, itself."""
+    """The arch-specific architecture whose cubins are converted to a family's; for others,
+    itself."""
     return ARCHS[arch.name[3:-1] + "a"] if arch.name.endswith("f") else arch
 
 
 def served_by(arch: Arch) -> list[Arch]:
-    """The architectures whose GPUs can run a cubin of this one, it first."""
+    """The architectures whose GPUs can run a cubin of this one, starting with itself."""
     if arch.arch_specific:
         return [arch]
     later = (a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc > arch.cc)
@@ -91,7 +93,7 @@ def served_by(arch: Arch) -> list[Arch]:
 def one_set(
     archs: tuple[str, ...], tile_of: Callable[[Arch], Any] = lambda _arch: None
 ) -> list[Arch]:
-    """One architecture for every group of them that can run the same cubin and have one tile."""
+    """`archs` without those that can run the cubin of another one with the same tile."""
     asked = [find_arch(name) for name in archs]
 
     def served(arch: Arch, other: Arch) -> bool:

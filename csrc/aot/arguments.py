@@ -1,11 +1,12 @@
-"""What the arguments of kernels are: pointers, numbers and tensor maps (table.py)."""
+"""The types of kernel arguments: pointers, numbers and tensor maps (table.py)."""
 
 from __future__ import annotations
 
 from tiles_sm90 import LIKE_PLAIN
 
-# kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
-# "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
+# kernel -> argument -> (element, rows, columns) of a TMA copy. Names are constants of the variant,
+# and "" is its dtype. Maps are (batch, length, heads * dim); those of float32 and int32 are rows of
+# numbers, one per query row.
 TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     "forward_sm90": {
         "query": ("", 64, "QK_CHUNK"),
@@ -34,7 +35,7 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
-TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32 rows a step
+TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32 rows per step
     **{name: ("", 32, chunk) for name, chunk in (("query", "QK_CHUNK"), ("dout", "V_CHUNK"))},
     **dict.fromkeys(("lse2", "delta"), ("fp32", 1, 32)),
     **dict.fromkeys(("lo", "hi"), ("i32", 1, 32)),
@@ -47,13 +48,13 @@ TENSOR_MAPS["backward_dkdv_sm90_dbias"] = TENSOR_MAPS["backward_dkdv_sm90"] | {
 }
 TENSOR_MAPS["forward_sm90_bias"] = TENSOR_MAPS["forward_sm90"] | {"bias": ("", 64, "BLOCK_N")}
 
-# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
-# FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
-# whole 16 bytes.
+# Run-time numbers that are multiples of this: rows with such head dims are 16-byte aligned.
 MULTIPLES = {"qk_dim": 8, "v_dim": 8}
+# argument -> element type; "" is the variant's dtype. All other arguments are int32, except for the
+# float32 ones in FLOATS.
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
-    **dict.fromkeys(("bias", "dbias"), ""),  # or of float32: the kernels look
+    **dict.fromkeys(("bias", "dbias"), ""),  # or float32, which kernels check at run time
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
     **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),

@@ -1,4 +1,5 @@
-"""What the build refuses: parameters that the launcher does not pass, and unaccepted spills."""
+"""Checks of the build: kernels take the parameters that the launcher passes, and have no spills
+other than accepted ones."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ PTX_TYPES = {
 
 
 def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
-    """The PTX must take exactly our parameters, then Triton's two scratch pointers.
-
-    A tensor map takes seven: 128 bytes, shape, strides.
+    """Require that the PTX takes exactly these parameters, followed by Triton's two scratch
+    pointers. A tensor map takes seven: the map of 128 bytes, three sizes and three strides.
     """
     found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
     got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
@@ -37,7 +37,7 @@ def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> Non
 
 
 def resources(cubin: pathlib.Path) -> dict[str, int]:
-    """Registers and stack bytes (local memory: spills) of a thread, as recorded in the cubin."""
+    """Registers and stack bytes (local memory: spills) per thread, as recorded in the cubin."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -51,7 +51,8 @@ def resources(cubin: pathlib.Path) -> dict[str, int]:
 
 
 def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
-    """Refuse spills that nobody accepted, and serialised matrix products where they are slow."""
+    """Reject spills beyond the accepted ones, and serialised matrix products where they are
+    slow."""
     if "registers" not in log:
         raise SystemExit(f"{variant.name}: the assembler's report is missing")
     if variant.arch.tiles != "hopper":

@@ -1,11 +1,11 @@
-"""Compare the machine code of two builds: what every cubin of BEFORE holds, against AFTER.
+"""Compare the machine code of two builds: every cubin in BEFORE with its counterpart in AFTER.
 
     python csrc/aot/compare_sass.py BEFORE AFTER [--arch 90a] [--renamed OLD=NEW ...]
 
-BEFORE and AFTER are folders that compile.py wrote. Two cubins are the same where their
-machine code and constants are byte for byte, the names of kernels and files aside, and so are
-registers, shared memory, threads, boxes of tensor maps and the types of parameters, in order. A
-variant that only one build has is a difference, too. Needs neither a GPU nor a disassembler.
+BEFORE and AFTER are output folders of compile.py. Two cubins are the same if their machine code and
+constants are equal byte for byte, except for the names of kernels and files, and if registers,
+shared memory, threads, boxes of tensor maps and the ordered types of parameters are equal. A
+variant that only one build has counts as a difference. Needs neither a GPU nor a disassembler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pathlib
 import struct
 import sys
 
-NOBITS = 8  # a section that has a size and nothing in the file
+NOBITS = 8  # type of a section that has a size but no bytes in the file
 SAME = (
     *("arch", "dtype", "qk_dim", "v_dim", "threads", "shared", "block", "assembler", "registers"),
     *("stack", "driver", "tensor_maps"),
@@ -24,7 +24,7 @@ SAME = (
 
 
 def sections(cubin: bytes) -> dict[str, bytes]:
-    """The sections of an ELF file of 64 bits, by name."""
+    """The sections of a 64-bit ELF file, by name."""
     (at,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, at + i * size) for i in range(count)]
@@ -38,7 +38,7 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def machine_code(cubin: pathlib.Path, symbol: str) -> dict[str, bytes]:
-    """The sections that the GPU executes or reads, with the kernel's name left out of theirs."""
+    """The sections that the GPU executes or reads, by their names without the kernel's name."""
     return {
         name.replace(symbol, "KERNEL"): body
         for name, body in sections(cubin.read_bytes()).items()
@@ -47,7 +47,7 @@ def machine_code(cubin: pathlib.Path, symbol: str) -> dict[str, bytes]:
 
 
 def differences(before: pathlib.Path, after: pathlib.Path) -> list[str]:
-    """In words; `before` and `after` are the records (JSON) beside the cubins."""
+    """Descriptions of the differences. `before` and `after` are the JSON records of the cubins."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     found = [f"{x} {old[x]} -> {new[x]}" for x in SAME if old[x] != new[x]]
     if [p["type"] for p in old["params"]] != [p["type"] for p in new["params"]]:
@@ -64,14 +64,14 @@ def differences(before: pathlib.Path, after: pathlib.Path) -> list[str]:
 
 
 def renamed(name: str, kernel: str, renames: dict[str, str]) -> str:
-    """The name of a variant whose kernel is called otherwise now."""
+    """The name of a variant after its kernel was renamed."""
     return renames.get(kernel, kernel) + name[len(kernel) :]
 
 
 def compare(
     before: pathlib.Path, after: pathlib.Path, arch: str, renames: dict[str, str]
 ) -> tuple[int, list[str]]:
-    """How many variants of `before` were compared, and every difference."""
+    """The number of variants compared, and all differences."""
 
     def of(folder: pathlib.Path) -> dict[str, tuple[str, pathlib.Path]]:
         records = ((path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json")))

@@ -1,12 +1,12 @@
 """Compile the table: every variant to NAME.cubin and NAME.json.
 
-docs/internals/kernels.md says what comes of them.
+docs/internals/kernels.md explains how they are used.
 
     python csrc/aot/compile.py --out build/cubins [--archs 90a;80] [--dtypes bf16]
         [--head-dims 128x128] [--assemblers 12.9] [--jobs 2] [--cache DIR]
 
-Needs Triton, no GPU, no driver, no torch. lower.py does it, for variants that share PTX at once.
-Each such group has a process of its own, because LLVM aborts the process on an error. Also writes
+Needs Triton, but no GPU, driver or PyTorch. Variants that share PTX form a group, which lower.py
+compiles in a separate process, because LLVM aborts the process on an error. Also writes
 kernels.txt, the parameters of every kernel.
 """
 
@@ -40,8 +40,9 @@ TRITON_VERSION = "3.9.0"
 
 
 def worker(group: list[table.Variant], out: pathlib.Path) -> None:
-    """Make the PTX of variants that share it, and assemble it for each; a failure stops none."""
-    gc.disable()  # an eighth of the time, and the process ends soon
+    """Generate the PTX of a group and assemble it for each variant; the others go on after a
+    failure."""
+    gc.disable()  # saves an eighth of the time, and the process ends soon
     code = 0
     try:
         ptx, meta = lower.make_ptx(group[0])
@@ -59,7 +60,7 @@ def worker(group: list[table.Variant], out: pathlib.Path) -> None:
 
 
 def fingerprint(variant: table.Variant) -> str:
-    """Of all that decides what is compiled, and whether it is accepted."""
+    """A hash of everything that determines a cubin and whether it is accepted."""
     table_says = (
         *(variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, table.FLOATS),
         *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
@@ -70,7 +71,8 @@ def fingerprint(variant: table.Variant) -> str:
 
 
 def keep(variant: table.Variant, out: pathlib.Path, store: pathlib.Path) -> None:
-    """Into the cache, whole or not at all; the JSON last, by which it is found."""
+    """Copy a variant to the cache. Each file appears atomically, and the JSON file, by which the
+    lookup finds an entry, comes last."""
     store.mkdir(parents=True, exist_ok=True)
     for suffix in (".cubin", ".json"):
         name = f"{variant.name}{suffix}"
@@ -85,30 +87,31 @@ def module_file(module: str) -> pathlib.Path:
 
 @functools.cache
 def source_code(source: str) -> str:
-    """A kernel's file and those it imports, directly or not, as statements, and the two that make
-    and check a cubin."""
-    files = [module_file(source)]
-    for file in files:  # grows
+    """The statements of a kernel's file, of all files that it imports, also indirectly, and of the
+    two modules that generate and check cubins."""
+    files = [pathlib.Path(lower.__file__), pathlib.Path(checks.__file__), module_file(source)]
+    for file in files:  # grows during the loop
         for name in re.findall(r"^from ([\w.]+) import", file.read_text(), re.MULTILINE):
             found = module_file(name)
             if found.exists() and found not in files:
                 files.append(found)
-    texts = [pathlib.Path(module.__file__).read_text() for module in (lower, checks)]
-    return "\0".join([*texts, *map(statements, files)])
+    return "\0".join(map(statements, files))
 
 
 def statements(file: pathlib.Path) -> str:
-    """Without comments and docstrings: changing them recompiles nothing."""
+    """The code without comments and docstrings, which can change without recompiling anything."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             node.body = node.body[1:]
     return ast.unparse(tree)
 
 
 def warm_up(todo: list[table.Variant]) -> None:
-    """Do once what every fork would do again: imports, and Triton's hashes of its own files and of
-    functions. No cubin depends on them.
+    """Do once, before forking, what every process would repeat: imports, and hashes of Triton's
+    files and of functions. Cubins do not depend on them.
     """
     import triton.compiler
     import triton.experimental.gluon._runtime  # noqa: F401
@@ -122,7 +125,7 @@ def warm_up(todo: list[table.Variant]) -> None:
 def compile_table(
     todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int
 ) -> int:
-    """Compile in parallel with progress; returns the number of failures."""
+    """Compile in parallel and print the progress; returns the number of failures."""
     import triton
 
     if triton.__version__ != TRITON_VERSION:
@@ -147,7 +150,7 @@ def compile_table(
                 (out / kept_file.name).write_bytes(kept_file.read_bytes())
             cached += 1
         else:
-            (out / f"{v.name}.json").unlink(missing_ok=True)  # of an earlier build
+            (out / f"{v.name}.json").unlink(missing_ok=True)  # left by an earlier build
             groups.setdefault(v.ptx, []).append(v)
     context = multiprocessing.get_context("fork")
     running: list[tuple[multiprocessing.process.BaseProcess, list[table.Variant], float]] = []
@@ -181,7 +184,7 @@ def compile_table(
                 )
                 if cache:
                     keep(v, out, cache / fingerprint(v))
-    # Of every kernel, also one that this build has no variant of: C++ calls them all by name.
+    # All kernels, also those without a variant in this build, because C++ names all of them.
     (out / "kernels.txt").write_text("".join(map(lower.kernel_line, table.KERNELS)))
     print(
         f"{len(todo)} variants, {cached} from the cache, {len(groups)} kernels to PTX, "
@@ -194,7 +197,7 @@ def compile_table(
 def names(
     text: str, known: Mapping[str, object], option: str, hidden: Mapping[str, object] | None = None
 ) -> tuple[str, ...]:
-    """Those asked for, which may be `hidden` ones too; all that are known if none is."""
+    """The names in `text`, which must be `known` or `hidden`; all known ones if it is empty."""
     chosen = tuple(x for x in re.split(r"[;,\s]+", text) if x)
     for x in chosen:
         if x not in known and x not in (hidden or {}):

@@ -1,9 +1,9 @@
-"""One kernel to PTX, and PTX to the cubins of all targets and assemblers that share it.
+"""Lowers a kernel to PTX, and the PTX to cubins for all targets and assemblers that share it.
 
-Triton makes PTX for one architecture and dtype; assemblers turn it into machine code. Variants that
-differ in no more than that (`Variant.ptx`) share the PTX: making it takes four times as long as
-assembling it. What is in this file decides what a cubin holds, so the cache's key has it
-(compile.py).
+Triton generates PTX for one architecture and dtype, and assemblers turn it into machine code.
+Variants that differ only in these (with equal `Variant.ptx`) share the PTX, because generating it
+takes four times as long as assembling it. This file determines what a cubin contains, so its text
+is part of the cache's key (compile.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any
 import checks
 import table
 
-# "e4m3": pairs of elements, and the bits of a query in 16 bits, since only some GPUs know the type
+# "e4m3": pairs of elements, and the bits of a 16-bit query, since only some GPUs support the type
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32", "e4m3": "i16"}
-PTX_ISA = 88  # of the older assembler; every other takes it, too
-# In the descriptor of tcgen05's products of kind f16: the types of both operands, and bfloat16's.
+PTX_ISA = 88  # PTX version of the older assembler, which all others also accept
+# The operand types in the instruction descriptor of tcgen05.mma of kind f16: their bits, and the
+# values for bfloat16.
 OPERAND_TYPES, BFLOAT16_OPERANDS = 7 << 7 | 7 << 10, 1 << 7 | 1 << 10
 EXACT_FLAG, FAMILY_FLAG = 0x0A, 0x02  # in the flags of a cubin's ELF header
 
@@ -35,7 +36,7 @@ EXACT_FLAG, FAMILY_FLAG = 0x0A, 0x02  # in the flags of a cubin's ELF header
 def tensor_map_type(
     dtype: str, tile: tuple[str, int | str, int | str], constants: dict[str, int]
 ) -> str:
-    """Gluon's type of a host tensor map that moves `tile` (table.TENSOR_MAPS)."""
+    """Gluon's type of a host tensor map that copies `tile` (table.TENSOR_MAPS)."""
     from triton.experimental.gluon import language as gl
 
     element, *sizes = tile
@@ -46,7 +47,8 @@ def tensor_map_type(
         half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
         layout = gl.NVMMASharedLayout.get_default_for(shape, half)
     element = element or TRITON_DTYPES[dtype]
-    return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
+    sizes = ",".join(map(str, shape))
+    return f"tensordesc<{element}[{sizes}],{layout!r}>"
 
 
 def kernel_function(kernel: str, source: str = "") -> Any:
@@ -55,12 +57,12 @@ def kernel_function(kernel: str, source: str = "") -> Any:
 
 
 def argument_names(kernel: str, source: str = "") -> list[str]:
-    """As the kernel's source has them; those in upper case are compile-time constants."""
+    """The argument names in the kernel's source; upper case ones are compile-time constants."""
     return list(inspect.signature(kernel_function(kernel, source).fn).parameters)
 
 
 def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
-    """What the launcher passes, in order: the same for every variant of a kernel."""
+    """What the launcher passes, in order. It is the same for all variants of a kernel."""
     params = []
     absent = table.absent_arguments(kernel)
     for name in arguments:
@@ -77,9 +79,9 @@ def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
 
 
 def kernel_line(kernel: str) -> str:
-    """kernels.txt: "forward query:ptr key:ptr ... kv_heads:i32"."""
+    """The kernel's line in kernels.txt: "forward query:ptr key:ptr ... kv_heads:i32"."""
     params = parameters(kernel, argument_names(kernel))
-    return " ".join([kernel, *(f"{p['name']}:{p['type']}" for p in params)]) + "\n"
+    return " ".join([kernel, *map("{name}:{type}".format_map, params)]) + "\n"
 
 
 def triton_types(
@@ -100,9 +102,9 @@ def triton_types(
 
 
 def without_assembling(*arguments: Any) -> Any:
-    """Triton's hook for the stages of a compilation: the last one gives nothing."""
+    """A hook for Triton's compilation stages that replaces the last one by an empty cubin."""
     if not arguments:
-        return "", ""  # no part of the key of Triton's own cache
+        return "", ""  # adds nothing to the key of Triton's cache
     _, stages, *_ = arguments
     stages["cubin"] = lambda ptx, metadata: b""
     return None
@@ -116,14 +118,14 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # it contains paths, and is a third of the size
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     knobs.runtime.add_stages_inspection_hook = without_assembling
     fn = kernel_function(variant.kernel, variant.source)
     arguments = argument_names(variant.kernel, variant.source)
     constants: dict[str, Any] = dict(variant.constants)
     types = triton_types(variant.kernel, arguments, variant.ptx_dtype, constants)
-    # XLA's buffers are aligned; a view of one never reaches a custom call
+    # XLA's buffers are aligned, and a custom call never receives a view into one
     aligned = {
         (i,): [["tt.divisibility", table.MULTIPLES.get(a, 16)]]
         for i, a in enumerate(arguments)
@@ -132,7 +134,7 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     constants |= {
         name: None for name in types if name not in constants and types[name] == "constexpr"
     }
-    fn._repr = lambda _: variant.kernel  # the symbol: a profile tells kernels of one function apart
+    fn._repr = lambda _: variant.kernel  # the symbol, which distinguishes kernels in a profile
     is_gluon = isinstance(fn, GluonJITFunction)
     source = (GluonASTSource if is_gluon else ASTSource)(
         fn, types, constexprs=constants, attrs=aligned
@@ -154,15 +156,15 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     return binary.asm["ptx"], meta
 
 
-# Masks of a bfloat16's fraction, exponent and magnitude, and what is left without them. The sign is
-# where float16 has it.
+# Masks of a bfloat16's fraction, exponent and magnitude, and the complements of the first two. The
+# mask of the sign is the same as for float16.
 BFLOAT16_FIELDS = (0x007F, 0x7F80, 0x7FFF, 0xFF80, 0x807F)
 
 
 def tells_dtypes_apart(statement: str) -> bool:
-    """Whether a statement of PTX may have a number that depends on the dtype.
+    """Whether a PTX statement may contain a number that depends on the dtype.
 
-    Small ones are integers and bools: as floats of 16 bits they would be next to nothing.
+    Small numbers are integers and bools: as 16-bit floats, they would be almost 0.
     """
     if "mma" in statement:  # its numbers are flags
         return False
@@ -174,8 +176,8 @@ def tells_dtypes_apart(statement: str) -> bool:
 
 
 def float16_descriptors(ptx: str) -> str:
-    """The PTX with float16 in place of bfloat16 in what describes tcgen05's products: constants in
-    registers that hold nothing else."""
+    """The PTX with float16 instead of bfloat16 in the instruction descriptors of tcgen05.mma, which
+    are constants in registers with no other use."""
     operands = r"\[[^]]*\], (?:\[[^]]*\]|%\w+), %\w+, (%r\d+)\b"
     described = re.findall(rf"\btcgen05\.mma\.cta_group::1\.kind::f16 {operands}", ptx)
     uses = collections.Counter(re.findall(r"%r\d+\b", ptx)) if described else {}
@@ -192,11 +194,11 @@ def float16_descriptors(ptx: str) -> str:
 
 
 def retarget(ptx: str, variant: table.Variant) -> str:
-    """PTX for the variant's own architecture and dtype.
+    """Converts PTX to the variant's architecture and dtype.
 
-    The header says which architecture, the code is the same. Triton's PTX for the two dtypes of 16
-    bits differs in the names of types and in what describes tcgen05's products
-    (tests/aot/test_lower.py compares), unless it has a number of such a type: that is refused.
+    The architecture is only in the header. Triton's PTX for the two 16-bit dtypes differs only in
+    the names of types and in the descriptors of tcgen05.mma (tests/aot/test_lower.py compares), if
+    it has no number of such a type. PTX with one is rejected.
     """
     made_for = rf"^\.target {variant.ptx_arch.name}$"
     if not re.search(made_for, ptx, re.MULTILINE):
@@ -217,7 +219,7 @@ def retarget(ptx: str, variant: table.Variant) -> str:
 
 @functools.lru_cache(maxsize=8)
 def assemble(ptx: str, arch: str, assembler: str) -> tuple[bytes, str]:
-    """The cubin and the assembler's report, with the flags that Triton gives."""
+    """The cubin and the assembler's report, with the flags that Triton uses."""
     import triton
 
     tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -237,10 +239,10 @@ def assemble(ptx: str, arch: str, assembler: str) -> tuple[bytes, str]:
 
 
 def for_family(cubin: bytes, exact: str) -> bytes:
-    """The cubin for a family (`sm_100f`) of one for an exact architecture (`sm_100a`).
+    """Converts a cubin for an exact architecture (`sm_100a`) to one for the family (`sm_100f`).
 
-    What the assembler makes of the same PTX for both differs in two bytes: a flag of the ELF header
-    and the name of the architecture (tests/aot/test_lower.py compares).
+    The assembler's cubins for both differ in two bytes: a flag in the ELF header, and the name of
+    the architecture (tests/aot/test_lower.py compares them).
     """
     flags, name = 48, exact.encode()
     if cubin[flags] != EXACT_FLAG or cubin.count(name) != 1:
@@ -250,14 +252,15 @@ def for_family(cubin: bytes, exact: str) -> bytes:
 
 
 def machine_code(ptx: str, variant: table.Variant) -> tuple[bytes, str]:
-    """The variant's cubin and the assembler's report; a family's is made of the exact one."""
+    """The variant's cubin and the assembler's report. For a family, it is converted from the exact
+    architecture's."""
     exact = dataclasses.replace(variant, arch=table.exact(variant.arch))
     image, log = assemble(retarget(ptx, exact), exact.arch.name, variant.assembler)
     return image if exact == variant else for_family(image, exact.arch.name), log
 
 
 def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path) -> None:
-    """`out`/NAME.cubin and NAME.json, if nothing has to be refused."""
+    """Writes `out`/NAME.cubin and NAME.json, after the checks."""
     params = parameters(variant.kernel, argument_names(variant.kernel, variant.source))
     checks.check_parameters(ptx, params, variant.name)
     if meta.shared > variant.shared:
@@ -285,8 +288,8 @@ def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path
         "assembler": variant.assembler,
         "driver": variant.driver,
         "params": params,
-        # What TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the
-        # order of the "tma" parameters.
+        # The box and the swizzle mode that the compiler chose for each tensor map, in the order of
+        # the "tma" parameters.
         "tensor_maps": [
             {"box": list(t["block_size"]), "swizzle": t["swizzle"]}
             for t in meta.tensordesc_meta or ()

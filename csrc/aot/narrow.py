@@ -1,11 +1,12 @@
-"""Which part of the table a build makes: PACKAX_ARCHS, PACKAX_HEAD_DIMS, PACKAX_DTYPES and
+"""Selects the part of the table to build, from PACKAX_ARCHS, PACKAX_HEAD_DIMS, PACKAX_DTYPES and
 PACKAX_ASSEMBLERS.
 
-    python csrc/aot/narrow.py    the arguments for compile.py, one a line; why, on stderr
+    python csrc/aot/narrow.py    prints the arguments for compile.py, one per line, and the reason
+                                 for them on stderr
 
-PACKAX_ARCHS has rows of table.ARCHS or capabilities of GPUs, or "all". Without it a machine with
-GPUs builds for these alone, and one without builds DEFAULT, whose dtypes and head dims the other
-variables replace. With it, variables that are empty or "all" mean everything.
+PACKAX_ARCHS lists keys of table.ARCHS or compute capabilities, or is "all". Without it, a machine
+with GPUs builds only for these, and a machine without GPUs builds DEFAULT, which the other
+variables override. Other than with DEFAULT, variables that are empty or "all" select everything.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import table
 
-# Where no variable and no GPU says what is wanted: what most models run on A100 and H100, compiled
-# within minutes. All masks, options and decoding are in it; float32, FP8 caches, other head dims,
-# and Hopper's kernels once more by the assembler for newer drivers are not.
+# Built without PACKAX_ARCHS and without a GPU: what most models run on A100 and H100, compiled
+# within minutes. It includes all masks, options and decoding. It does not include float32, FP8
+# caches, other head dims, and the copies of Hopper's kernels for newer drivers.
 DEFAULT = {
     "archs": ["80", "90a"],
     "head-dims": ["128"],
@@ -34,7 +35,7 @@ COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MI
 
 
 def capabilities() -> list[int]:
-    """Of the GPUs that the driver shows, 90 for 9.0; none without a driver."""
+    """The compute capabilities of this machine's GPUs, 90 for 9.0; empty without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -57,10 +58,11 @@ def capabilities() -> list[int]:
 
 
 def arch_of(cc: int) -> str | None:
-    """The row of table.ARCHS for that capability: the chip's own, else the newest that it runs."""
-    own = [name for name, arch in table.ARCHS.items() if arch.cc == cc]
-    if own:
-        return own[0]
+    """The key in table.ARCHS for a compute capability: the exact one, or the newest that runs on
+    it."""
+    exact = [name for name, arch in table.ARCHS.items() if arch.cc == cc]
+    if exact:
+        return exact[0]
     runs = [
         (arch.cc, name)
         for name, arch in table.ARCHS.items()
@@ -70,9 +72,9 @@ def arch_of(cc: int) -> str | None:
 
 
 def arch_named(text: str) -> str:
-    """A row of table.ARCHS by its name or by a GPU's capability: 89, 8.9 and sm_89 are 86.
+    """The key in table.ARCHS for a name or a compute capability: 89, 8.9 and sm_89 become 86.
 
-    What names none stays, and compile.py says what is accepted.
+    Other names are returned unchanged, and compile.py reports what is accepted.
     """
     name = text.lower().removeprefix("sm_").replace(".", "")
     known = name in table.ARCHS or not name.isdecimal()
@@ -84,15 +86,16 @@ def split(text: str) -> list[str]:
 
 
 def archs_here(here: list[int] | None = None) -> list[str]:
-    """For this machine's GPUs: those with these capabilities, or the driver's if None."""
+    """The architectures for GPUs with the compute capabilities `here`, or for this machine's GPUs
+    if it is None."""
     found = map(arch_of, capabilities() if here is None else here)
     return [name for name in dict.fromkeys(found) if name]
 
 
 def chosen(environment: Mapping[str, str], here: list[int] | None = None) -> dict[str, list[str]]:
-    """Option of compile.py -> what is built, for those that narrow the table.
+    """The options of compile.py that narrow the table, and their values.
 
-    `here`: the capabilities of this machine's GPUs, asked of the driver if None.
+    `here` are the compute capabilities of this machine's GPUs; None queries the driver.
     """
     asked = {
         option: split(environment.get(f"PACKAX_{option.replace('-', '_').upper()}", ""))
@@ -116,21 +119,20 @@ def reason(
     options: Mapping[str, list[str]],
     here: list[int] | None = None,
 ) -> str:
-    """One line for who installs; empty where nothing is narrowed."""
+    """A line that tells the user why the table is narrowed; empty if it is not."""
     if not options:
         return ""
-    said = ", ".join(f"{option} {' '.join(values)}" for option, values in options.items())
+    parts = ", ".join(f"{option} {' '.join(values)}" for option, values in options.items())
     if split(environment.get("PACKAX_ARCHS", "")):
-        return f"packax: a part of the kernels ({said}), as PACKAX_* variables say"
+        return f"packax: a part of the kernels ({parts}), as PACKAX_* variables say"
     if archs_here(here):
-        return f"packax: for this machine's GPUs alone ({said}); PACKAX_ARCHS=all builds for all"
-    return f"packax: no GPU here: a part of the kernels ({said}); PACKAX_ARCHS=all builds all"
+        return f"packax: for this machine's GPUs alone ({parts}); PACKAX_ARCHS=all builds for all"
+    return f"packax: no GPU here: a part of the kernels ({parts}); PACKAX_ARCHS=all builds all"
 
 
 def local_version(options: Mapping[str, list[str]]) -> str:
-    """What tells a wheel of a part of the table from the whole: "+sm90a.bf16.64x64", or "".
-
-    PEP 440: letters, digits and dots.
+    """The local version label of a wheel with a part of the table, such as "+sm90a.bf16.64x64"; ""
+    for the whole table. PEP 440 allows letters, digits and dots.
     """
     labels = [
         f"sm{x.lower().removeprefix('sm_').replace('@', 'on')}" for x in options.get("archs", ())

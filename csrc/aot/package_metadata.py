@@ -1,6 +1,6 @@
-"""The parts of the package's metadata that pyproject.toml cannot say: version and description.
+"""Computes the package metadata that pyproject.toml cannot express: version and description.
 
-scikit-build-core calls `dynamic_metadata` while pip builds.
+scikit-build-core calls `dynamic_metadata` during a build.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)\s]+)\)\n\n?", re.MULTILINE)
 
 
 def version(root: pathlib.Path = ROOT, environment: Mapping[str, str] = os.environ) -> str:
-    """That of python/packax/__init__.py, with a local part where a part of the kernels is built.
-
-    From an sdist of an index (PKG-INFO lies in it) it stays as pip expects it.
+    """The version in python/packax/__init__.py, with a local label if only a part of the kernels is
+    built. An sdist (which contains PKG-INFO) keeps the version that pip expects.
     """
     text = (root / "python/packax/__init__.py").read_text()
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
@@ -41,10 +40,10 @@ def is_elsewhere(target: str) -> bool:
 
 
 def readme(root: pathlib.Path = ROOT) -> str:
-    """README.md for a page that has no other files beside it.
+    """README.md for a page without the other files of the repository.
 
-    Its links go to the repository that [project.urls] names as Source. While none is named, they
-    are plain words, and pictures are left out.
+    Relative links go to the repository that [project.urls] names as Source. Without it, links
+    become plain text, and pictures are removed.
     """
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     source = project.get("urls", {}).get("Source", "").rstrip("/")

@@ -1,10 +1,11 @@
-"""What the assembler may do to a kernel for sm_90a and the build still accepts it."""
+"""The spills and the serialised matrix products that the build accepts in kernels for sm_90a."""
 
-# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
-# (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises.
-# Accepted because: the portable tiles were chosen by their time, spills included; so were the
-# Hopper kernels (docs/performance.md has those with fewer that were slower). Theirs are sizes and
-# pointers, most of them around the loops: the forward's mask-free loop has none.
+# Bytes of local memory per thread (spills) that a variant for Hopper may use, by kernel and head
+# dim (and, for float32, dtype). The build rejects more spills, and any wgmma that the assembler
+# serialises. These are accepted because the portable tiles and the Hopper kernels were chosen by
+# their times, spills included (docs/performance.md lists variants with fewer spills that were
+# slower). The Hopper kernels spill sizes and pointers, mostly outside the loops, and nothing in the
+# forward's mask-free loop.
 SPILLS: dict[tuple, int] = {
     ("forward", 64): 128,
     ("forward", 128): 112,
@@ -87,7 +88,7 @@ SPILLS: dict[tuple, int] = {
     # none in the loops without a mask
     ("backward_dkdv_sm90_parts", 512): 16,  # under ptxas 13.4
     ("backward_dq_sm90_parts", 512): 64,  # under ptxas 13.4
-    # with the largest logits: as without them
+    # with the largest logits, as without them
     ("forward_sm90_max_logits", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_max_logits", 128): 112,  # under ptxas 12.9
     ("forward_sm90_max_logits", 192): 112,  # under ptxas 12.9; 48 under 13.4
@@ -117,8 +118,8 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9
     ("backward_sm90_alibi", 64): 48,  # under ptxas 12.9
     ("backward_sm90_alibi", 128): 136,
-    # with a soft cap: tanh branches while products are under way; in the forward most is where
-    # scores are past half the cap
+    # with a soft cap: tanh branches while products are in flight; in the forward, most spills are
+    # in the branch for scores past half the cap
     ("forward_sm90_soft_cap", 64): 472,  # under ptxas 12.9; 328 under 13.4
     ("forward_sm90_soft_cap", 128): 280,  # under ptxas 12.9; 8 under 13.4
     ("forward_sm90_soft_cap", 256): 240,  # under ptxas 12.9; 136 under 13.4
@@ -130,8 +131,8 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq_sm90_soft_cap", 128): 184,  # under ptxas 12.9; 168 under 13.4
     ("backward_dq_sm90_soft_cap", 256): 320,  # under ptxas 12.9; 248 under 13.4
 }
-# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
-# stand-in there, and that with a bias.
+# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV kernel,
+# which is only a substitute there, and portable kernels with a bias array alone.
 SERIALISED = (
     "backward_dkdv",
     "backward_dkdv_bias_alone",

@@ -1,11 +1,12 @@
-"""THE table: every kernel the wheel holds.
+"""The table of all kernels in the wheel.
 
-Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
-architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
-tiles_portable.py, tiles_fallback.py and tiles_decode.py (float32, too), tiles_sm90.py. To add a
-head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it to ARCHS in
-archs.py (and its tiles, if its shared memory differs from those there are).
-These files declare; they compile nothing and import nothing but the standard library.
+The build, the C++ lookup, tests, `packax info` and error messages read it. A variant is a kernel
+for one architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to
+HEAD_DIMS, and rows of tiles to tiles_portable.py, tiles_fallback.py and tiles_decode.py (also for
+float32) and, for dedicated kernels, to tiles_bias.py, tiles_sm80.py and tiles_sm90.py. To add a
+GPU, add it to ARCHS in archs.py, and add tiles if its shared memory differs from that of all
+others.
+These files only declare: they compile nothing and import only the standard library.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from tiles_sm90 import PARTS as PARTS
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
 DTYPES = ("bf16", "f16")
-# float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
-# the fallback kernels and those of decoding have them.
+# float32, with two precisions of products: float32, and TF32 (11 significant bits per operand).
+# Only the fallback, bias and decode kernels have them.
 FLOAT32 = ("f32", "tf32")
-FP8 = "e4m3"  # of keys and values in a cache; the query has either dtype of 16 bits
+FP8 = "e4m3"  # keys and values in a cache; the query has either 16-bit dtype
 ALL_DTYPES = (*DTYPES, *FLOAT32, FP8)
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query and key, value)
 ALL_DIMS = tuple(dict.fromkeys((*HEAD_DIMS, *SM80_DIMS, *HOPPER_DIMS)))
@@ -70,8 +71,8 @@ ALL_DIMS = tuple(dict.fromkeys((*HEAD_DIMS, *SM80_DIMS, *HOPPER_DIMS)))
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | FALLBACK_TILES
 
-# Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
-# warps.
+# Kernels that depend on neither dtype nor head dim: compile-time constants, rows or keys per
+# program, warps.
 MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
     "documents_init": ({}, 1024, 4),
     "documents_runs": ({}, 1024, 4),
@@ -83,7 +84,7 @@ MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
 DELTA_ROWS = 64
 PREPROCESS_ROWS = 32
 
-KERNELS = {  # kernel -> file in csrc/kernels, as a module
+KERNELS = {  # kernel -> module in csrc/kernels
     "forward": "portable.fwd",
     "forward_sm90": "sm90.fwd",
     "backward_preprocess": "sm90.bwd_prepost",
@@ -143,7 +144,7 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "decode_combine": "portable.decode",
 }
 
-# module -> the function of all its kernels, where it is not called as the kernel
+# module -> the function of all its kernels, if it is not named after the kernel
 FUNCTIONS = {
     "portable.bwd_dbias": "backward_dbias",
     "portable.dbias_of_pairs": "backward_dq_of_dbias",
@@ -157,24 +158,26 @@ FUNCTIONS = {
 
 
 def function(kernel: str, module: str) -> str:
-    """The kernel's function in a module: options and fallback are arguments that others lack."""
+    """The name of a kernel's function in a module. Kernels with options, and fallback kernels, use
+    the plain kernel's function with more arguments."""
     return FUNCTIONS.get(
         module, re.sub("(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel)
     )
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the kernel's function that are None in it."""
+    """Arguments of the kernel's function that are None in this kernel."""
     return (
         *absent_from_portable(kernel),
         *absent_from_decode(kernel),
         *absent_from_sm90(kernel),
         *absent_from_sm80(kernel),
-        *(() if "dbias" in kernel else ("dbias",)),  # which the function of dK and dV has
+        *(() if "dbias" in kernel else ("dbias",)),  # an argument of the dK/dV functions
     )
 
 
-# A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
+# A kernel with a NaN constant of its dtype, and modules whose inline PTX depends on the 16-bit
+# dtype.
 OF_ONE_DTYPE = {
     *("decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"),
     *("sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"),
@@ -193,8 +196,8 @@ class Variant:
     constants: tuple[tuple[str, int], ...]
     block: int  # rows or keys of one program
     warps: int
-    assembler: str = ""  # "" becomes the architecture's
-    registers: int = 0  # at most so many a thread; 0: the assembler's choice
+    assembler: str = ""  # "": the architecture's
+    registers: int = 0  # maximum per thread; 0: the assembler's choice
 
     def __post_init__(self) -> None:
         if not self.assembler:
@@ -214,26 +217,26 @@ class Variant:
 
     @property
     def row(self) -> Dims:
-        """Where tiles_sm90.py and spills.py have it."""
+        """The key for its head dims in tiles_sm90.py and spills.py."""
         return row_of(self.qk_dim, self.v_dim) if self.arch.tiles == "hopper" else self.dim
 
     @property
     def source(self) -> str:
         """The module in csrc/kernels."""
-        own = KERNELS[self.kernel]
+        module = KERNELS[self.kernel]
         if (self.arch.tiles, self.qk_dim, self.v_dim) in SM80_FORWARD.get(self.kernel, ()):
             return "sm80.fwd"
-        return SPLIT_HEAD_DIM.get((self.kernel, self.row), (own, 0))[0]
+        return SPLIT_HEAD_DIM.get((self.kernel, self.row), (module, 0))[0]
 
     @property
     def spills(self) -> int:
-        """Bytes that SPILLS accepts."""
+        """Bytes of spills that SPILLS accepts."""
         key = (self.kernel, self.row)
         return SPILLS.get((*key, self.dtype) if self.dtype in FLOAT32 else key, 0)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
+        """Maximum bytes of shared memory per block on all GPUs that run it."""
         shared = (
             self.dtype in (*FLOAT32, FP8)
             or self.kernel in BIAS_TILES
@@ -241,25 +244,26 @@ class Variant:
         )
         served = served_by(self.arch) if shared else [self.arch]
         if self.dtype != FP8 and self.kernel in TILES | BIAS_TILES | DECODE_TILES:
-            own = self.kernel, self.dtype, self.qk_dim, self.v_dim
-            served = [arch for arch in served if tile_of(arch, *own) == tile_of(self.arch, *own)]
+            key = self.kernel, self.dtype, self.qk_dim, self.v_dim
+            served = [arch for arch in served if tile_of(arch, *key) == tile_of(self.arch, *key)]
         return min(arch.shared for arch in served)
 
     @property
     def driver(self) -> int:
-        """The oldest driver that loads it, as CUDA numbers them."""
+        """The oldest driver that loads it, in CUDA's numbering."""
         return max(ASSEMBLERS[self.assembler][1], self.arch.driver)
 
     @property
     def without_tcgen05(self) -> bool:
-        """Whether it has none of the products that 10.x alone has: they take 64 rows at least."""
+        """Whether it has no tcgen05 products, which only 10.x has and which need at least 64
+        rows."""
         return self.kernel in WITHOUT_PRODUCTS or self.block < 64
 
     @property
     def ptx_arch(self) -> Arch:
         """The architecture whose PTX it is assembled from."""
         if self.dtype == "f32" and self.arch.cc in (100, 120):
-            return exact(self.arch)  # of 8.0's PTX it would spill 400 bytes
+            return exact(self.arch)  # from 8.0's PTX, it would spill 400 bytes
         if dict(self.constants).get("NATIVE_FP8"):
             return exact(self.arch)
         if self.arch.tiles == "blackwell" and self.without_tcgen05:
@@ -268,20 +272,20 @@ class Variant:
 
     @property
     def ptx_dtype(self) -> str:
-        """The dtype whose PTX it is assembled from: float16's is bfloat16's with its name, but
-        where the PTX tells them apart by more: OF_ONE_DTYPE."""
-        own = {self.kernel, self.source} & OF_ONE_DTYPE
-        return "bf16" if self.dtype == "f16" and not own else self.dtype
+        """The dtype whose PTX it is assembled from. float16 uses the PTX of bfloat16 with the name
+        of the type replaced, unless more than the name differs (OF_ONE_DTYPE)."""
+        one_dtype = {self.kernel, self.source} & OF_ONE_DTYPE
+        return "bf16" if self.dtype == "f16" and not one_dtype else self.dtype
 
     @property
     def ptx(self) -> tuple:
-        """Variants for which this is equal are assembled from one PTX."""
-        made_of = self.ptx_dtype, self.qk_dim, self.v_dim, self.constants, self.warps
-        return (self.registers, self.kernel, self.source, self.ptx_arch.name, *made_of)
+        """Variants with equal keys are assembled from the same PTX."""
+        options = self.ptx_dtype, self.qk_dim, self.v_dim, self.constants, self.warps
+        return (self.registers, self.kernel, self.source, self.ptx_arch.name, *options)
 
 
 def only_fallback(head_dims: tuple[int, int]) -> bool:
-    """Whether plain calls of these head dims take the fallback kernels, too."""
+    """Whether plain calls with these head dims use the fallback kernels, too."""
     return max(head_dims) > max(dim for _, dim in PORTABLE_TILES["forward"])
 
 
@@ -291,11 +295,11 @@ def tile_of(
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
     if kernel in BIAS_TILES:
-        own_tiles = BIAS_TILES[kernel]
-        return own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
+        bias_tiles = BIAS_TILES[kernel]
+        return bias_tiles.get((dtype, dim), bias_tiles[arch.tiles, dim])
     if dtype in FLOAT32:
-        own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
-        return own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
+        tiles = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
+        return tiles.get(f"{dtype} {arch.tiles}", tiles[dtype])[kernel][dim]
     if (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ()):
         return SM80_FORWARD[kernel][arch.tiles, qk_dim, v_dim]
     return (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
@@ -350,7 +354,8 @@ def fp8_decoding(
 def fallback_alone(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    """The kernels in 16 bits of head dims that have no others: fewer of them, as of float32."""
+    """The 16-bit kernels for head dims that only fallback kernels support. As with float32, one
+    variant serves several architectures."""
     for dtype in dtypes:
         for dims in filter(only_fallback, head_dims):
             for kernel in (*FALLBACK_TILES, "decode"):
@@ -371,7 +376,7 @@ def float32(
                 if dtype in dtypes:
                     for kernel in (*FALLBACK_TILES, *FLOAT32_DECODE_TILES[dtype]):
                         yield tiled(kernel, arch, dtype, *dims)
-            if "f32" in dtypes or "tf32" in dtypes:  # they have no products
+            if "f32" in dtypes or "tf32" in dtypes:  # these kernels have no products
                 yield delta("backward_delta_fallback", arch, "f32", *dims)
                 yield merging(arch, "f32", *dims)
 
@@ -384,7 +389,7 @@ def delta(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
 def with_bias(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    """Kernels with a bias that is an array, and dropout."""
+    """Kernels with a bias array and dropout."""
     for dtype in dtypes:
         for dims in BIAS_DIMS[dtype]:
             if dims in head_dims:
@@ -409,11 +414,11 @@ def with_bias_alone(
                         "FLOAT32_PRODUCTS": 0,
                     }
                     if kernel == "backward_dq_of_dbias_alone":
-                        del constants["V_DIM"]  # it sees no values
+                        del constants["V_DIM"]  # it does not read values
                     block = keys if kernel.startswith("backward_dkdv") else rows
-                    own = tuple(constants.items())
+                    named = tuple(constants.items())
                     yield Variant(
-                        kernel, arch, dtype, dim, dim, own, block, warps, registers=registers
+                        kernel, arch, dtype, dim, dim, named, block, warps, registers=registers
                     )
 
 
@@ -438,7 +443,7 @@ def sm90(
         constants["V_CHUNK"] = min(v_dim & -v_dim, 256)
     if kernel == "backward_postprocess":
         del constants["V_DIM"]
-    # rows of a program, but the keys of kernels that make dK and dV
+    # rows per program; keys for kernels of dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
         "backward_sm90": 128,
@@ -456,18 +461,18 @@ def sm90(
         v_dim,
         tuple(constants.items()),
         block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("ROWS", 0)),
-        4,  # warps of the default partition; those of the others come on top
+        4,  # warps of the default partition; other partitions add theirs
         assembler,
     )
 
 
-# What the lowering and C++ look for where there are none of Hopper's.
+# The kernels that the lowering and C++ look up if there are no Hopper kernels.
 SM80_KERNELS = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
 SM80_SOFT_CAP = ("forward_sm80_soft_cap", "backward_sm80_soft_cap")
 
 
 def sm80_backward(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
-    """The kernels of a backward that adds dQ up in memory, where there are others than Hopper's."""
+    """The kernels of a backward that accumulates dQ in memory, for GPUs other than Hopper."""
     row = (arch.tiles, qk_dim, v_dim)
     tile = dict(SM80_BACKWARD[row])
     warps = tile.pop("WARPS")
@@ -488,12 +493,12 @@ def sm80_backward(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[V
 
 
 def sm80(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
-    """What only GPUs with these tiles have."""
+    """The kernels that exist only for GPUs with rows in tiles_sm80.py."""
     row = (arch.tiles, qk_dim, v_dim)
     if row in SM80_BACKWARD:
         yield from sm80_backward(arch, dtype, qk_dim, v_dim)
-    own = ("forward",) if (qk_dim, v_dim) in SM80_DIMS else ()
-    for kernel in (*own, "forward_sm80_soft_cap"):
+    plain = ("forward",) if (qk_dim, v_dim) in SM80_DIMS else ()
+    for kernel in (*plain, "forward_sm80_soft_cap"):
         if row in SM80_FORWARD[kernel]:
             yield tiled(kernel, arch, dtype, qk_dim, v_dim)
 
@@ -503,7 +508,7 @@ def variants(
     dtypes: tuple[str, ...] = ALL_DTYPES,
     head_dims: tuple[tuple[int, int], ...] = ALL_DIMS,
 ) -> Iterator[Variant]:
-    """Every variant of the narrowed table, heaviest to compile first."""
+    """All variants of the narrowed table, slowest to compile first."""
     if FP8 in dtypes:
         yield from fp8_decoding(archs, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype != FP8)
@@ -518,7 +523,7 @@ def variants(
         if find_arch(arch).tiles != "hopper":
             continue
         for kernel, tiles in SM90_TILES.items():
-            built = [dims for dims in head_dims if row_of(*dims) in tiles]  # else the portable
+            built = [dims for dims in head_dims if row_of(*dims) in tiles]  # else portable kernels
             for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
                 if assembler == "12.9" or assembled_twice(kernel, row_of(*dims)):
                     yield sm90(kernel, find_arch(arch), dtype, *dims, assembler)

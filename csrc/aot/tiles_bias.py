@@ -1,23 +1,23 @@
 """Tiles of the kernels with a bias array and with dropout: rows of the table (table.py).
 
-They take all that the fallback kernels take. A cubin serves all GPUs that can run it and have the
-same tile, and the smallest compiled head dim that covers a request serves it: each is a kernel more
-to compile. A step of keys (dK/dV: of rows) is 64 at most: the lists of a block mask count in 64. Of
-one stage, they have one loop for all blocks.
+They support everything that the fallback kernels support. To limit the number of kernels, a cubin
+serves all GPUs that can run it and have the same tile, and a request uses the smallest compiled
+head dim that covers it. A step has at most 64 keys (dK/dV: rows), since the lists of a block mask
+have blocks of 64. With one stage, kernels have one loop for all blocks.
 """
 
 from __future__ import annotations
 
-# dtype -> head dims (query and key, value). 192/192 would take as long as 256: Triton's tiles are
-# powers of two wide. float32 above 128 would spill kilobytes in the gradient of the bias.
+# dtype -> head dims (query and key, value). 192/192 would be as slow as 256, because the width of
+# Triton's tiles is a power of two. float32 above 128 would spill kilobytes in the bias gradient.
 BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(("bf16", "f16"), ((64, 64), (128, 128), (256, 256))),
     **dict.fromkeys(("f32", "tf32"), ((128, 128),)),
 }
 
-# Their loop is not pipelined, so a tile is BLOCK_M, BLOCK_N and warps. "hopper", and "ampere" and
-# "small" by proxy: the fastest of those timed on an H200, if a bias array does not slow them down
-# (docs/experiments.md). "blackwell", float32, and backward_dbias on Hopper were not timed.
+# Their loop is not pipelined, so a tile is BLOCK_M, BLOCK_N and warps. "hopper", and by proxy
+# "ampere" and "small", are the fastest of those timed on an H200 that a bias array does not slow
+# down (docs/experiments.md). "blackwell", float32, and backward_dbias on Hopper were not timed.
 _Tile = tuple[int, int, int]
 _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 256
     "forward_bias": {
@@ -46,7 +46,7 @@ _OF_HEAD_DIM: dict[str, dict[str, tuple[_Tile, _Tile, _Tile]]] = {  # 64, 128, 2
     },
 }
 
-# kernel -> (kind of tile, head dim), or (dtype, head dim) of float32 -> BLOCK_M, BLOCK_N, STAGES,
+# kernel -> (kind of tile, head dim), or (dtype, head dim) for float32 -> BLOCK_M, BLOCK_N, STAGES,
 # warps
 BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
     kernel: {
@@ -58,11 +58,11 @@ BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
     for kernel, kinds in _OF_HEAD_DIM.items()
 }
 
-# Those for Hopper with a bias array alone: of the query's dtype, in rows that begin at 16 bytes,
-# and nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, most
-# registers a thread (0: the assembler's choice), so that several blocks fit a multiprocessor.
-# Chosen by their times on an H100, of 256 on an H200 (docs/experiments.md). Of the last two
-# kernels, no other tiles have been timed.
+# Kernels for Hopper with only a bias array, in the query's dtype and with 16-byte aligned rows, and
+# nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, maximum
+# registers per thread (0: the assembler's choice), so that several blocks fit on a multiprocessor.
+# Chosen by their times on an H100, and for 256 on an H200 (docs/experiments.md). For the last two
+# kernels, no other tiles were timed.
 BIAS_ALONE_TILES: dict[str, dict[int, tuple[int, int, int, int, int]]] = {
     "forward_bias_alone": {
         64: (64, 64, 3, 4, 168),

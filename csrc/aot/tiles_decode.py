@@ -1,10 +1,11 @@
-"""Tiles of the kernels of decoding: rows of the table (table.py)."""
+"""Tiles of the decode kernels: rows of the table (table.py)."""
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
-# BLOCK_N, STAGES, warps. 16 rows are the least of a matrix product, 64 one warp group's; keys and
-# stages so that, but for the widest heads, two programs or more share a multiprocessor's shared
-# memory. STAGES 2 needs wgmma, else it is one buffer. "hopper" of 64 and 128 are the fastest of
-# those that were timed on an H200 (docs/experiments.md); the others are not timed.
+# BLOCK_N, STAGES, warps. 16 rows are the minimum of a matrix product, and 64 that of a warp group.
+# Keys and stages are chosen so that, except for the widest heads, at least two programs fit in a
+# multiprocessor's shared memory. STAGES 2 needs wgmma; otherwise it is one buffer. "hopper" at 64
+# and 128 are the fastest of those timed on an H200 (docs/experiments.md). The others were not
+# timed.
 DECODE_TILES = {
     "decode": {
         ("hopper", 64): (16, 64, 4, 4),
@@ -47,10 +48,11 @@ DECODE_TILES = {
         ("small", 256): (64, 32, 2, 8),
     },
 }
-# In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for
-# no spills, not by times. With TF32 products `decode` reads at 88 to 103 % of a copy's rate
-# (benchmarks/results/decode_float32_h200.json). For more rows, Hopper's kernel of 128 in several
-# tiles was not slower than a tall one (docs/experiments.md), so there are no tall ones.
+# For float32 (tiles_fallback.py explains the differences), with the same number of bytes of keys in
+# flight. Chosen to avoid spills, not by times. With TF32 products, `decode` reads at 88 to 103 % of
+# a copy's rate (benchmarks/results/decode_float32_h200.json). For more rows, several tiles of
+# Hopper's TF32 kernel at 128 were not slower than a tall one (docs/experiments.md), so TF32 has no
+# tall ones.
 FLOAT32_DECODE_TILES = {
     "f32": {
         "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
@@ -67,11 +69,12 @@ FLOAT32_DECODE_TILES = {
         "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
     },
 }
-# Of a cache in float8_e4m3fn, for queries of both 16-bit dtypes. Those of Hopper at 64 and 128, but
-# for its tall one at 64, and of 8.x up to 256 are the fastest of those that were timed, or within
-# 5 % of it in a dense cache (docs/experiments.md); the others were not timed. At 128, Hopper's has
-# six stages, so that two programs and not three fit a multiprocessor: decode_shares.cc counts on
-# two. They were not compared with the four before. 10.x has no tall tiles.
+# For a cache in float8_e4m3fn, and queries of both 16-bit dtypes. The tiles for Hopper at 64 and
+# 128, except for the tall one at 64, and for 8.x up to 256 are the fastest of those timed, or
+# within 5 % of the fastest in a dense cache (docs/experiments.md). The others were not timed.
+# Hopper's tile at 128 has six stages, so that two programs instead of three fit on a
+# multiprocessor: decode_shares.cc assumes two. It was not compared with one of four stages. 10.x
+# has no tall tiles.
 FP8_DIMS = ((64, 64), (128, 128), (256, 256))
 FP8_DECODE_TILES = {
     "decode_fp8": {
@@ -93,26 +96,27 @@ FP8_DECODE_TILES = {
         **{(kind, dim): (32, 64, 3, 4) for kind in ("ampere", "small") for dim in (64, 128)},
     },
 }
-# The same for pages, whose scales multiply every key: in one kernel with the other, both would take
-# its registers.
+# The same tiles for pages, whose scales multiply every key. They are separate kernels, because a
+# combined one would use the registers of this one for both.
 FP8_DECODE_TILES |= {f"{kernel}_pages": tiles for kernel, tiles in FP8_DECODE_TILES.items()}
-# What these kernels alone take.
+# Arguments that only these kernels have.
 FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
 NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16
 
 
 def value_parts(kernel: str, kind: str, v_dim: int, rows: int) -> int:
-    """V_PARTS of csrc/kernels/portable/decode.py, for products by mma.sync: above two parts, the
-    sums of a warp's rows do not fit in its registers. Faster by proxy (docs/experiments.md)."""
+    """V_PARTS of csrc/kernels/portable/decode.py. Two parts are for products with mma.sync, where
+    they were faster by proxy (docs/experiments.md); with more, the accumulators of a warp's rows do
+    not fit in its registers."""
     halves = kernel == "decode_tall" and kind in ("ampere", "small") and v_dim == 2 * rows
     return 2 if halves else 1
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of a function of csrc/kernels/portable/decode.py that are None in the kernel."""
+    """Arguments of the functions in csrc/kernels/portable/decode.py that are None in a kernel."""
     return FP8_ARGUMENTS if kernel in DECODE_TILES else ()
 
 
-# shares of the keys that decode_combine can merge: csrc/launch/select.cc asks for no more
+# Maximum number of shares that decode_combine merges, and the limit in csrc/launch/select.cc.
 DECODE_SPLITS = 128
-DECODE_STEP = 16  # shares that it holds at once
+DECODE_STEP = 16  # shares that it loads at once

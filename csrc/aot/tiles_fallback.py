@@ -1,12 +1,12 @@
-"""Tiles of the fallback kernels, in 16 bits and in float32, and what sets them apart from the plain
-ones: rows of the table (table.py)."""
+"""Tiles of the fallback kernels, in 16 bits and in float32, and the arguments that only they have:
+rows of the table (table.py)."""
 
 from __future__ import annotations
 
 from tiles_portable import PORTABLE_TILES
 
-# Arguments that only the fallback kernels take, and one that only the plain ones do: functions of
-# csrc/kernels/portable are compiled with None in the place of what a kernel lacks.
+# Arguments that only the fallback kernels have (PLAIN_ARGUMENTS: only the plain ones). Functions in
+# csrc/kernels/portable are compiled with None for the arguments that a kernel does not have.
 FALLBACK_ARGUMENTS = (
     *("row_max", "score_grads", "has_score_grads"),
     *("scales", "scales_batch", "soft_cap"),
@@ -15,7 +15,7 @@ FALLBACK_ARGUMENTS = (
     *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
     *("qk_dim", "v_dim"),
 )
-# And those that only kernels with a bias array and dropout take (tiles_bias.py).
+# Arguments that only kernels with a bias array and dropout have (tiles_bias.py).
 BIAS_ARGUMENTS = (
     *("bias", "bias_kind", "bias_axes"),
     *("dropout_streams", "dropout_rows", "dropout_threshold", "dropout_rows_batch", "inverse_keep"),
@@ -25,7 +25,7 @@ PLAIN_ARGUMENTS = ("row_heads",)
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
+    """Arguments of the functions in csrc/kernels/portable that are None in a kernel."""
     if kernel.endswith("_alone"):
         of_scores = [name for name in FALLBACK_ARGUMENTS if name not in ("qk_dim", "v_dim")]
         return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS)
@@ -38,14 +38,15 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
     )
 
 
-# Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
-# they see at run time, so one variant serves all. A step of keys (dK/dV: of rows) is 64 at most:
-# the lists of a block mask count in 64. "hopper", and "ampere" and "small" by proxy: the fastest of
-# benchmarks/tune/tune.py on an H200 (docs/experiments.md). Tiles with spills are often faster than
-# smaller ones without. "blackwell": those of the plain kernels, which have not been timed.
+# Kernels for calls with options that change scores, and for head dims up to a compiled one. Options
+# are selected at run time, so one variant serves all calls. A step has at most 64 keys (dK/dV:
+# rows), since the lists of a block mask have blocks of 64. "hopper", and by proxy "ampere" and
+# "small", are the fastest in benchmarks/tune/tune.py on an H200 (docs/experiments.md). Tiles with
+# spills are often faster than smaller ones without. "blackwell" has the tiles of the plain kernels,
+# which were not timed.
 #
-# Above 256 (WIDEST) they serve plain calls, too, and there are no others. On 10.x tiles of under 64
-# rows, for which Triton takes no tcgen05: its accumulators would not fit.
+# Above 256 (WIDEST), these kernels serve plain calls, too. On 10.x, their tiles have fewer than 64
+# rows, for which Triton does not use tcgen05: its accumulators would not fit.
 WIDEST = 512
 FALLBACK_TILES = {
     "forward_fallback": {
@@ -109,10 +110,10 @@ for _kernel, _rows in FALLBACK_TILES.items():
 
 FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
 
-# The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
-# all of compute capability 8.x (it fits 99 KiB), 256 serves what 192/128 would, and above that XLA
-# does. f32 multiplies without tensor cores (arithmetic.dot), the same on every GPU. Chosen for no
-# or few spills; nobody has timed them.
+# The same kernels for float32: twice the bytes, so smaller tiles. There are also fewer of them: one
+# set serves all of compute capability 8.x (it fits in 99 KiB), 256 also serves 192/128, and larger
+# head dims use XLA. f32 multiplies without tensor cores (arithmetic.dot), in the same way on every
+# GPU. Chosen for no or few spills, and not timed.
 FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))
 FLOAT32_TILES = {
     "f32": {

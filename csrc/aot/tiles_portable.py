@@ -1,10 +1,10 @@
-"""Tiles of the portable kernels of forward and backward: rows of the table (table.py)."""
+"""Tiles of the portable forward and backward kernels: rows of the table (table.py)."""
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop,
-# warps. "hopper", 64 and 128: the fastest of benchmarks/tune/tune.py on one H200. "ampere", and
-# "small" (99 KiB a block) at 64 and 128: the fastest of those tried on an H100 by proxy
-# (docs/internals/proxy.md); their forward is another kernel (tiles_sm80.py). The others were never
-# timed: the largest that fit with few spills.
+# warps. "hopper" at 64 and 128 are the fastest in benchmarks/tune/tune.py on one H200. "ampere",
+# and "small" (99 KiB per block) at 64 and 128, are the fastest of those tried on an H100 by proxy
+# (docs/internals/proxy.md); their forward is a different kernel (tiles_sm80.py). The others were
+# not timed; they are the largest that fit with few spills.
 PORTABLE_TILES = {
     "forward": {
         ("hopper", 64): (128, 64, 3, 4),

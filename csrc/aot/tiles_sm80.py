@@ -1,15 +1,15 @@
-"""Tiles of the kernels of mma.sync and cp.async, in Gluon, for GPUs of compute capability 8.x, 11.0
-and 12.x: rows of the table (table.py)."""
+"""Tiles of the Gluon kernels with mma.sync and cp.async, for compute capability 8.x, 11.0 and 12.x:
+rows of the table (table.py)."""
 
 from __future__ import annotations
 
-# Head dims that have no other kernels, and only these GPUs: on others such calls are padded.
+# Head dims with kernels only for these GPUs, and no portable ones. Elsewhere such calls are padded.
 DIMS = ((96, 96), (192, 192))
 
-# The fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md).
+# All tiles are the fastest of those tried on an H100 or H200 by proxy (docs/internals/proxy.md).
 
 # kernel -> (kind, head dims of query and value) -> BLOCK_M, BLOCK_N, ROW_WARPS (warps that share
-# rows), warps: rows whose forward is sm80/fwd.py.
+# rows), warps, for calls whose forward is sm80/fwd.py.
 FORWARD = {
     "forward": {
         ("ampere", 64, 64): (128, 64, 1, 4),
@@ -33,9 +33,9 @@ def _backward(rows: int, keys: int, **changed: int) -> dict[str, int]:
     return row | {"S_WARPS": 2, "KV_WARPS": 2, "DQ_WARPS": 4, "WARPS": 8} | changed
 
 
-# (kind, head dims) -> constants (sm80/bwd.py says what they are). One kernel makes all gradients,
-# and adds dQ up in memory; where there is no row, and for deterministic gradients, the portable
-# kernels do.
+# (kind, head dims) -> constants (explained in sm80/bwd.py). One kernel computes all gradients and
+# accumulates dQ in memory. Without a row, and for deterministic gradients, the portable kernels are
+# used.
 BACKWARD = {
     ("ampere", 64, 64): _backward(64, 64, DQ_WARPS=2, WARPS=4),
     ("ampere", 96, 96): _backward(64, 128, DQ_WARPS=2),
@@ -51,8 +51,8 @@ BACKWARD = {
     ("small", 256, 256): _backward(32, 64, DO_STAGES=1, V_REGISTERS=1, KV_WARPS=4),
 }
 
-# With a soft cap and nothing else: the same tiles, of the head dims that models with it have; but
-# at 128 "ampere" has that of "small", which was 6 % faster (results/proxy_alibi_h200.json).
+# With only a soft cap: the same tiles, for the head dims of models that use one. At 128, "ampere"
+# has the tile of "small", which was 6 % faster (results/proxy_alibi_h200.json).
 _CAPPED = ((64, 64), (128, 128), (256, 256))
 FORWARD["forward_sm80_soft_cap"] = {
     (kind, *dims): FORWARD["forward"][kind, *dims]
@@ -63,6 +63,6 @@ SOFT_CAP_BACKWARD = {row for row in BACKWARD if row[1:] in _CAPPED}
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of a function of csrc/kernels/sm80 that are None in the kernel; of the plain
-    forward tiles_fallback.py says it."""
+    """Arguments of the functions in csrc/kernels/sm80 that are None in a kernel, except for the
+    plain forward, which is in tiles_fallback.py."""
     return ("soft_cap",) if kernel == "backward_sm80" else ()

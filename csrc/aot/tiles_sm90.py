@@ -1,33 +1,37 @@
-"""Tiles of the kernels for Hopper alone, in Gluon: rows of THE table (table.py)."""
+"""Tiles of the Gluon kernels for Hopper: rows of the table (table.py)."""
 
 from __future__ import annotations
 
 Dims = int | tuple[int, int]
-# Head dims of query and key, and of value, that have separate kernels on Hopper (those of other
-# GPUs: tiles_sm80.py).
+# Head dims (query and key, value) with separate kernels on Hopper. tiles_sm80.py has those of other
+# GPUs.
 HOPPER_DIMS = ((192, 192),)
 
 
 def row_of(qk_dim: int, v_dim: int) -> Dims:
-    """By what the rows below are found: 192 is 192/128."""
+    """The key of the rows below for these head dims: 192 is 192/128."""
     dims = qk_dim, v_dim
     return dims if dims in HOPPER_DIMS else max(dims)
 
 
-# The same results as the portable kernels of the same pass, which serve every other GPU.
-# kernel -> head dims (row_of) -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
-# values, QK_CHUNK (columns of a tile of queries or keys: a power of two; V_CHUNK, of values, is in
-# table.py), V_PARTS (how often a tile is computed, each time for a part of the value columns),
-# registers of a consumer and of a producer thread; ROWS of a program. PING_PONG: warp
-# groups issue products in turns, by named barriers, as the forward and dQ always do. REMATERIALIZE:
-# descriptors of operands that never move are made again in every step (sm90/common.py:
-# rematerialized_zero); it empties registers and costs some integer instructions. On an H200 it gave
-# the backward 1 to 3 %, dK and dV of 128 2 %, of 192/128 4 to 5 %, the forward of 256 4 to 5 %, the
-# forward of 128 and 192/128 0 to 2 % (and fewer spills); dQ lost 0 to 5 %, dK and dV of 256 8 to
-# 11 %, 64 nothing
-# (docs/experiments.md). LSE_BY_MMA: LSE and delta by the matrix units
-# (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of dK
-# and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (docs/experiments.md).
+# These kernels compute the same results as the portable kernels of the same pass, which serve all
+# other GPUs. kernel -> head dims (row_of) -> constants:
+# - WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values, ROWS per program.
+# - QK_CHUNK: columns of a tile of queries or keys, a power of two. table.py derives V_CHUNK, the
+#   same for values.
+# - V_PARTS: the number of parts of the value columns. A tile is computed once for each part.
+# - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
+# - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
+#   always do.
+# - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
+#   (rematerialized_zero in sm90/common.py), which frees registers and costs some integer
+#   instructions. On an H200, it made the backward 1 to 3 % faster, dK and dV 2 % at 128 and 4 to
+#   5 % at 192/128, the forward 4 to 5 % at 256 and 0 to 2 % at 128 and 192/128 (with fewer spills).
+#   dQ became 0 to 5 % slower, dK and dV at 256 8 to 11 %; at 64 nothing changed
+#   (docs/experiments.md).
+# - LSE_BY_MMA: tensor cores subtract LSE and delta (sm90/lse_by_mma.py). At 128, it made
+#   the backward 0 to 2 % faster, 1 to 3 % with dS by stmatrix, and dK and dV alone 2 to 3 %; at 64,
+#   7 to 9 % and 3 to 7 % slower (docs/experiments.md).
 SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "forward_sm90": {
         dim: {
@@ -84,17 +88,18 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "LSE_BY_MMA": int(dim == 128),
         }
         for dim, chunk, consumer, plan in (
-            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ:
-            # who makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP:
-            # 12 to 19 % over DQ 1; at 128 SKIP: -3 to 1 %, PING_PONG: 3 to 12 %
-            # (docs/experiments.md)
+            # SKIP: a warp group skips masked blocks in which no row attends to its keys. DQ: dQ is
+            # computed by no warp group (0), by the two warp groups (1), or by a third one (2). At
+            # 64, DQ 2 with SKIP is 12 to 19 % faster than DQ 1. At 128, SKIP gains -3 to 1 %, and
+            # PING_PONG 3 to 12 % (docs/experiments.md).
             (64, 64, 200, {"PING_PONG": 0, "SKIP": 1, "DQ": 2}),
             (128, 128, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18
-    # to 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the
-    # cotangents of a tile stay in registers.
+    # Separate kernels for dK and dV, and for dQ, without accumulation in memory: for deterministic
+    # gradients, and at 192 and 256 for all calls, where they are 18 to 53 % faster than one kernel
+    # of 64 keys. SKIP gains 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of a tile stay in
+    # registers.
     "backward_dq_sm90": {
         dim: {
             "QK_CHUNK": chunk,
@@ -120,7 +125,7 @@ SM90_TILES["backward_dkdv_sm90"] = {
     dim: SM90_TILES["backward_sm90"][dim] | {"DQ": 0, "SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
-SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in SPLIT_HEAD_DIM
+SM90_TILES["backward_dkdv_sm90"] |= {  # for the files in SPLIT_HEAD_DIM
     dim: {
         "QK_CHUNK": 64,
         "CONSUMER_REGISTERS": 240,
@@ -132,16 +137,16 @@ SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in SPLIT_HEAD_DIM
 
 
 def without_lse_by_mma(tile: dict[str, int]) -> dict[str, int]:
-    """LSE_BY_MMA is for scores that are multiplied by a scale and nothing else."""
+    """LSE_BY_MMA supports only scores that are multiplied by a scale, without options."""
     return tile | {"LSE_BY_MMA": 0} if "LSE_BY_MMA" in tile else tile
 
 
-# Arguments that only kernels with an option take. All others are compiled with None in their place.
+# Arguments that only kernels with an option have; they are None in all other kernels.
 OPTIONS = {
     "soft_cap": ("soft_cap",),
     "alibi": ("slopes",),
     "max_logits": ("row_max",),
-    "bias": ("bias", "bias_axes"),  # of "dbias", too
+    "bias": ("bias", "bias_axes"),  # also in kernels ending in "dbias"
     "dbias": ("dbias", "top"),
     "block_lists": (
         *("block_mask", "q_block_lists", "kv_block_lists"),
@@ -151,16 +156,16 @@ OPTIONS = {
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of a function of csrc/kernels/sm90 that are None in the kernel."""
+    """Arguments of the functions in csrc/kernels/sm90 that are None in a kernel."""
     if kernel not in SM90_TILES:
         return ()
-    absent = [x for option, own in OPTIONS.items() if not kernel.endswith(option) for x in own]
+    absent = [x for option, args in OPTIONS.items() if not kernel.endswith(option) for x in args]
     return (*absent, "dq_sum") if kernel.startswith("backward_dkdv") else tuple(absent)
 
 
-# The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
-# tanh's derivative do not fit the registers. 192 has none (no model caps there): 192/192 is padded
-# to 256, and the fallback kernels serve 192/128.
+# With a soft cap, and the same tiles except for dQ at 64 and 128, where 128 keys of P and of tanh's
+# derivative do not fit in registers. 192 has no such kernels, because no model has a soft cap
+# there: 192/192 is padded to 256, and the fallback kernels serve 192/128.
 SOFT_CAP = {
     f"{kernel}_soft_cap": kernel
     for kernel in (
@@ -181,14 +186,14 @@ SM90_TILES |= {
 SM90_TILES["backward_dq_sm90_soft_cap"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
-# With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with
-# it have; all else takes the fallback kernels.
+# With ALiBi over indices: the kernels of the forward and of the one-kernel backward, for the head
+# dims of models that use ALiBi. Other calls use the fallback kernels.
 ALIBI = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
 SM90_TILES |= {
     biased: {dim: without_lse_by_mma(SM90_TILES[plain][dim]) for dim in (64, 128)}
     for biased, plain in ALIBI.items()
 }
-# With a block mask: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
+# With a block mask: a step is a block of 64 in a tile's list, and lists are for tiles of 128.
 BLOCK_SPARSE = {
     f"{kernel}_block_lists": kernel
     for kernel in ("forward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -218,7 +223,7 @@ SM90_TILES["backward_dq_sm90_block_lists"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)
 }
 # With a bias array, whose tiles are loaded with those of the keys. At 64, three warp groups would
-# not have enough registers, and at 128, there is no shared memory for a separate output.
+# not have enough registers. At 128, shared memory has no room for a separate output.
 BIAS = {"forward_sm90_bias": "forward_sm90"}
 SM90_TILES["forward_sm90_bias"] = {
     64: SM90_TILES["forward_sm90"][64]
@@ -226,28 +231,28 @@ SM90_TILES["forward_sm90_bias"] = {
     128: SM90_TILES["forward_sm90"][128] | {"OUT_IN_QUERY": 1},
     256: SM90_TILES["forward_sm90"][256],
 }
-# With a bias that has an element for every logit: dK and dV, and that gradient.
+# With a bias that has one element per logit: dK, dV and the gradient of the bias.
 SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
     (128, 256), SM90_TILES["backward_preprocess"][256]
 )
 SM90_TILES["backward_dkdv_sm90_dbias"] = dict.fromkeys(
     (128, 256), SM90_TILES["backward_dkdv_sm90"][256]
 )
-# With the largest logit of every row: the running maximum, which moves with every larger score.
+# With the largest logit of each row: the running maximum, which is updated by every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
 SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])
-# The same in shorter tiles, where there are too few of the others to keep a GPU busy
+# The plain forward with shorter tiles, for calls with too few tiles to fill the GPU
 # (csrc/launch/select.cc).
 LOW_OCCUPANCY = {"forward_sm90_low_occupancy": "forward_sm90"}
 SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
-# Each -> the plain one, whose function and tensor maps it has.
+# kernel -> the plain kernel whose function and tensor maps it uses
 LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
-# dK and dV, dQ where the sums of 64 keys or rows do not fit one warp group: kernels that make the
-# columns of a gradient in two parts.
-SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit the registers
+# Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
+# dims at which the accumulators of 64 keys or rows do not fit in one warp group.
+SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers
 SM90_TILES |= {
     "backward_dkdv_sm90_parts": {
         512: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
@@ -257,7 +262,7 @@ SM90_TILES |= {
     },
 }
 PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
-# (kernel, head dims) -> the file of a kernel that is another for them, and its keys
+# (kernel, head dims) -> the module of a different kernel for these head dims, and its keys
 SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
     ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
     ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
@@ -268,7 +273,7 @@ SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
 }
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
-# (docs/experiments.md); a driver of CUDA 12 gets the other.
+# (docs/experiments.md), and drivers of CUDA 12 use 12.9.
 TWO_ASSEMBLERS = (
     "forward_sm90",
     "backward_sm90",
@@ -278,12 +283,12 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_sm90_dbias",
     *PARTS,
 )
-# But for these, where 12.9 is 1 to 8 % faster.
+# Exceptions, for which 12.9 is 1 to 8 % faster.
 ONE_ASSEMBLER: tuple[tuple[str, Dims], ...] = (
     ("backward_dq_sm90", 192),
     ("backward_dq_sm90", 256),
 )
-# Constants that are others under ptxas 12.9: 1 to 6 % there.
+# Constants that differ under ptxas 12.9, which gains 1 to 6 % there.
 UNDER_12_9: dict[tuple[str, Dims], dict[str, int]] = {
     ("forward_sm90", 128): {"REMATERIALIZE": 0},
     ("backward_dq_sm90", 128): {"REMATERIALIZE": 1},

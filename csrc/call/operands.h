@@ -1,9 +1,9 @@
-// The operands of a call, read from its buffers and checked (csrc/ffi). csrc/launch/select.cc
-// chooses kernels by them, and kernels take their arguments from them.
+// The operands of a call. csrc/ffi reads them from buffers and checks them; csrc/launch/select.cc
+// selects kernels by them and passes them to the kernels.
 //
-// A field that is a kernel's argument has the argument's name: the generated lists (args.h) take
-// every argument from the field of that name, so a missing one does not compile. A kernel takes a
-// tensor either as an address or as a tensor map over its view.
+// A field that is a kernel argument has the argument's name: the generated argument lists (args.h)
+// refer to fields by name, so a missing field does not compile. A kernel takes a tensor either as a
+// pointer or as a tensor map over its view.
 
 #pragma once
 
@@ -14,36 +14,37 @@
 
 namespace packax {
 
-inline constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask stores
-inline constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
-inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
+inline constexpr int64_t kBlock = 64;     // rows or keys per block of the mask's bounds
+inline constexpr int64_t kTile = 128;     // rows or keys per tile of the mask's orders
+inline constexpr int64_t kTile192 = 192;  // rows per tile of q_order_192
 
-// Options of a call that the plain kernels do not have.
+// Options of a call that the plain kernels do not support.
 enum Option : uint32_t {
   kSoftCap = 1,
-  kAlibi = 2,       // one slope per head times the distance of indices; all scales are `scale`
-  kLinearBias = 4,  // other scales, slopes and positions
+  kAlibi = 2,       // one slope per head times the index distance; any scales equal `scale`
+  kLinearBias = 4,  // any other scales, slopes or positions
   kBlockMask = 8,
-  kBias = 16,  // an array
+  kBias = 16,  // a bias array
   kDropout = 32,
-  kRowStats = 64,  // row_max, or score_grads
+  kRowStats = 64,  // row_max or score_grads is requested
 };
 
-// What segment-checked rows compare with keys; each compares what those before it do.
+// What segment-checked rows compare with keys. Each mode includes the comparisons of the previous
+// ones.
 enum MaskMode : int32_t {
   kNoCheck,
   kIds,
-  kUpperLimit,  // of positions
+  kUpperLimit,  // of the key's position
   kBothLimits,
 };
 
-// For both passes of attention.
+// The operands that both passes of attention share.
 struct AttentionOperands {
   TensorView query, key, value, out;
   const void* lse;
   const void *kv_start, *kv_end;  // (mask_batch, q_len)
-  const void *q_ids, *kv_ids;     // read from kIds on
-  const void *q_pos, *kv_pos;     // read from kUpperLimit on; at kBothLimits q_pos has two limits
+  const void *q_ids, *kv_ids;     // read if mask_mode >= kIds
+  const void *q_pos, *kv_pos;     // read if mask_mode >= kUpperLimit; kBothLimits: two q_pos a row
   const void* q_blocks;           // (mask_batch, 5, ceil(q_len/64))
   const void* q_order;            // (mask_batch, ceil(q_len/128))
   const void* block_mask;     // (block_mask_batch, block_mask_heads, ceil(q_len/q_block), words)
@@ -51,28 +52,28 @@ struct AttentionOperands {
   const void* scales;         // (scales_batch) float32
   const void* slopes;         // (bias_batch, heads) float32
   const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
-  TensorView bias;                       // (planes, q_len, kv_len); no data where there is none
+  TensorView bias;                       // (planes, q_len, kv_len); no data without a bias
   const void* dropout_streams;           // (batch, heads, 4) uint32
   const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
-  const void* counter;                   // of the tiles that persistent programs have taken
+  const void* counter;                   // tiles that persistent programs have taken
 
   float scale, soft_cap;   // soft_cap 0: none
-  float inverse_keep = 1;  // 1 / the fraction of probabilities that is kept
+  float inverse_keep = 1;  // 1 / the fraction of probabilities that dropout keeps
   int32_t mask_mode;
-  int32_t bias_kind;          // 1: of the query's dtype, 2: of float32; 0: none
-  int32_t bias_axes;          // bit 0: one per batch row, 1: one per head, 2: one per query row
-  int32_t dropout_threshold;  // the bits of a uint32; 0: nothing is dropped
+  int32_t bias_kind;          // 0: none, 1: in the query's dtype, 2: in float32
+  int32_t bias_axes;          // axes that are not broadcast; bit 0: batch, 1: heads, 2: q_len
+  int32_t dropout_threshold;  // the bits of a uint32; 0: no dropout
   int32_t dropout_rows_batch = 1;
   int32_t batch, mask_batch;
   int32_t scales_batch, bias_batch;   // 1 or batch; 0: none
   int32_t block_mask_batch = 1;       // 1 or mask_batch
   int32_t block_mask_heads;           // 1 or heads; 0: none
-  int32_t q_block = 1, kv_block = 1;  // kernels divide by them
+  int32_t q_block = 1, kv_block = 1;  // not 0: kernels divide by them
   int32_t q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
-  // The heads in query, out and their gradients; the call computes `heads` of them.
+  // The heads of query, out and their gradients; the call computes `heads` of them.
   int32_t row_heads;
 
-  // Not arguments of kernels.
+  // Not kernel arguments.
   Dtype dtype;  // of the kernels
   int32_t first_head;
   bool bias_of_indices;
@@ -80,17 +81,17 @@ struct AttentionOperands {
 
   uint32_t options() const {
     const bool alibi = bias_of_indices && bias_batch == 1;
-    uint32_t asked = alibi ? kAlibi : 0U;
-    if (!alibi && (scales_batch > 0 || bias_batch > 0)) asked |= kLinearBias;
-    if (soft_cap > 0) asked |= kSoftCap;
-    if (block_mask_heads > 0) asked |= kBlockMask;
-    if (bias_kind > 0) asked |= kBias;
-    if (dropout_threshold != 0) asked |= kDropout;
-    if (row_stats) asked |= kRowStats;
-    return asked;
+    uint32_t bits = alibi ? kAlibi : 0U;
+    if (!alibi && (scales_batch > 0 || bias_batch > 0)) bits |= kLinearBias;
+    if (soft_cap > 0) bits |= kSoftCap;
+    if (block_mask_heads > 0) bits |= kBlockMask;
+    if (bias_kind > 0) bits |= kBias;
+    if (dropout_threshold != 0) bits |= kDropout;
+    if (row_stats) bits |= kRowStats;
+    return bits;
   }
-  // lse is then a row's largest logit, and the logarithm of its sum relative to that
-  // (csrc/kernels/portable/row_sums.py).
+  // Whether lse has two numbers per row, the largest logit and the logarithm of the sum of
+  // exp(logit - largest) (csrc/kernels/portable/row_sums.py).
   bool lse_in_two() const { return (options() & (kBias | kDropout)) != 0; }
 
   int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
@@ -98,22 +99,22 @@ struct AttentionOperands {
 };
 
 struct ForwardOperands : AttentionOperands {
-  const void* row_max;      // null if not requested: the kernel must not write it
+  const void* row_max;      // null if not requested; the kernel then does not write it
   const void* q_order_192;  // (mask_batch, ceil(q_len/192))
 };
 
-// The algorithm for which the backward's workspace is large enough, as for those before it. It is
-// chosen when a program is lowered, possibly without knowing the GPU that will run it. When it
-// runs, the last one up to it is used for which the GPU has kernels.
+// Algorithms of the backward, by increasing workspace. The lowering chooses one, possibly without
+// knowing the GPU, and its workspace is large enough for the previous ones, too. A call uses the
+// last algorithm, up to the chosen one, for which the GPU has kernels.
 enum class Algorithm {
   kPortable,      // delta, then dK and dV, then dQ
   kSm90Separate,  // Hopper's kernels, one for dK and dV and one for dQ
-  kSm90Fused,     // one kernel for all three, which sums dQ in memory: Hopper's or sm80's
+  kSm90Fused,     // one kernel for all three, which accumulates dQ in memory (sm90, sm80)
 };
 
 struct BackwardOperands : AttentionOperands {
   TensorView dout, dq, dk, dv;
-  // In the workspace, with q_len rounded up to whole blocks; `top` with a bias.
+  // In the workspace, with q_len rounded up to whole blocks; `top` only with a bias.
   TensorView lse2, delta, lo, hi, top;
   TensorView dbias;  // like bias
   const void* dq_sum;
@@ -127,35 +128,36 @@ struct BackwardOperands : AttentionOperands {
   Algorithm algorithm;
   bool needs_dq, needs_dkv, needs_dbias;
 
-  // For query rounded up to whole blocks, over all heads.
+  // Query rows of all heads and batch rows, with q_len rounded up to whole blocks.
   int64_t padded_rows() const { return Product({batch, heads, kBlock, CeilDiv(q_len, kBlock)}); }
 };
 
 struct DecodeOperands {
   const void *query, *key, *value, *kv_start, *kv_end;
-  const void *block_table, *sinks;      // not read if the cache is not paged, or without sinks
+  const void *block_table, *sinks;      // read only for a paged cache; with sinks
   const void *key_scale, *value_scale;  // (scale_rows, kv_heads) float32, for a cache in FP8
   const void *partial, *sums, *out, *lse;
   float scale, soft_cap;
   int32_t has_sinks;
   int32_t batch, sink_batch, q_len, heads, kv_heads;
-  int32_t kv_len;                         // keys for which a sequence has room
+  int32_t kv_len;                         // keys that fit in the cache of a sequence
   int32_t pages, page_size, table_width;  // 0 if the cache is not paged
   int32_t qk_eighths, v_eighths;          // the head dims / 8
-  int32_t splits;                         // the most shares of one sequence
-  int32_t shares;          // of all sequences, divided among them by length; 0: each has `splits`
-  int32_t scale_rows;      // 1, the batch or the pages
-  int32_t bfloat16_query;  // 1: bfloat16, 0: float16; for a cache in FP8
+  int32_t splits;                         // the most shares per sequence
+  int32_t shares;          // in all, divided among sequences by length; 0: `splits` for each
+  int32_t scale_rows;      // 1, batch or pages
+  int32_t bfloat16_query;  // for a cache in FP8; 1: bfloat16, 0: float16
 
   Dtype dtype;
-  bool fp8;  // of key and value: float8_e4m3fn
+  bool fp8;  // key and value are float8_e4m3fn
   int32_t qk_dim, v_dim;
-  int32_t room;  // shares for which the workspace has room
+  int32_t room;  // shares that fit in the workspace
 
+  // New rows of a sequence for one key/value head.
   int64_t rows() const { return int64_t{q_len} * (heads / kv_heads); }
 };
 
-// Kernels of masks have neither dtype nor head dims.
+// Mask kernels have neither a dtype nor head dims.
 struct MaskOperands {
   static constexpr Dtype dtype = Dtype::kAny;
   static constexpr int32_t qk_dim = 0, v_dim = 0;

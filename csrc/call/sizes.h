@@ -1,4 +1,4 @@
-// Arithmetic on sizes that does not overflow, and limits of sizes that kernels count in 32 bits.
+// Saturating arithmetic on sizes, and limits of sizes that kernels count in 32 bits.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace packax {
 
 // The longest sequence: positions and tile ends stay below 2^31.
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;
-// The most heads: offsets in a tile of 128 rows with head dim 256 stay below 2^31, too.
+// The most heads: offsets in a tile of 128 rows with head dim 256 stay below 2^31.
 inline constexpr int64_t kMaxHeads = 65536;
 inline constexpr int64_t kMaxInt32 = 2147483647;
 

@@ -1,7 +1,7 @@
 // Checks of sizes, masks and score options for both passes.
 //
-// Masks arrive as row ranges and block bounds: nothing here depends on documents, positions or
-// windows (docs/internals/mask_format.md).
+// Masks arrive in the format of docs/internals/mask_format.md: nothing here depends on the
+// expression from which a mask was built.
 
 #include "ffi/attention.h"
 
@@ -10,9 +10,9 @@
 namespace packax {
 namespace {
 
-constexpr int32_t kMultiple = 8;  // of head dims: rows are aligned to 16 bytes
-constexpr int64_t kWords = int64_t{1} << 32;
-constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in a tile of 64 rows have 32 bits
+constexpr int32_t kMultiple = 8;  // of head dims, so that rows are aligned to 16 bytes
+constexpr int64_t kTwoTo32 = int64_t{1} << 32;
+constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in 64 rows of a bias fit in 32 bits
 constexpr ffi::DataType kS32 = ffi::DataType::S32, kF32 = ffi::DataType::F32;
 
 TensorMapElement ElementOf(ffi::DataType dtype) {
@@ -150,8 +150,8 @@ ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOp
 
 ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
   const int64_t threshold = b.dropout_threshold;
-  PACKAX_CHECK(threshold >= 0 && threshold < kWords, kInvalidArgument)
-      << "attribute dropout_threshold is " << threshold << ", expected 0 to " << kWords - 1;
+  PACKAX_CHECK(threshold >= 0 && threshold < kTwoTo32, kInvalidArgument)
+      << "attribute dropout_threshold is " << threshold << ", expected 0 to " << kTwoTo32 - 1;
   if (threshold == 0) return ffi::Error::Success();
   PACKAX_TRY(Expect("dropout_streams", b.dropout_streams, ffi::DataType::U32,
                     {{"batch", o->batch}, {"heads", o->heads}, {"words", 4}}));
@@ -162,9 +162,9 @@ ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
   o->dropout_streams = b.dropout_streams.untyped_data();
   o->dropout_rows = b.dropout_rows.untyped_data();
   o->dropout_threshold = std::bit_cast<int32_t>(static_cast<uint32_t>(threshold));
-  // The same as inverse_keep in python/packax/_src/ops/dropout.py.
+  // Equals inverse_keep in python/packax/_src/ops/dropout.py.
   o->inverse_keep = static_cast<float>(
-      1.0 / (1.0 - static_cast<double>(threshold) / static_cast<double>(kWords)));
+      1.0 / (1.0 - static_cast<double>(threshold) / static_cast<double>(kTwoTo32)));
   return ffi::Error::Success();
 }
 

@@ -1,4 +1,4 @@
-// The operands of both passes of attention, read from the buffers and checked once.
+// Reads and checks the operands that both passes of attention share.
 
 #pragma once
 
@@ -17,10 +17,10 @@ struct AttentionBuffers {
   float scale, soft_cap;
   int64_t dropout_threshold;
   int32_t mask_mode, q_block, kv_block, bias_of_indices, float32_products;
-  int32_t first_head, heads;  // the query heads that the call computes; 0 and 0: all
+  int32_t first_head, heads;  // the query heads that the call computes; both 0: all
 };
 
-// A binding with the operands and attributes of both passes. A pass adds its own after them.
+// Binds the operands and attributes that both passes share. Each pass adds others after them.
 template <typename Binding>
 auto AttentionSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -31,20 +31,21 @@ auto AttentionSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
       .template Arg<ffi::AnyBuffer>()  // q_ids: like kv_start
       .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like kv_start; (mask_batch, 2, q_len) at 3
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like kv_start, or (mask_batch, 2, q_len) if
+                                       //   mask_mode is 3
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
-      .template Arg<ffi::AnyBuffer>()  // block_mask: (1 or mask_batch, 1 or heads, rows of blocks,
-                                       //   words) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // block_mask: (1 or mask_batch, 1 or heads,
+                                       //   ceil(q_len/q_block), words) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // q_block_lists: (mask_batch, heads of block_mask,
                                        //   ceil(q_len/128), 2 + ceil(kv_len/64)) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // scales: (1 or batch) float32; or absent
       .template Arg<ffi::AnyBuffer>()  // slopes: (1 or batch, heads) float32; or absent
       .template Arg<ffi::AnyBuffer>()  // q_bias_pos: (1 or batch, q_len) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // bias: (1 or batch, 1 or heads, 1 or q_len, kv_len), of
-                                       //   query's type or float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // bias: (1 or batch, 1 or heads, 1 or q_len, kv_len), in
+                                       //   query's dtype or float32; or absent
       .template Arg<ffi::AnyBuffer>()  // dropout_streams: (batch, heads, 4) uint32; or absent
       .template Arg<ffi::AnyBuffer>()  // dropout_rows: (1 or batch, q_len) int32; or absent
       .template Attr<float>("scale")
@@ -59,11 +60,11 @@ auto AttentionSignature(Binding&& binding) {
       .template Attr<int32_t>("heads");
 }
 
-// Everything except what only one pass has.
+// Reads and checks the shared operands.
 ffi::Error ReadAttention(const AttentionBuffers& b, AttentionOperands* o);
 
-// Rows of query, out and their gradients, from the first head that the call computes; rows of key,
-// value and their gradients.
+// RowsOf: a view of query, out or one of their gradients, starting at the call's first head.
+// KeysOf: a view of key, value or one of their gradients.
 TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
                   int64_t dim);
 TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
@@ -80,11 +81,11 @@ ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const Atte
 // (batch, heads, q_len) in float32: one number per row.
 ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o);
 
-// lse: like that, or (batch, heads, q_len, 2).
+// lse: (batch, heads, q_len), or (batch, heads, q_len, 2) if o.lse_in_two().
 ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o);
 
-// For a call that computes some of the heads: `init` already holds the others, and `result` uses
-// its memory. Absent if there are no others yet, or if nothing is written.
+// For a call that computes some of the heads: `init` holds the heads of earlier calls, and `result`
+// must be the same memory. Absent in the first call, and if nothing is written.
 ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init, const ffi::AnyBuffer& result);
 
 }  // namespace packax

@@ -1,6 +1,6 @@
-// packax_backward_v1: check the buffers, then run the kernels that serve the call.
+// packax_backward_v1: checks the buffers, then runs the kernels of the call.
 //
-// Sizes come from the buffers; attributes hold only what buffers do not tell.
+// Sizes come from the buffers; attributes hold only what cannot be derived from the buffers.
 
 #include "ffi/attention.h"
 #include "launch/select.h"
@@ -30,7 +30,7 @@ ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
          << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
 }
 
-// The mask's arrays that only dK and dV need.
+// The mask arrays that only dK and dV need.
 ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
   const Axis mask_batch{"mask_batch", o->mask_batch};
   PACKAX_TRY(Expect("kv_blocks", b.kv_blocks, ffi::DataType::S32,
@@ -50,10 +50,10 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
   return ffi::Error::Success();
 }
 
-// Its sections, in elements of 4 bytes, each aligned to 256 bytes: delta and lse2 (batch, heads,
-// padded) float32, lo and hi (mask_batch, padded) int32, with a bias top like delta, then the sum
-// of dQ (batch, heads, padded, qk_dim) float32, or the counter of the separate kernels. The
-// portable kernels have only delta, with q_len rows per head.
+// Splits the workspace into sections of 4-byte elements, each aligned to 256 bytes: delta and lse2
+// (batch, heads, padded) float32, lo and hi (mask_batch, padded) int32, with a bias also top (like
+// delta), then the sum of dQ (batch, heads, padded, qk_dim) float32, or the counter of the separate
+// kernels. The portable kernels use only delta, with q_len rows per head.
 ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t rows = o->padded_rows();
   const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
@@ -81,8 +81,8 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   return ffi::Error::Success();
 }
 
-// Bit 0: dq, bit 1: dk and dv. Results that no kernel writes are absent. One kernel for Hopper
-// always writes dk and dv, and the kernel of dq writes the gradients of score parameters.
+// needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel writes are absent. Fused
+// kernels always write dk and dv, and the kernel for dq also writes score_grads.
 ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   const Axis qk_dim{"qk_dim", o->qk_dim}, v_dim{"v_dim", o->v_dim};
   PACKAX_TRY(ExpectAttribute("needs_grad", b.needs_grad, 3));
@@ -156,13 +156,13 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_block_lists: (mask_batch, heads of block_mask,
                                        //   ceil(kv_len/128), 2 + ceil(q_len/64)) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // dq_init: dq, of the same memory; or absent
-      .template Ret<ffi::AnyBuffer>()  // dq: like query; absent where nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dk: like key; absent where nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dv: like value; absent where nothing writes it
+      .template Arg<ffi::AnyBuffer>()  // dq_init: dq, in the same memory; or absent
+      .template Ret<ffi::AnyBuffer>()  // dq: like query; absent if nothing writes it
+      .template Ret<ffi::AnyBuffer>()  // dk: like key; absent if nothing writes it
+      .template Ret<ffi::AnyBuffer>()  // dv: like value; absent if nothing writes it
       .template Ret<ffi::AnyBuffer>()  // dbias: like bias; or absent
       .template Ret<ffi::AnyBuffer>()  // score_grads: (batch, heads, 2, q_len) float32; or absent
-      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, as the algorithm needs
+      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, depends on the algorithm
       .template Attr<std::string_view>("algorithm")
       .template Attr<int32_t>("needs_grad");
 }

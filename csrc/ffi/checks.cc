@@ -51,7 +51,7 @@ std::string DtypeText(ffi::DataType dtype) {
     case ffi::DataType::F8E4M3FN:
       return "float8_e4m3fn";
     default:
-      // Types that are never valid here, by the number of XLA's PrimitiveType.
+      // Never valid here, so the number in XLA's PrimitiveType is enough.
       return "XLA type " + std::to_string(static_cast<int>(dtype));
   }
 }

@@ -1,4 +1,5 @@
-// Checks of what XLA passes. Errors name the operand, what it is, and what is expected.
+// Checks of the buffers and attributes that XLA passes. Errors name the operand, what it is, and
+// what is expected.
 
 #pragma once
 
@@ -12,43 +13,43 @@
 
 namespace packax {
 
-// All operands are bound as AnyBuffer, even if the type is fixed: XLA's error for another type
+// All operands are bound as AnyBuffer, even if their dtype is fixed: XLA's error for another dtype
 // ("Wrong buffer dtype: expected S32 but got F32", "bad operands at: 3") does not name the operand.
 
-// An expected axis of an operand: its size, and the name of that size.
+// An expected axis of an operand: the name of its size, and the size.
 struct Axis {
   const char* name;
   int64_t size;
 };
 
-// "bfloat16", the name in JAX.
+// The name in JAX, such as "bfloat16".
 std::string DtypeText(ffi::DataType dtype);
 
-// An absent operand arrives with shape (0,) and any type, and is never read. No other operand has
-// this shape, except those that are empty because the batch is 0.
+// An absent operand has the shape (0,) and any dtype, and is never read. No other operand has this
+// shape, unless the batch is 0.
 inline bool Absent(const ffi::AnyBuffer& buffer) {
   return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0;
 }
 
-// Checks that dtype and shape are exactly these.
+// Checks the dtype and the shape.
 ffi::Error Expect(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
                   std::initializer_list<Axis> axes);
 
-// Checks only the number of axes; `axes` names them, as in "(batch, q_len, heads, qk_dim)".
+// Checks only the number of axes; the error names them, as in "(batch, q_len, heads, qk_dim)".
 ffi::Error ExpectRank(const char* name, const ffi::AnyBuffer& buffer, size_t rank,
                       const char* axes);
 
-// The checked cast from XLA's 64-bit sizes to a kernel's 32-bit arguments.
+// Casts a 64-bit size to a 32-bit kernel argument, and checks that it is from `least` to `most`.
 ffi::Error ToInt32(const char* name, int64_t size, int64_t least, int64_t most, int32_t* out);
 
-// Checks that a static attribute is from 0 to `most`.
+// Checks that an attribute is from 0 to `most`.
 ffi::Error ExpectAttribute(const char* name, int32_t value, int32_t most);
 
-// The kernels' dtype of `query`, which is one of bfloat16, float16 and float32; and back.
+// The kernels' dtype for `query`, which must be bfloat16, float16 or float32, and the inverse.
 ffi::Error ReadDtype(const ffi::AnyBuffer& query, bool float32_products, Dtype* dtype);
 ffi::DataType DataTypeOf(Dtype dtype);
 
-// Checks that axis 0 is 1 or the batch.
+// Checks that the size of axis 0 is 1 or the batch, and stores it in `rows`.
 ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, int32_t batch, int32_t* rows);
 
 ffi::Error CheckSoftCap(float soft_cap);

@@ -1,5 +1,5 @@
-// packax_decode_v1: a few new rows of every sequence over its cache. Checks the buffers, then runs
-// the kernels of the call.
+// packax_decode_v1: attention of a few new rows of every sequence over its cache. Checks the
+// buffers, then runs the kernels of the call.
 
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kMaxRows = 16;  // new rows of a sequence
+constexpr int64_t kMaxRows = 16;  // new rows per sequence
 
 // In the order of DecodeSignature.
 struct DecodeBuffers {
@@ -111,7 +111,7 @@ ffi::Error CheckDecode(Stream stream, DecodeBuffers b) {
   PACKAX_TRY(ReadQuery(b, &o));
   PACKAX_TRY(ReadCache(b, paged, &o));
   PACKAX_TRY(ReadRest(b, &o));
-  const int32_t multiple = o.fp8 ? 16 : 8;  // rows of whole 16 bytes
+  const int32_t multiple = o.fp8 ? 16 : 8;  // rows are multiples of 16 bytes
   PACKAX_CHECK(o.qk_dim % multiple == 0 && o.v_dim % multiple == 0, kUnimplemented)
       << "no decode kernel for head dims " << o.qk_dim << "x" << o.v_dim
       << " (query and key x value), which must be multiples of " << multiple;
@@ -145,15 +145,16 @@ template <typename Binding>
 auto DecodeSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim), or in pages
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim), or if paged
                                        //   (pages, page_size, kv_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // value: like key, with v_dim
       .template Arg<ffi::AnyBuffer>()  // kv_start: (batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
       .template Arg<ffi::AnyBuffer>()  // block_table: (batch, table_width) int32; absent
-                                       //   where the cache is not paged
-      .template Arg<ffi::AnyBuffer>()  // key_scale: (1, batch or pages, kv_heads) float32; absent
-                                       //   where key and value are not float8_e4m3fn
+                                       //   if the cache is not paged
+      .template Arg<ffi::AnyBuffer>()  // key_scale: (1 or batch, kv_heads) float32, or if paged
+                                       //   (1 or pages, kv_heads); absent unless key and value are
+                                       //   float8_e4m3fn
       .template Arg<ffi::AnyBuffer>()  // value_scale: like key_scale
       .template Arg<ffi::AnyBuffer>()  // sinks: (1 or batch, heads) float32; or absent
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)

@@ -1,6 +1,6 @@
-// packax_forward_v1: check the buffers, then run the kernels that serve the call.
+// packax_forward_v1: checks the buffers, then runs the kernels of the call.
 //
-// Sizes come from the buffers; attributes hold only what buffers do not tell.
+// Sizes come from the buffers; attributes hold only what cannot be derived from the buffers.
 
 #include "ffi/attention.h"
 #include "launch/select.h"
@@ -44,7 +44,7 @@ template <typename Binding>
 auto ForwardSignature(Binding&& binding) {
   return AttentionSignature(std::forward<Binding>(binding))
       .template Arg<ffi::AnyBuffer>()   // q_order_192: (mask_batch, ceil(q_len/192)) int32
-      .template Arg<ffi::AnyBuffer>()   // out_init: out, of the same memory; or absent
+      .template Arg<ffi::AnyBuffer>()   // out_init: out, in the same memory; or absent
       .template Ret<ffi::AnyBuffer>()   // out: (batch, q_len, row_heads, v_dim)
       .template Ret<ffi::AnyBuffer>()   // lse: (batch, heads, q_len) float32; with a bias or
                                         //   dropout (batch, heads, q_len, 2)

@@ -1,8 +1,8 @@
-// packax_documents_v1 and packax_blocks_v1: ids to row ranges, row ranges to block bounds, once per
-// step.
+// packax_documents_v1 computes row ranges from ids, packax_blocks_v1 block bounds from row ranges,
+// once per step.
 //
-// Each launches three small kernels in a row on XLA's stream, which pass data in the results and in
-// the workspace. docs/internals/mask_format.md says what they compute.
+// Each launches three small kernels one after another on XLA's stream; they pass data on in the
+// results and the workspace. docs/internals/mask_format.md describes what they compute.
 
 #include <bit>
 
@@ -14,9 +14,9 @@ namespace packax {
 namespace {
 
 constexpr int64_t kMinTableSize = 1024;
-// So that five tables of two slots per key stay below 2^31; for more, Python uses XLA.
+// Keeps five tables with two slots per key below 2^31 elements; for more keys, Python uses XLA.
 constexpr int64_t kMaxTableKeys = int64_t{1} << 27;
-// Keys per entry at the end of the workspace.
+// Keys per entry of the workspace's last section.
 constexpr int64_t kWorkspaceChunk = 1024;
 
 ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
@@ -113,7 +113,8 @@ auto DocumentsSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::AnyBuffer>()  // q_ids: (mask_batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_ids; (mask_batch, 2, q_len) at 2
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_ids, or (mask_batch, 2, q_len) if
+                                       //   compare_positions is 2
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Ret<ffi::AnyBuffer>()  // lo: like q_ids
       .template Ret<ffi::AnyBuffer>()  // hi: like q_ids

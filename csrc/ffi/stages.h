@@ -1,9 +1,9 @@
-// What the FFI targets share: their names, their two stages, and host time.
+// The FFI targets: their names, their two stages, and the time that they spend on the host.
 //
-// A target is one function `ffi::Error F(Stream, operands...)`, run in both stages. In XLA's
-// initialize stage there is no stream: it checks the call, and finds and loads kernels. In the
-// execute stage, possibly under CUDA graph capture, it does the same (kernels are already loaded)
-// and launches them.
+// A target is one function `ffi::Error F(Stream, operands...)` that runs in both stages. In XLA's
+// initialize stage, without a stream, it checks the call and loads the kernels. In the execute
+// stage, possibly under CUDA graph capture, it checks the call again, finds the kernels already
+// loaded, and launches them.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline constexpr const char* kTargetNames[] = {
 };
 inline constexpr int kTargets = 5;
 
-// Time spent in the execute stage, on the host, over the life of the process.
+// Host time spent in the execute stage, since the process began or the times were last reset.
 struct HostTime {
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> nanoseconds{0};
@@ -56,8 +56,8 @@ class ScopedHostTime {
   Clock::time_point start_;
 };
 
-// Runs a target's function. XLA does not say which custom call failed, so errors begin with the
-// target's name. XLA's FFI is a C interface: no exception may leave it.
+// Runs a target's function. XLA does not report which custom call failed, so errors begin with the
+// target's name. XLA's FFI is a C interface, so no exception may escape.
 template <Target target, auto function, typename... Operands>
 ffi::Error RunGuarded(Stream stream, const Operands&... operands) noexcept {
   try {
@@ -93,7 +93,7 @@ struct Execute {
 
 }  // namespace packax
 
-// Defines the two stages of a target, `function` bound to `signature`. Both may be in a CUDA graph.
+// Defines the handlers of a target's two stages. Both may be captured in a CUDA graph.
 #define PACKAX_DEFINE_TARGET(name, target, function, signature)                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                            \
       packax_##name##_initialize, (packax::Initialize<packax::Target::target, function>()), \

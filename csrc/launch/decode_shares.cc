@@ -5,23 +5,23 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kFewRows = 16;           // of a group, in one tile of `decode` (table.py)
-constexpr int64_t kShare = 128;            // keys: with fewer, a program costs more than its keys
-constexpr int64_t kBalancedShare = 1024;   // keys: splitting to this size is free if rows are few
-constexpr int64_t kMostDealt = 64;         // sequences whose ranges a program of `decode` reads
-constexpr int64_t kPerMultiprocessor = 2;  // programs that fit in shared memory
-constexpr double kGoodEnough = 0.95;       // of the best utilization of multiprocessors
+constexpr int64_t kFewRows = 16;           // of a group, per tile of `decode` (aot/tiles_decode.py)
+constexpr int64_t kShare = 128;            // keys: with fewer, a program's overhead dominates
+constexpr int64_t kBalancedShare = 1024;   // keys: splitting down to this is free with few rows
+constexpr int64_t kMostDealt = 64;         // sequences whose ranges each `decode` program reads
+constexpr int64_t kPerMultiprocessor = 2;  // programs that share its shared memory
+constexpr double kGoodEnough = 0.95;       // fraction of the best utilization
 
 }  // namespace
 
 bool TakesSmallDecodeTile(int64_t rows) { return rows <= kFewRows; }
 
-// Uses as few shares as keep the multiprocessors almost as busy as any number does. Lengths are
-// known only on the device. If one long sequence among others may need more shares, each program
-// computes on the device which share it is: there are as many on average, of about equal length.
-// For that each program reads all ranges, so it is not done for one sequence or too many. Then
-// there are as many shares as let a long sequence fill the GPU, as long as the partial sums are
-// small compared with the keys.
+// Uses the smallest number of shares that keeps the multiprocessors almost as busy as the best
+// number does. The lengths of sequences are known only on the device. If one long sequence among
+// others may need more shares, the shares (as many on average, of about equal length) are dealt to
+// sequences on the device: each program reads the ranges of all sequences and computes which share
+// it has. This is not done for a single sequence or too many. Then each sequence has enough shares
+// for a long one to fill the GPU, as long as the partial sums are small compared with the keys.
 void ChooseDecodeShares(const Device& device, int64_t tiles, int64_t most, DecodeOperands* o) {
   const int64_t at_once = kPerMultiprocessor * device.multiprocessors;
   const int64_t programs = Product({tiles, o->kv_heads, o->batch});

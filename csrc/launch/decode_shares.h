@@ -1,4 +1,4 @@
-// Into how many shares a decoding call's keys are split, as tuned by measurements.
+// Chooses into how many shares a decoding call splits the keys, tuned by measurements.
 
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace packax {
 
-// Whether a group's new rows fit in one tile of the smaller decoding kernel.
+// Whether `rows` new rows of a group fit in one tile of the smaller decoding kernel.
 bool TakesSmallDecodeTile(int64_t rows);
 
-// Sets `splits` and `shares` of a call whose new rows make `tiles` tiles per key head.
-// `most`: the most that the workspace and the kernels support.
+// Sets `splits` and `shares`. `tiles`: tiles of new rows per key/value head of a sequence.
+// `most`: the most shares per sequence that the workspace and the kernels support.
 void ChooseDecodeShares(const Device& device, int64_t tiles, int64_t most, DecodeOperands* o);
 
 }  // namespace packax

@@ -1,5 +1,5 @@
-// Runs the kernels of a call once they are found. All grids and tensor maps are checked before the
-// first launch, so a call that is too large launches nothing.
+// Launches the kernels of a call. All grids and tensor maps are checked before the first launch, so
+// a call that is too large launches nothing.
 
 #pragma once
 
@@ -10,9 +10,8 @@
 
 namespace packax {
 
-// The arguments of cuLaunchKernel: addresses of fields of the call's operands, and of tensor maps
-// over those that are tensors. The generated lists (args.h) call these functions in the order of
-// the arguments.
+// The kernelParams of cuLaunchKernel: addresses of fields of the call's operands and of tensor
+// maps. The generated argument lists (args.h) call these functions in the order of the arguments.
 struct Arguments {
   void Pointer(const void* const* field) { Add(static_cast<const void*>(field)); }
   void Pointer(const TensorView* field) { Add(static_cast<const void*>(&field->data)); }
@@ -23,20 +22,21 @@ struct Arguments {
 
   int count = 0, map_count = 0;
   std::array<const void*, kMaxArguments> addresses;
-  std::array<const TensorView*, kMaxTensorMaps> views;  // of the maps
+  std::array<const TensorView*, kMaxTensorMaps> views;  // that the maps describe
   std::array<TensorMap, kMaxTensorMaps> maps;
 };
 
-// One kernel and its arguments. It points into itself and into the call's operands.
+// One kernel and its arguments, which point into this struct and into the call's operands.
 struct Launch {
   LoadedKernel kernel;
   Grid grid;
-  // Not null for a kernel whose programs take tiles from this counter: it has one program per
-  // multiprocessor, and the grid is the number of tiles.
+  // Not null for a persistent kernel, whose programs take tiles from this counter. `grid` is then
+  // the number of tiles; Run() launches at most one program per multiprocessor.
   const void* counter = nullptr;
   Arguments arguments;
 };
 
+// Without a stream, only checks the launches.
 ffi::Error Run(Stream stream, std::span<Launch> launches);
 
 }  // namespace packax

@@ -13,14 +13,14 @@ namespace {
 
 constexpr size_t kMaxSteps = 4;
 
-// A kernel of a call.
+// One kernel of a call.
 template <typename Operands>
 struct Step {
   Kernel kernel;
   void (*list)(const Operands&, Arguments*);
   Grid (*grid)(const Operands&, int64_t block);
-  bool (*needed)(const Operands&);  // null: always run; otherwise always loaded, run if needed
-  const void* Operands::* counter;  // for a kernel whose programs take tiles from it (run.h)
+  bool (*needed)(const Operands&);  // null: always run; else always loaded, but run if true
+  const void* Operands::* counter;  // of a persistent kernel (run.h)
 };
 
 template <typename Args, typename Operands>
@@ -31,7 +31,7 @@ constexpr Step<Operands> Use(Grid (*grid)(const Operands&, int64_t block),
 }
 
 template <typename Operands>
-using Steps = std::array<Step<Operands>, kMaxSteps>;  // those after the last have no list
+using Steps = std::array<Step<Operands>, kMaxSteps>;  // unused ones have no list
 
 enum class Dims {
   kExact,     // kernels for exactly the call's head dims
@@ -39,17 +39,17 @@ enum class Dims {
 };
 enum class Gpus {
   kSome,
-  kAll,  // in a build of every kernel
+  kAll,  // in a full build
 };
 
-// The kernels that together compute a call.
+// The kernels that together compute the calls for which `takes` is true.
 template <typename Operands>
 struct Row {
   bool (*takes)(const Operands&, const Device&);
   Gpus gpus;
   Dims dims;
   Steps<Operands> steps;
-  bool sums_dq = false;  // sums dQ in memory
+  bool sums_dq = false;  // accumulates dQ in memory
 };
 
 // A row of a table and its loaded kernels.
@@ -61,8 +61,8 @@ struct Selected {
   int block(size_t step) const { return kernels[step].variant->block; }
 };
 
-// A float32 kernel without matrix products is the same for both precisions. Those for a cache in
-// FP8 take queries of both 16-bit dtypes.
+// The dtype of a kernel's variants. A float32 kernel without matrix products is the same for both
+// precisions. Kernels for a cache in FP8 take queries in either 16-bit dtype.
 Dtype DtypeOf(Kernel kernel, Dtype dtype) {
   switch (kernel) {
     case Kernel::kDecodeFp8:
@@ -78,7 +78,7 @@ Dtype DtypeOf(Kernel kernel, Dtype dtype) {
   }
 }
 
-// Finds all kernels of a row; false at the first that this device lacks, which is then in `query`.
+// Finds all kernels of a row; false if this device lacks one, which `query` then describes.
 template <typename Operands>
 bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, Query* query,
              std::array<const Variant*, kMaxSteps>* variants) {
@@ -92,8 +92,8 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
   return true;
 }
 
-// Loads the kernels of the first row that accepts the call and whose kernels this device all has.
-// An error refers to the first row that accepts it and has kernels for all GPUs.
+// Loads the kernels of the first row that accepts the call and whose kernels all exist for this
+// device. If there is none, the error describes the first Gpus::kAll row that accepts the call.
 template <typename Operands, size_t n>
 ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** device,
                   Selected<Operands>* selected) {
@@ -142,35 +142,35 @@ constexpr bool Always(const Operands&, const Device&) {
 
 // --- Attention: options and grids of both passes.
 
-constexpr float kLargestCap = 1024;     // up to which tanh to 4e-7 is enough (sm90/soft_cap.py)
-constexpr int64_t kElementsAtOnce = 8;  // 16 bytes
+constexpr float kLargestCap = 1024;     // up to which tanh may err by 4e-7 (sm90/soft_cap.py)
+constexpr int64_t kElementsAtOnce = 8;  // 16 bytes of a 16-bit dtype
 
-// Whether the call has only this option, with values that the kernels for it alone support: those
-// for Hopper, and with a soft cap for sm80.
+// Whether the call has exactly these options, with values that their specialized kernels support
+// (sm90, and sm80 for a soft cap).
 template <uint32_t options>
 bool Only(const AttentionOperands& o) {
   if (o.options() != options) return false;
   if (options == kSoftCap) return o.soft_cap <= kLargestCap && std::isfinite(o.scale / o.soft_cap);
-  // Blocks are found by shifts.
+  // The kernels locate blocks by shifts.
   return options != kBlockMask || (std::has_single_bit(static_cast<uint32_t>(o.q_block)) &&
                                    std::has_single_bit(static_cast<uint32_t>(o.kv_block)));
 }
 
-// Float32 has only fallback kernels.
+// Whether plain kernels support the call. Float32 has only fallback kernels.
 bool IsPlain(const AttentionOperands& o) {
   return o.options() == 0 && o.dtype != Dtype::kF32 && o.dtype != Dtype::kTf32;
 }
 
-// The bias has an element for each row along the axis, not one for all.
+// Whether the bias is not broadcast along the axis (bits of `bias_axes`).
 bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
 
-// Only a bias, of the query's dtype and with rows aligned to 16 bytes.
+// Whether the only option is a bias in the query's dtype, with rows aligned to 16 bytes.
 bool OnlyBias(const AttentionOperands& o) {
   return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
          o.heads == o.row_heads;
 }
 
-// That, with a row of the bias for every query, in tensor maps.
+// Also requires a bias row for every query row: the kernel reads the bias by tensor maps.
 bool OnlyBiasOfRows(const AttentionOperands& o) {
   return OnlyBias(o) && (o.q_len == 1 || HasAxis(o, 2));
 }
@@ -182,7 +182,7 @@ ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
   return ffi::Error::Success();
 }
 
-// A program computes a tile of rows, in an order that the mask stores, or a part of one.
+// A program computes a tile of rows, or part of one, in the order that the mask stores.
 template <typename Operands>
 Grid QueryTiles(const Operands& o, int64_t block) {
   return {Product({o.heads, o.batch, o.q_tiles(), kTile / block})};
@@ -193,7 +193,7 @@ Grid KeyTiles(const Operands& o, int64_t block) {
   return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block})};
 }
 
-// A program computes any number of rows.
+// A program computes `block` rows; any number is possible.
 template <typename Operands>
 Grid Rows(const Operands& o, int64_t block) {
   return {Product({CeilDiv(o.q_len, block), o.heads, o.batch})};
@@ -203,9 +203,9 @@ Grid Rows(const Operands& o, int64_t block) {
 
 using F = ForwardOperands;
 
-// If there are fewer tiles of 192 rows than multiprocessors, the longest tile decides, and smaller
-// tiles finish sooner. All heads of the rows count, so a call for some heads uses the same kernel
-// as a call for all.
+// If there are fewer tiles of 192 rows than multiprocessors, the longest tile determines the time,
+// and smaller tiles finish sooner. Counts all heads of the query, so that a call for some heads
+// uses the same kernel as a call for all.
 bool LowOccupancy(const F& o, const Device& device) {
   return Product({o.row_heads, o.batch, CeilDiv(o.q_len, kTile192)}) < device.multiprocessors;
 }
@@ -261,31 +261,31 @@ bool NeedsDbias(const B& o) { return o.needs_dbias; }
 
 Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
 
-// A program computes a square tile of the bias's gradient.
+// A program computes a square tile of the bias gradient.
 Grid BiasTiles(const B& o, int64_t block) {
   const auto along = [&](int axis, int64_t size) { return HasAxis(o, axis) ? size : 1; };
   return {Product({along(0, o.batch), along(1, o.heads), CeilDiv(along(2, o.q_len), block),
                    CeilDiv(o.kv_len, block)})};
 }
 
-// The gradient of the bias is that of the logits, without sums: the kernel of dK and dV writes it,
-// and dQ is its product with the keys.
+// Whether the bias gradient is the gradient of the logits, since no axis is broadcast. The kernel
+// for dK and dV then writes it, and dQ is its product with the keys.
 bool DkvWritesDbias(const B& o, const Device&) {
-  const auto whole = [&](int axis, int64_t size) { return size == 1 || HasAxis(o, axis); };
-  return OnlyBias(o) && o.needs_dbias && o.needs_dkv && whole(0, o.batch) && whole(1, o.heads) &&
-         whole(2, o.q_len);
+  const auto full = [&](int axis, int64_t size) { return size == 1 || HasAxis(o, axis); };
+  return OnlyBias(o) && o.needs_dbias && o.needs_dkv && full(0, o.batch) && full(1, o.heads) &&
+         full(2, o.q_len);
 }
 
-// One kernel for all gradients. It sums dQ in float32 in any order; dK and dV do not depend on
-// that.
+// One kernel for all gradients. It accumulates dQ in float32 in no fixed order; dK and dV do not
+// depend on the order.
 template <typename Gradients, typename Postprocess = BackwardPostprocessArgs>
 constexpr Steps<B> Fused() {
   return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
           Use<Postprocess, B>(PaddedRows, NeedsDq)};
 }
 
-// One kernel for dK and dV and one for dQ, without sums in memory: deterministic, and only the
-// gradients that are needed. Also used if there is no kernel for all gradients.
+// One kernel for dK and dV and one for dQ, without accumulation in memory: deterministic, and only
+// for gradients that are needed. Also used where there is no fused kernel.
 template <typename Dkdv, typename Dq>
 constexpr Steps<B> Separate() {
   return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
@@ -298,7 +298,7 @@ Grid KeyTilesOfParts(const B& o, int64_t block) {
   return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block, 2})};
 }
 
-// As Separate, for head dim 512. A program of dQ computes part of a tile.
+// Like Separate(), for head dim 512. A program of the dQ kernel computes part of a tile.
 constexpr Steps<B> Parts() {
   return {Use<BackwardPreprocessArgs, B>(PaddedRows),
           Use<BackwardDkdvSm90PartsArgs, B>(KeyTilesOfParts, NeedsDkv),
@@ -317,7 +317,7 @@ constexpr Steps<B> WithDbias() {
   return steps;
 }
 
-// Kernels that count rows in 32 bits, and elements of dq_sum in 64.
+// For kernels that count rows in 32 bits and elements of dq_sum in 64.
 template <uint32_t options, Algorithm algorithm>
 bool HasOnly(const B& o, const Device&) {
   return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && Only<options>(o);
@@ -328,7 +328,8 @@ bool OnSm80(const B& o, const Device& device) {
   return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
 }
 
-// dK, dV and such a gradient of the bias by a kernel for Hopper, then dQ as its product with keys.
+// For DkvWritesDbias(): a Hopper kernel for dK, dV and the bias gradient, then dQ as the product of
+// that gradient with the keys.
 constexpr Steps<B> SeparateWithDbias() {
   return {Use<BackwardPreprocessDbiasArgs, B>(PaddedRows),
           Use<BackwardDkdvSm90DbiasArgs, B>(KeyTiles),
@@ -384,7 +385,7 @@ constexpr Steps<D> Decode() {
   return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
-enum class CacheOf { k16Bits, kFp8, kFp8Pages };  // 16 bits: float32, too
+enum class CacheOf { k16Bits, kFp8, kFp8Pages };  // k16Bits: float32, too
 
 template <CacheOf cache>
 bool Takes(const D& o, const Device&) {
@@ -397,8 +398,8 @@ bool TakesTallTile(const D& o, const Device& device) {
   return Takes<cache>(o, device) && !TakesSmallDecodeTile(o.rows());
 }
 
-// The largest head dims and TF32 have no `decode_tall`, most GPUs no `decode_tall_fp8`: their
-// groups take more tiles of the others.
+// There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most
+// GPUs. Large groups then take several tiles of the smaller kernels.
 constexpr Row<D> kDecode[] = {
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
     {Takes<CacheOf::kFp8>, Gpus::kAll, Dims::kCovering, Decode<DecodeFp8Args>()},
@@ -409,7 +410,7 @@ constexpr Row<D> kDecode[] = {
     {Takes<CacheOf::k16Bits>, Gpus::kAll, Dims::kCovering, Decode<DecodeArgs>()},
 };
 
-// --- Masks: three small kernels each. Grids put the batch in y.
+// --- Masks: three small kernels each. The batch is the grid's y axis.
 
 template <typename Operands>
 Grid Keys(const Operands& o, int64_t block) {
@@ -460,7 +461,7 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Selected<F> selected;
   PACKAX_TRY(Select(kForward, o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  // A tile is an entry of an order; emit.py rejects kernels that take tiles with other block sizes.
+  // The tile size determines the order; emit.py rejects other tile sizes.
   if (selected.block(0) == kTile192) o.q_order = o.q_order_192;
   return Run(stream, o, selected);
 }
@@ -478,7 +479,7 @@ ffi::Error RunDecode(Stream stream, DecodeOperands o) {
   Device* device;
   Selected<D> selected;
   PACKAX_TRY(Select(kDecode, o, &device, &selected));
-  const int64_t most = std::min(o.room, selected.block(1));  // that decode_combine merges
+  const int64_t most = std::min(o.room, selected.block(1));  // the most that decode_combine merges
   ChooseDecodeShares(*device, CeilDiv(o.rows(), selected.block(0)), most, &o);
   return Run(stream, o, selected);
 }

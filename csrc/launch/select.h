@@ -1,8 +1,7 @@
-// Which kernels run a call: the tables of select.cc.
+// Selects and runs the kernels of a call, by the tables in select.cc.
 //
-// In the initialize stage, without a stream, kernels are found and loaded and their arguments are
-// checked, but nothing is launched. The operands are complete except for what depends on the
-// kernels.
+// In the initialize stage, without a stream, kernels are loaded and their arguments checked, but
+// nothing is launched. The operands are complete except for fields that depend on the kernels.
 
 #pragma once
 

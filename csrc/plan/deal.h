@@ -1,7 +1,7 @@
-// Local plans on the host: assigns whole documents to ranks by every strategy that a plan tries.
+// Assigns whole documents to ranks, on the host, for context plans of kind "local".
 //
-// Results are those of `_deal` in python/packax/_src/context/document_assignment.py, which is used
-// if the extension is not built.
+// The results equal those of `_deal` in python/packax/_src/context/document_assignment.py, which is
+// used if the extension is not built.
 
 #pragma once
 
@@ -10,25 +10,27 @@
 
 namespace packax {
 
-// What is the same for all strategies. Documents come heaviest first, padded with empty ones.
+// The inputs that all strategies share. Documents are sorted by area, largest first, and padded
+// with empty ones.
 struct Deal {
   std::span<const int32_t> lengths;
   std::span<const int32_t> areas;
-  std::span<const int32_t> density;  // the mean area of a token from each document on
+  std::span<const int32_t> density;  // mean area per token of each document and all later ones
   int32_t most_tokens;               // per rank
   int32_t most_area;
   int rounds;
 };
 
-// One strategy: the tokens and areas of ranks, changed in place, and the rank of each document.
+// One strategy, updated in place: tokens and areas of each rank, and the rank of each document.
 struct Strategy {
   std::span<int32_t> tokens;
   std::span<int32_t> areas;
-  std::span<int32_t> owner;  // as long as `lengths`
+  std::span<int32_t> owner;  // as long as `lengths`; -1: the document is split
 };
 
-// Deals from document `begin` on; each token adds `weight` to its area. Returns how many documents
-// have then been dealt with. In every round `owner` must have room for a document of each rank.
+// Assigns documents from `begin` on, in rounds; a token adds `weight` to the load of its rank.
+// Returns the index of the first document that is left. `owner` must have room for one document per
+// rank and round.
 int32_t DealDocuments(const Deal& deal, int32_t begin, int32_t weight, Strategy strategy);
 
 }  // namespace packax

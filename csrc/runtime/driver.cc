@@ -15,8 +15,8 @@ namespace {
 
 // --- libcuda, opened on first use, and its errors.
 
-// Every driver function used, by its exported name. Names without a version suffix are correct:
-// none of these has a newer version to which the CUDA 12 headers would redirect.
+// All driver functions in use, by exported name. Names without a version suffix are correct: the
+// CUDA 12 headers do not redirect any of these to a newer version.
 // clang-format off
 #define PACKAX_DRIVER_FUNCTIONS(X) \
   X(cuInit) \
@@ -134,14 +134,14 @@ ffi::Error Describe(const Api* api, CUdevice device, std::string* name, int* cc)
   return ffi::Error::Success();
 }
 
-// The only mutable state of the process. Readers take no lock: the device list and every
-// Device::kernels slot change only once, from null to their final value. `mutex` orders the writers
+// State of the process. Readers take no lock: devices are only added at the front of the list, and
+// a slot of Device::kernels changes once, from null to its final value. `mutex` serializes writers
 // and guards `kernels`.
 struct Registry {
   std::mutex mutex;
   std::atomic<Device*> devices{nullptr};
   std::vector<CUkernel> kernels =
-      std::vector<CUkernel>(Variants().size());  // by index; null = not loaded
+      std::vector<CUkernel>(Variants().size());  // indexed like Variants(); null until loaded
 };
 
 Registry& GetRegistry() {
@@ -157,7 +157,7 @@ Device* FindDevice(const Registry& registry, unsigned long long context) {
 }
 
 // A library belongs to the process, not to a context, so each cubin is passed to the driver once.
-// `result` is the driver's last result, here and below.
+// Here and below, `result` is the result of the last driver call.
 ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& device,
                        CUkernel* kernel, CUresult* result) {
   CUlibrary library = nullptr;
@@ -177,7 +177,8 @@ ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& dev
   return ffi::Error::Success();
 }
 
-// Loads into the current context, which is the device's. The caller holds the registry's mutex.
+// Loads a kernel into the current context, which must be the device's. The caller holds
+// Registry::mutex.
 ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& device,
                         CUkernel* kernel, CUfunction* function, CUresult* result) {
   if (*kernel == nullptr) {
@@ -185,7 +186,7 @@ ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& de
     PACKAX_TRY(LoadLibrary(api, variant, device, &found, result));
     *kernel = found;
   }
-  // Above 48 KiB a kernel must request it; below, requesting it is harmless.
+  // Dynamic shared memory above 48 KiB must be requested; requesting less is harmless.
   *result = api->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                       variant.shared, *kernel, device.ordinal);
   if (*result != CUDA_SUCCESS) {
@@ -201,7 +202,7 @@ ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& de
   return ffi::Error::Success();
 }
 
-// Whether the driver cannot read the cubin, as opposed to having no memory for it or being broken.
+// Whether the driver cannot read the cubin, as opposed to being out of memory or broken.
 bool CannotRead(CUresult result) {
   switch (result) {
     case CUDA_ERROR_INVALID_IMAGE:
@@ -216,12 +217,12 @@ bool CannotRead(CUresult result) {
   }
 }
 
-// Limits of cuTensorMapEncodeTiled, strides in bytes. It accepts sizes up to 2^32, but the sizes
-// that a kernel gets with the map are int32.
+// Limits of cuTensorMapEncodeTiled; strides are in bytes. It accepts sizes up to 2^32, but kernels
+// receive the sizes as int32.
 constexpr int64_t kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
-// In maps of tensors whose last element begins below this offset, drivers up to this version set
-// bit 21 of the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
+// If a tensor's last element starts below this offset, drivers up to this version set bit 21 of the
+// map's second word. It is cleared here, as in the launchers of Triton and CUTLASS.
 constexpr int64_t kSmallMap = int64_t{128} * 1024;
 constexpr int kSmallMapFixed = 13010;
 
@@ -402,7 +403,7 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   const int64_t matrix = row * view.length;
   const Api* api;
   PACKAX_TRY(GetApi(&api));
-  // The driver counts from the innermost axis.
+  // The driver lists axes from the innermost to the outermost.
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(view.columns),
                               static_cast<cuuint64_t>(view.length),
                               static_cast<cuuint64_t>(view.batch)};
@@ -417,7 +418,7 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
       << "; " << MapText(view, box) << ", address " << view.data << "; "
       << Where(v, *kernel.device);
-  // The previous comparison keeps the product from overflowing.
+  // `matrix < kSmallMap` keeps the product with the batch from overflowing.
   const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
   if (kernel.device->driver <= kSmallMapFixed && last + 1 < kSmallMap &&
       (view.batch == 1 ||

@@ -1,8 +1,7 @@
-// The CUDA driver as the rest of packax sees it: the current device, loaded kernels, tensor maps,
-// launches.
+// The interface to the CUDA driver: the current device, loaded kernels, tensor maps, launches.
 //
-// Only driver.cc talks to libcuda, which is opened on first use: importing packax needs no GPU and
-// no driver. Nothing here allocates device memory or waits for the device.
+// Only driver.cc calls libcuda, which it opens on first use, so importing packax needs neither a
+// GPU nor a driver. Nothing here allocates device memory or synchronizes with the device.
 
 #pragma once
 
@@ -32,7 +31,8 @@ struct Device {
   int driver;                  // 12090 is CUDA 12.9
   int multiprocessors;
   std::string name;
-  // By index in Variants(): what runs when that row is requested; null = not loaded.
+  // Indexed like Variants(): the kernel that runs when that variant is requested, possibly the
+  // variant for older drivers; null until loaded.
   std::unique_ptr<std::atomic<const LoadedKernel*>[]> kernels;
   Device* next;
 };
@@ -51,40 +51,41 @@ struct Grid {
 // The device of the calling thread's current context.
 ffi::Error CurrentDevice(Device** device);
 
-// Loads a cubin into a device's context, or looks it up without locks if it is already loaded. If
-// the driver cannot read the cubin and the table has one for older drivers, loads that one. The
-// first time is not allowed under CUDA graph capture, so it is called in XLA's initialize stage.
+// Loads a variant's cubin into the device's context; if it is loaded already, returns it without
+// taking a lock. If the driver cannot read the cubin, loads the variant for older drivers, if there
+// is one. A first load is not allowed under CUDA graph capture, so handlers call this in XLA's
+// initialize stage.
 ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
 
 enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
 
-// An array in device memory as (batch, length, columns), none of them 0. Rows are `row` elements
-// apart, columns or more; otherwise it is dense.
+// A (batch, length, columns) view of an array in device memory; no size is 0. Rows are `row`
+// elements apart, at least `columns`; otherwise the view is dense.
 struct TensorView {
-  const char* name = "";  // for messages: the kernel's argument
+  const char* name = "";  // the kernel argument, for error messages
   const void* data = nullptr;
   TensorMapElement element = TensorMapElement::kBf16;
   int64_t batch = 0, length = 0, columns = 0, row = 0;
 };
 
-// Checks that a tensor map over `view` is possible for the kernel's index-th "tma" parameter.
+// Checks that a tensor map over `view` can be encoded for the kernel's index-th "tma" parameter.
 ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorView& view);
 
-// The host tensor map over `view`, which is checked first, for the kernel's index-th "tma"
-// parameter. Where a box extends beyond the view, TMA reads zeros and writes nothing. It takes
-// about a microsecond, and makes no call that CUDA graph capture forbids.
+// Checks `view` and encodes a host tensor map over it for the kernel's index-th "tma" parameter.
+// Outside the view, TMA reads zeros and writes nothing. Encoding takes about a microsecond and
+// makes no call that CUDA graph capture forbids.
 ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
                            TensorMap* map);
 
-// Checks that a GPU accepts that many programs.
+// Checks that a GPU accepts a grid of this size.
 ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid);
 
-// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing; the grid must have
-// passed CheckGrid.
+// `params` is kernelParams of cuLaunchKernel. The grid must have passed CheckGrid; an empty grid
+// launches nothing.
 ffi::Error LaunchKernel(const LoadedKernel& kernel, void* stream, Grid grid,
                         const void* const* params);
 
-// Sets four bytes of device memory to 0, in stream order.
+// Zeroes a 4-byte word of device memory, in stream order.
 ffi::Error Clear(const Device& device, void* stream, const void* word);
 
 struct DeviceInfo {

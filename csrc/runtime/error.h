@@ -1,8 +1,9 @@
-// Errors as ffi::Error values: one macro checks and returns an error, one passes an error on.
+// Errors as ffi::Error values: PACKAX_CHECK returns an error if a condition fails, PACKAX_TRY
+// propagates one.
 //
-// Codes mirror the Python side: kInvalidArgument = the request is wrong (ValueError),
-// kUnimplemented = right request, no kernel for it here (NotImplementedError), kInternal = the
-// driver failed.
+// Codes mirror the Python side. kInvalidArgument: the request is invalid (ValueError).
+// kUnimplemented: the request is valid, but there is no kernel for it here (NotImplementedError).
+// kInternal: the driver failed.
 
 #pragma once
 
@@ -14,7 +15,7 @@ namespace packax {
 
 namespace ffi = xla::ffi;
 
-// Collects the text of an error and becomes the error when returned.
+// Collects the message of an error, and converts to ffi::Error when returned.
 class ErrorBuilder {
  public:
   explicit ErrorBuilder(ffi::ErrorCode code) : code_(code) {}

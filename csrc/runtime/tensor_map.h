@@ -1,5 +1,4 @@
-// Host tensor maps as kernels take them: the parameters with which Hopper's TMA units address
-// memory.
+// Tensor maps as kernel parameters: the descriptors with which Hopper's TMA units address memory.
 
 #pragma once
 
@@ -7,16 +6,16 @@
 
 namespace packax {
 
-// One "tma" parameter. Triton passes it as seven: the CUtensorMap by value, then three sizes and
-// three strides, in elements, of the (batch, length, columns) view that it describes.
+// One "tma" parameter of a kernel. Triton expands it into seven parameters: the CUtensorMap by
+// value, then three sizes and three strides (in elements) of the (batch, length, columns) view.
 struct TensorMap {
   alignas(64) unsigned char map[128];
   int32_t shape[3];
   int64_t strides[3];
 };
 
-// The box that TMA copies at once through a map, (1, rows, columns), and its layout in shared
-// memory (CUtensorMapSwizzle).
+// The box of (1, rows, columns) that one TMA operation transfers, and its layout in shared memory
+// (CUtensorMapSwizzle).
 struct TensorMapBox {
   int rows, columns, swizzle;
 };

@@ -43,7 +43,8 @@ const Variant kTable[] = {
 };
 #undef PACKAX_VARIANT
 
-// The table's rows by kernel: a call looks up several kernels, of some 2,000 rows.
+// The variants of one kernel. Indexed, since each call looks up several kernels and the table has
+// about 2,000 rows.
 const std::vector<const Variant*>& RowsOf(Kernel kernel) {
   static const auto* const rows = [] {
     auto* by_kernel = new std::array<std::vector<const Variant*>, std::size(kKernelNames)>;
@@ -53,14 +54,14 @@ const std::vector<const Variant*>& RowsOf(Kernel kernel) {
   return (*rows)[static_cast<size_t>(kernel)];
 }
 
-// Whether code for one capability runs on another: with `arch_specific` only on the same one,
-// otherwise also on later minors of the same major.
-bool Covers(int made_for, bool arch_specific, int cc) {
-  return arch_specific ? made_for == cc : made_for / 10 == cc / 10 && made_for <= cc;
+// Whether code compiled for `code_cc` runs on `cc`: if `arch_specific`, only on the same compute
+// capability, otherwise also on later minors of the same major.
+bool Covers(int code_cc, bool arch_specific, int cc) {
+  return arch_specific ? code_cc == cc : code_cc / 10 == cc / 10 && code_cc <= cc;
 }
 
-// The limits of the GPU; null if packax has no kernels for it. The last row that covers it is
-// nearest.
+// The shared-memory limit of the GPU; null if packax has no kernels for it. kSharedLimits is in
+// ascending order, so the last row that covers the GPU is the closest.
 const SharedLimit* LimitOf(int cc) {
   const SharedLimit* nearest = nullptr;
   for (const SharedLimit& limit : kSharedLimits) {
@@ -78,8 +79,8 @@ bool Runs(const Variant& v, int cc, int driver) {
   return v.driver <= driver && Covers(v.cc, v.arch_specific, cc) && !TooLarge(v, cc);
 }
 
-// Of two rows that both run, prefers one made for exactly this chip, then the newest chip, then the
-// newest driver.
+// Whether `a` is preferred over `b`, if both run: architecture-specific code first, then the newest
+// architecture, then the newest driver.
 bool Better(const Variant& a, const Variant& b) {
   return std::tuple(a.arch_specific, a.cc, a.driver) > std::tuple(b.arch_specific, b.cc, b.driver);
 }
@@ -89,7 +90,7 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// How to build all kernels, if this build has only some and a full build has kernels for the GPU.
+// How to build all kernels, if this build was narrowed and a full build has kernels for the GPU.
 std::string WholeBuild(int cc) {
   if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
   std::ostringstream out;
@@ -129,7 +130,7 @@ const Variant* FindCovering(const Query& q) {
 }
 
 std::string DescribeMissing(const Query& q) {
-  // Ordered by number, not by text: sm_100a comes after sm_90a, 128x128 after 64x64.
+  // Sorted as numbers, not as text: sm_100a comes after sm_90a, 128x128 after 64x64.
   std::set<std::tuple<int, std::string>> archs;
   std::set<std::string> dtypes;
   std::set<std::tuple<int, int>> dims;
@@ -143,13 +144,13 @@ std::string DescribeMissing(const Query& q) {
   for (const auto& dtype : dtypes) Append(&dtype_list, dtype);
   for (const auto& [qk_dim, v_dim] : dims) Append(&dim_list, Dims(qk_dim, v_dim));
 
-  // The smallest requirement.
+  // `newer` lacks only a newer driver, and has the lowest such requirement.
   const Variant* newer = nullptr;
   const Variant* too_large = nullptr;
   for (const Variant* v : RowsOf(q.kernel)) {
-    const bool asked = v->dtype == q.dtype && v->qk_dim == q.qk_dim && v->v_dim == q.v_dim &&
-                       Covers(v->cc, v->arch_specific, q.cc);
-    if (asked && TooLarge(*v, q.cc)) too_large = v;
+    const bool matches = v->dtype == q.dtype && v->qk_dim == q.qk_dim && v->v_dim == q.v_dim &&
+                         Covers(v->cc, v->arch_specific, q.cc);
+    if (matches && TooLarge(*v, q.cc)) too_large = v;
   }
   Query other = q;
   for (other.driver = kNewestDriver; const Variant* found = Find(other);) {

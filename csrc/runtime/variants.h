@@ -1,7 +1,6 @@
-// What this build contains: the generated table of cubins, and the rule that selects one for a
-// device.
+// The generated table of the cubins in this build, and the lookup that selects one for a device.
 //
-// Pure data and arithmetic: it uses neither XLA nor the driver, so it is tested without either.
+// Uses neither XLA nor the driver, so it can be tested without them.
 
 #pragma once
 
@@ -17,8 +16,8 @@
 
 namespace packax {
 
-// kTf32: float32 operands, with products in TF32 (11 bits of each operand). kE4m3: of key and
-// value.
+// kTf32: float32 operands, multiplied in TF32 (11-bit significands). kE4m3: key and value in
+// float8_e4m3fn.
 enum class Dtype { kAny, kBf16, kF16, kF32, kTf32, kE4m3 };
 
 struct Variant {
@@ -26,14 +25,14 @@ struct Variant {
   Kernel kernel;
   const char* arch;    // "sm_90a"
   int cc;              // compute capability, 10 * major + minor
-  bool arch_specific;  // runs on `cc` only; otherwise on the same major, this minor and above
+  bool arch_specific;  // runs on `cc` only; otherwise on it and later minors of its major
   int driver;          // the oldest driver that loads it; 12090 is CUDA 12.9
   Dtype dtype;
   int qk_dim, v_dim;  // 0 for mask kernels
   const char* symbol;
   int threads;
   int shared;                                // bytes of dynamic shared memory
-  int block;                                 // what one program covers: the grid is divided by it
+  int block;                                 // the extent of one program: grids are divided by it
   TensorMapBox tensor_maps[kMaxTensorMaps];  // in the order of the "tma" parameters
   const unsigned char* begin;
   const unsigned char* end;
@@ -43,7 +42,7 @@ struct Variant {
 
 inline constexpr int kNewestDriver = std::numeric_limits<int>::max();
 
-// A request: a kernel for a device, and for attention kernels the dtype and the head dims.
+// A lookup: a kernel for a device, and for attention kernels the dtype and head dims.
 struct Query {
   Kernel kernel;
   int cc;
@@ -52,21 +51,22 @@ struct Query {
   int driver = kNewestDriver;
 };
 
-// All rows, by name.
+// All variants of this build, sorted by name.
 std::span<const Variant> Variants();
 
-// How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel.
+// How the build was narrowed, such as "archs 90a, dtypes bf16"; empty for a full build.
 const char* Part();
 
-// The row for exactly this compute capability if there is one, otherwise the highest minor of the
-// same major that the device can run and for which it has enough shared memory; of several, the one
-// for the newest driver that is not newer than this one. Null if there is none.
+// The variant specific to this compute capability if there is one, otherwise the one for the
+// highest minor of the same major that the device can run; among several, the newest driver's.
+// Variants that need a newer driver or more shared memory than there is are excluded. Null if there
+// is none.
 const Variant* Find(const Query& query);
 
-// Like Find(), among the rows with at least these head dims, of which it takes the smallest.
+// Like Find(), but among variants with at least these head dims, of which it takes the smallest.
 const Variant* FindCovering(const Query& query);
 
-// Why Find() found nothing: the device, the request, and what this build has of that kernel.
+// Explains why Find() failed: the device, the query, and this build's variants of the kernel.
 std::string DescribeMissing(const Query& query);
 
 // "12.9" of 12090.

@@ -1,5 +1,5 @@
-"""What .ci/check_module.py says of the extension modules of wheels, and .ci/check_wheel.py of
-missing kernels."""
+"""Tests of the checks of built wheels: .ci/check_module.py, of extension modules, and
+.ci/check_wheel.py, of missing kernels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def linked(folder: Path, *flags: str) -> Path:
         ("-fno-stack-protector", "has no stack protector"),
     ],
 )
-def test_what_is_careless_is_named(tmp_path, capsys, flag, text):
+def test_missing_hardening_is_named(tmp_path, capsys, flag, text):
     module = linked(tmp_path, *CAREFUL)
     assert check_module.carelessness(module.read_bytes()) == []
     wheel = wheel_of(tmp_path, "1+part", linked(tmp_path, *CAREFUL, flag))
@@ -75,7 +75,7 @@ def test_what_is_careless_is_named(tmp_path, capsys, flag, text):
 
 @needs_compiler
 def test_other_cubins_are_named(tmp_path, capsys):
-    """A cubin of one wheel differs in its last byte; and a whole wheel has too few."""
+    """One wheel's cubin differs in its last byte. A wheel of the whole table has too few cubins."""
     module = linked(tmp_path, *CAREFUL)
     cubin = bytearray(module.read_bytes())
     cubin[18:20] = check_module.CUDA.to_bytes(2, "little")
@@ -107,7 +107,7 @@ def test_what_is_published_has_every_kernel(tmp_path, capsys, monkeypatch, varia
         monkeypatch.setenv(name, variables.get(name, ""))
     module = tmp_path / "module.so"
     module.write_bytes(b"")
-    assert check_wheel.main(wheel_of(tmp_path, "1+part", module)) == 1  # it lacks licences, too
+    assert check_wheel.main(wheel_of(tmp_path, "1+part", module)) == 1  # it also lacks licences
     wanted = check_module.kernels_of_the_table()
     said = capsys.readouterr().out
     assert (f"wrong: 0 cubins, and all {wanted} are asked for\n" in said) == complains

@@ -1,4 +1,4 @@
-"""csrc/aot/compare_sass.py on made-up cubins: what counts as the same machine code."""
+"""csrc/aot/compare_sass.py on made-up cubins: which differences count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORD = {
 
 
 def elf(sections: dict[str, bytes]) -> bytes:
-    """A file of 64 bits with these sections and one of their names."""
+    """A 64-bit ELF file with these sections and a section name table."""
     names, body, headers = b"\0", b"", []
     for name, content in {**sections, ".shstrtab": b""}.items():
         headers.append([len(names), 64 + len(body), len(content)])
@@ -85,7 +85,7 @@ def test_names_of_kernels_and_files_do_not_count(tmp_path):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_counts(tmp_path, changes, text):
+def test_differences_in_code_or_metadata_are_reported(tmp_path, changes, text):
     build(tmp_path / "a", "forward")
     build(tmp_path / "b", "forward", **changes)
     code, shown = compared(tmp_path)

@@ -1,4 +1,4 @@
-"""What CMake says where something is missing or wrong, before anything is compiled."""
+"""CMake's messages about missing or unsuitable tools and settings, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-CMAKE = Path(sys.executable).parent / "cmake"  # of the extra `test`: Debian's may be too old
+CMAKE = Path(sys.executable).parent / "cmake"  # from the extra `test`: Debian's may be too old
 pytestmark = pytest.mark.skipif(not CMAKE.exists(), reason="no cmake beside this Python")
 
 
 def configure(folder: Path, **environment: str) -> str:
-    """CMake's output, which must be an error, in one line."""
+    """CMake's error output, joined into one line."""
     command = [CMAKE, "-S", ROOT, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}"]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode != 0
@@ -31,7 +31,7 @@ def test_a_missing_compiler_is_named(tmp_path, variable):
 
 
 def test_an_old_compiler_is_named(tmp_path):
-    """GCC 9 by its own macros: CMake tells compilers and versions by them."""
+    """A compiler with the macros of GCC 9: CMake identifies compilers and versions by them."""
     old = tmp_path / "c++"
     old.write_text(
         '#!/bin/sh\nexec c++ -U__GNUC__ -D__GNUC__=9 -U__GNUC_MINOR__ -D__GNUC_MINOR__=4 -w "$@"\n'

@@ -1,7 +1,7 @@
 """csrc/aot/emit.py on made-up tables.
 
-Guards against a table that C++ would misread: two rows of which one can never be reached, parameter
-lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.
+Guards against a table that C++ would misread: a row that the lookup can never reach, differing
+parameter lists for one struct, a device that gets a cubin it cannot run. No GPU, no Triton.
 """
 
 import subprocess
@@ -10,11 +10,11 @@ import sys
 import pytest
 from emitted import BOXES, KERNELS, MAPPED, PARAMS, ROW, SCRIPT, arch, emit, lines, mapped, write
 
-# --- What it writes -------------------------------------------------------------------------------
+# --- Output ---------------------------------------------------------------------------------------
 
 
 def test_same_input_same_output(tmp_path):
-    """Whatever the folder, and whatever the order in which its files were written."""
+    """The output depends neither on the folder nor on the order in which its files were written."""
     names = ["b_sm80", "a_sm90a", "c_sm120a"]
     archs = ["80", "90a", "120a"]
     for folder, order in (("one", (0, 1, 2)), ("two", (2, 1, 0))):
@@ -33,7 +33,7 @@ def test_same_input_same_output(tmp_path):
 
 
 def test_a_file_that_stays_the_same_is_not_written(tmp_path):
-    """args.h is included by all of C++, which would compile again."""
+    """All C++ files include args.h, so rewriting it would recompile them."""
     write(tmp_path / "in", "a")
     emit.emit(tmp_path / "in", tmp_path / "out")
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
@@ -44,7 +44,7 @@ def test_a_file_that_stays_the_same_is_not_written(tmp_path):
 
 
 def test_a_changed_cubin_changes_the_text(tmp_path):
-    """Else the build would not assemble it again."""
+    """cubins.S includes the cubins by name; without a change the build would not reassemble it."""
     write(tmp_path / "in", "a")
     emit.emit(tmp_path / "in", tmp_path / "out")
     before = (tmp_path / "out" / "cubins.S").read_text()
@@ -64,7 +64,7 @@ def test_command_line(tmp_path):
     assert done.stderr.startswith("emit.py: b and a have one key")
 
 
-# --- What it refuses ------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 def refused(folder):

@@ -1,4 +1,4 @@
-"""The lookup over what csrc/aot/emit.py generates (csrc/runtime/variants.cc), on a made-up
+"""The kernel lookup (csrc/runtime/variants.cc) in the output of csrc/aot/emit.py for a made-up
 table."""
 
 import subprocess
@@ -32,7 +32,7 @@ def lookup(tmp_path_factory):
             write(source, f"sideways_f16_sm{name}_{driver}", **row)
     newer = {"driver": 13000, "qk_dim": 32, "v_dim": 32}
     write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
-    for name in ("80", "86"):  # more than a block of 8.6 may have, and as much as that
+    for name in ("80", "86"):  # above and at the shared memory limit of 8.6
         large = {"qk_dim": 256, "v_dim": 256, "shared": 101_377 if name == "80" else 101_376}
         write(source, f"sideways_bf16_256_sm{name}", **arch(name, **large, dtype="f16"))
     write(source, "sideways_f16_512_sm80", **arch("80", **BIG, dtype="f16"))
@@ -57,7 +57,7 @@ def lookup(tmp_path_factory):
 
 
 def test_compiled_table(lookup):
-    """Every field and every byte arrives, aligned as cuLibraryLoadData likes it."""
+    """Every field and byte arrives, and cubins are aligned for cuLibraryLoadData."""
     table, rows, _ = lookup
     for v, row in zip(table, rows, strict=False):
         want = [v.name, v.kernel, v.arch, v.cc, int(v.arch_specific), v.driver, v.dtype]
@@ -73,13 +73,13 @@ def test_compiled_table(lookup):
     [
         (80, "80"),
         (86, "86"),
-        (87, "86"),  # highest minor not above the device's
+        (87, "86"),  # the highest minor not above the device's
         (88, "86"),
         (89, "89"),
-        (90, "90a"),  # arch-specific before portable
-        (91, "90"),  # arch-specific on no other minor
+        (90, "90a"),  # arch-specific is preferred to portable
+        (91, "90"),  # arch-specific code runs on no other minor
         (100, "100f"),
-        (103, "100f"),  # a family
+        (103, "100f"),  # family-specific
         (120, "120a"),
     ],
 )
@@ -89,7 +89,7 @@ def test_find(lookup, cc, name):
     assert answers == [f"sideways_bf16_64_sm{name}", f"mask_rows_sm{name}"]
 
 
-def test_find_wants_every_part(lookup):
+def test_find_matches_every_part_of_the_key(lookup):
     ask = lookup[2]
     assert ask("sideways 86 f16 128 128") == ["sideways_f16_128_sm80"]
     assert ask("sideways 86 bf16 192 128") == ["sideways_bf16_192_sm80"]
@@ -111,7 +111,7 @@ def test_find_wants_every_part(lookup):
     ],
 )
 def test_find_for_a_driver(lookup, driver, found):
-    """The newest row that the driver loads, of the rows that suit the device best."""
+    """Of the rows that suit the device best, the newest one that the driver can load."""
     assert lookup[2](f"sideways 90 f16 64 64 {driver}", f"sideways 91 f16 64 64 {driver}") == [
         f"sideways_f16_sm90a_{found}",
         f"sideways_f16_sm90_{found}",
@@ -138,7 +138,7 @@ def test_find_a_kernel_that_the_build_left_out(lookup):
 
 @pytest.mark.parametrize("cc", [80, 86, 87, 88, 89])
 def test_shared_memory_counts(lookup, cc):
-    """8.6 and 8.9 run cubins of 8.0, but their blocks have less shared memory."""
+    """8.6 and 8.9 can run cubins for 8.0, but have less shared memory per block."""
     ask = lookup[2]
     small = cc in (86, 88, 89)
     assert ask(f"sideways {cc} f16 256 256") == [f"sideways_bf16_256_sm{'80' if cc == 80 else 86}"]
@@ -153,10 +153,10 @@ def test_shared_memory_counts(lookup, cc):
 
 @pytest.mark.parametrize("cc", [70, 75, 79, 110, 121])
 def test_nothing_to_run(lookup, cc):
-    """Never a cubin of another major, of a later minor, or an arch-specific one of a neighbour."""
+    """Never a cubin for another major or a later minor, nor a neighbour's arch-specific one."""
     archs = "sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100f, sm_120a"
     device = f"{cc // 10}.{cc % 10}"
-    whole = WHOLE if cc >= 80 else ""  # for older GPUs there is nothing to build
+    whole = WHOLE if cc >= 80 else ""  # older GPUs have no kernels to build
     assert lookup[2](f"sideways {cc} bf16 64 64", f"mask_rows {cc} any 0 0") == [
         f"no sideways kernel for compute capability {device}, bf16, head dims 64x64 "
         f"(query and key x value); this build has it for {archs}; bf16, f16; "

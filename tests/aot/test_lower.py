@@ -1,4 +1,4 @@
-"""What variants share is what Triton and the assembler make for each of them."""
+"""Sharing of PTX and cubins between variants: it equals what Triton and ptxas make for each one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aot_modules import ALL, compiler, table, tiles
 from paths import ROOT
 from tiers import some
 
-# In a separate process: LLVM aborts the process on an error, and Triton's interpreter, which
-# other tests switch on, replaces what compiles.
+# Runs in a separate process: LLVM aborts the process on an error, and other tests import Triton
+# with its interpreter, which replaces the compiler.
 COMPARE = """
 import sys
 sys.path[:0] = ["csrc/aot", "csrc/kernels"]
@@ -57,11 +57,11 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
         ("selp.b16 %rs7, 1, 0, %p22;", False),
         ("selp.b16 %rs7, -1, 0, %p22;", False),
         ("shl.b16 %rs2, %rs1, 2;", False),
-        ("and.b16 \t%rs5, %rs4, 8192;", False),  # one of bools packed into a word
-        ("and.b16 \t%rs5, %rs4, 3;", False),  # two of them
-        ("and.b16 \t%rs5, %rs4, 255;", False),  # one of bytes
+        ("and.b16 \t%rs5, %rs4, 8192;", False),  # one of several bools packed into a word
+        ("and.b16 \t%rs5, %rs4, 3;", False),  # two of these bools
+        ("and.b16 \t%rs5, %rs4, 255;", False),  # one of several bytes
         ("and.b16 \t%rs5, %rs4, 127;", True),  # the fraction of a bfloat16
-        ("and.b16 \t%rs5, %rs4, -128;", True),  # the rest
+        ("and.b16 \t%rs5, %rs4, -128;", True),  # sign and exponent
         ("and.b16 \t%rs5, %rs4, -32768;", False),  # the sign
         ("and.b16 \t%rs5, %rs4, 32767;", True),
         ("mov.b16 %rs1, 0x3F80;", True),
@@ -93,14 +93,15 @@ PRODUCTS = """.version 8.8
 def test_descriptors_of_tcgen05_become_those_of_float16() -> None:
     variant = next(v for v in ALL if v.name == "forward_f16_64x64_sm100a")
     made = compiler.lower.retarget(PRODUCTS, variant)
-    assert made == PRODUCTS.replace("135267472", "135266320")  # as Triton's own were seen
+    # Triton's PTX for float16 has this descriptor.
+    assert made == PRODUCTS.replace("135267472", "135266320")
 
 
 @pytest.mark.parametrize(
     "old,new,match",
     [
-        ("135267472", "135266320", "does not describe products of bfloat16"),  # of float16
-        ("135267472", "135268624", "does not describe products of bfloat16"),  # of another type
+        ("135267472", "135266320", "does not describe products of bfloat16"),  # for float16
+        ("135267472", "135268624", "does not describe products of bfloat16"),  # for another type
         ("mov.b32", "add.s32", "does not describe products of bfloat16"),
         (".target sm_100a\n", ".target sm_100a\n\tadd.s32 %r8, %r7, 1;\n", "does not describe"),
         ("kind::f16", "kind::tf32", "is not as those seen"),
@@ -117,7 +118,7 @@ def test_descriptors_that_are_not_as_seen_are_refused(old: str, new: str, match:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_every_kernel_of_float16_takes_the_ptx_of_bfloat16(arch: str) -> None:
     of_kernel = {}
-    for v in ALL:  # one head dim of every source; portable kernels for sm_80 alone
+    for v in ALL:  # one head dim per source; portable kernels only for sm_80
         shares = v.ptx_arch is v.arch and v.dtype == "f16" and v.ptx_dtype == "bf16"
         if shares and v.arch.name == arch and v.source.startswith("sm90") == (arch == "sm_90a"):
             of_kernel[v.kernel, v.source] = v.name
@@ -125,7 +126,7 @@ def test_every_kernel_of_float16_takes_the_ptx_of_bfloat16(arch: str) -> None:
 
 
 def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
-    """Making PTX is most of a build: new targets and assemblers cost no more than assembling."""
+    """Generating PTX dominates a build, so new targets and assemblers should only cost assembly."""
     own = [name for name, arch in table.ARCHS.items() if not arch.ptx]
     assert all(not table.ARCHS[arch.ptx].ptx for arch in table.ARCHS.values() if arch.ptx)
     few = {v.ptx for v in table.variants((*own, "86", "120a"))}  # 86: smaller tiles; 120a: f32
@@ -139,7 +140,7 @@ def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
 
 
 def test_kernels_without_tcgen05_share_the_ptx_of_older_gpus() -> None:
-    """10.x has separate matrix units for 64 rows or more; below, it multiplies as 8.0 does."""
+    """10.x uses tcgen05 for tiles of 64 rows or more; smaller tiles use the instructions of 8.0."""
     of = {v.name: v.ptx_arch.name for v in ALL if v.arch.name in ("sm_100a", "sm_100f")}
     for stem, made_for in {
         "forward_bf16_128x128": "sm_100a",
@@ -171,7 +172,7 @@ def test_ptx_for_another_target_differs_in_its_header() -> None:
         retargeted(ptx, ptx="80")
 
 
-# ptxas's cubins of a family and of 8.9, and those that stand for them.
+# Compares ptxas's cubins for a family and for 8.9 with the ones that are used in their place.
 ASSEMBLE = """
 import sys
 sys.path[:0] = ["csrc/aot", "csrc/kernels"]
@@ -197,7 +198,7 @@ for variant in [v for v in table.variants() if v.name in sys.argv[1:]]:
     "name", some(["blocks_rows_sm100f", "blocks_keys_sm120f", "blocks_rows_sm86"], 0, 2)
 )
 def test_cubins_that_stand_for_others(name: str) -> None:
-    """A family's two bytes, and 8.6's machine code for 8.9, as the assembler makes them."""
+    """A family's cubin, by changing two bytes, and 8.6's code for 8.9 equal the assembler's."""
     equal(ASSEMBLE, [name])
 
 

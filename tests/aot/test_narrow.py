@@ -1,4 +1,4 @@
-"""Which part of the table a build makes: as variables say, else for this machine's GPUs."""
+"""Which part of the kernel table a build compiles: by environment variables or the local GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ narrow = load("narrow")
         ([80], ["80"]),
         ([86], ["86"]),
         ([87], ["87"]),
-        ([88], ["86"]),  # a later minor of 8.6; 8.7's own cubins run nowhere else
+        ([88], ["86"]),  # runs cubins for 8.6; those for 8.7 run only on 8.7
         ([89], ["86"]),
         ([90], ["90a"]),
         ([100], ["100a"]),
@@ -30,7 +30,7 @@ narrow = load("narrow")
         ([120], ["120a"]),
         ([121], ["120f"]),
         ([80, 90], ["80", "90a"]),
-        ([75, 90], ["90a"]),  # there are no kernels for 7.5
+        ([75, 90], ["90a"]),  # 7.5 has no kernels
     ],
 )
 def test_architectures_of_the_gpus_here(here, archs):
@@ -49,7 +49,7 @@ def test_the_default_set_is_in_the_table():
     archs, dims, dtypes = (narrow.DEFAULT[o] for o in ("archs", "head-dims", "dtypes"))
     assert set(archs) <= set(narrow.table.ARCHS) and set(dtypes) <= set(narrow.table.DTYPES)
     assert {(int(dim), int(dim)) for dim in dims} <= set(narrow.table.HEAD_DIMS)
-    # Of each kernel one cubin, and one that every driver of CUDA 12 and 13 loads.
+    # One cubin per kernel, and one that every CUDA 12 and 13 driver loads.
     assert {narrow.table.ARCHS[arch].assembler for arch in archs} == {*narrow.DEFAULT["assemblers"]}
 
 
@@ -59,7 +59,7 @@ def test_all_asks_for_every_gpu(asked):
         assert narrow.chosen({"PACKAX_ARCHS": asked}, here) == {}
 
 
-def test_variables_say():
+def test_environment_variables_choose_the_part():
     asked = {"PACKAX_ARCHS": "90a;80", "PACKAX_HEAD_DIMS": "64x64", "PACKAX_DTYPES": "bf16, f16"}
     options = narrow.chosen(asked, [120])
     assert options == {"archs": ["90a", "80"], "head-dims": ["64x64"], "dtypes": ["bf16", "f16"]}
@@ -67,7 +67,7 @@ def test_variables_say():
 
 
 def test_a_capability_names_an_architecture():
-    """What a GPU's data sheet says is accepted; what names none, compile.py refuses."""
+    """Compute capabilities as in a data sheet are accepted; compile.py refuses unknown ones."""
     asked = {"PACKAX_ARCHS": "8.9;7.5"}
     assert narrow.chosen(asked, [])["archs"] == ["86", "7.5"]
     asked = {"PACKAX_ARCHS": "89 SM_90 103 86 90a"}
@@ -82,7 +82,7 @@ def test_the_version_of_the_default_set_says_what_it_is():
     assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.128.ptxas12.9"
 
 
-def test_one_line_says_why():
+def test_one_line_gives_the_reason_for_the_choice():
     line = narrow.reason({}, narrow.chosen({}, [90]), [90])
     assert line.count("\n") == 0 and "archs 90a" in line and "PACKAX_ARCHS=all" in line
     asked = {"PACKAX_ARCHS": "90a"}

@@ -1,4 +1,4 @@
-"""The package's version and description, as pip and an index show them."""
+"""The package's version and description, as pip and a package index show them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_sdist_of_an_index_keeps_the_version_that_pip_expects(tmp_path):
 
 
 def test_no_other_file_says_another_version():
-    """pyproject.toml and CMakeLists.txt say none; a changelog and a citation say this one."""
+    """pyproject.toml and CMakeLists.txt have none; the changelog and the citation have this one."""
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
     assert not re.search(r"project\([^)]*VERSION", (ROOT / "CMakeLists.txt").read_text())
     cited = re.search(r"version = \{([^}]+)\}", (ROOT / "README.md").read_text())
@@ -64,7 +64,7 @@ def test_links_go_to_the_repository_once_it_has_an_address(elsewhere):
     )
 
 
-def test_until_then_they_are_words(elsewhere):
+def test_without_an_address_relative_links_become_text(elsewhere):
     (elsewhere / "pyproject.toml").write_text("[project]\n")
     assert metadata.readme(elsewhere) == "See the\nguide, [b](https://b.org), [c](#c).\n"
 

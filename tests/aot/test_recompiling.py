@@ -1,4 +1,4 @@
-"""Which kernels a changed file or table makes the build compile again."""
+"""Which kernels the build recompiles after a change of a file or of the table."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ of_unchanged_files = functools.cache(fingerprints)
 
 @pytest.fixture
 def recompiled(monkeypatch, tmp_path, request):
-    """A function that adds a line to a kernel file, and returns the names of the variants that are
-    no longer in the cache."""
+    """A function that appends a line to a kernel file and returns the names of the variants whose
+    cache entry becomes invalid."""
     shutil.copytree(ROOT / "csrc" / "kernels", tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
     request.addfinalizer(compiler.source_code.cache_clear)
@@ -60,21 +60,21 @@ def recompiled(monkeypatch, tmp_path, request):
 @pytest.mark.parametrize(
     "file,kernels",
     some([
-        # also by way of softmax
+        # also through softmax
         ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS, "sm80.fwd", "sm80.bwd"]),
         ("sm90.args", [*FORWARDS, *ONES, *KEYS, *ROWS]),
         ("sm80.common", ["sm80.fwd", "sm80.bwd"]),
         ("sm80.bwd", ["sm80.bwd"]),
         ("sm90.fwd", [*FORWARDS]),
         ("sm90.fwd_consumer", [*FORWARDS]),
-        ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
+        ("sm90.pipeline", [*FORWARDS, *ROWS]),
         ("sm90.row_producer", [*FORWARDS, "sm90.bwd_dq"]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
         ("sm90.chunked_mma", [*FORWARDS, *ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts"]),
         ("sm90.bwd_consumer", ["sm90.bwd"]),
         ("sm90.bwd_producer", [*ONES, *KEYS]),
-        ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer
+        ("sm90.lse_by_mma", [*ONES, *KEYS]),  # through the producer
         ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
         (
             "sm90.soft_cap",
@@ -92,7 +92,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.fp8", DECODE),
         ("portable.arithmetic", [*PLAIN, *GENERAL, *BIAS, *OF_DBIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
-        ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient
+        ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # but no DBIAS
         ("portable.row_tile", ["portable.fwd", "portable.bwd_dq"]),
         ("portable.scoring", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.bias", [*PLAIN, *GENERAL, *BIAS]),
@@ -111,12 +111,12 @@ def recompiled(monkeypatch, tmp_path, request):
     ], *(0, 1, 3, 4, 12, 14, 20, 23, 30, 31)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
-    """Kernels, or of one that has two files the second."""
+    """`kernels`: kernel names, or the file name where a kernel has a second file."""
     want = {
         v.name
         for v in ALL
         if v.source in kernels
-        or (v.kernel in kernels and not v.source.startswith("sm80"))  # by their file
+        or (v.kernel in kernels and not v.source.startswith("sm80"))  # sm80 files are named by file
     }
     assert recompiled(file) == want
 
@@ -148,9 +148,9 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
     ],
 )  # fmt: skip
 def test_what_the_table_says_besides_variants_recompiles_them(monkeypatch, name, value, kernels):
-    """Else the cache would give what was compiled, and accepted, by another table."""
+    """Otherwise the cache would return kernels that another table compiled and accepted."""
     before = {v.name: compiler.fingerprint(v) for v in ALL}
-    for module in (table, compiler.table):  # the same file, loaded twice
+    for module in (table, compiler.table):  # one file, loaded twice as a module
         monkeypatch.setattr(module, name, value)
     assert {v.kernel for v in ALL if compiler.fingerprint(v) != before[v.name]} == kernels
 

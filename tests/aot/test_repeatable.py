@@ -1,4 +1,4 @@
-"""Two builds of one table give the same bytes."""
+"""Two builds of the same table give the same bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paths import ROOT
 def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("triton", reason="a build dependency")
     built = []
-    for place in ("one", "other/and/deeper"):
-        # a copy of the sources elsewhere: no path may reach the cubin
-        root = tmp_path / place
+    for subfolder in ("one", "other/and/deeper"):
+        # Builds from a copy of the sources in another place: no path may end up in a cubin.
+        root = tmp_path / subfolder
         for part in ("kernels", "aot"):
             shutil.copytree(ROOT / "csrc" / part, root / "csrc" / part)
         out = root / "out"
@@ -34,7 +34,7 @@ def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
         done = subprocess.run(command, cwd=root, check=True, env=env, stdout=subprocess.PIPE)
         assert b"6 variants, 0 from the cache, 4 kernels to PTX, 0 failed" in done.stdout
         files = sorted(out.iterdir())
-        assert len(files) == 13  # a cubin and its JSON each, and kernels.txt
+        assert len(files) == 13  # a cubin and a JSON file each, and kernels.txt
         built.append({f.name: f.read_bytes() for f in files})
     assert built[0] == built[1]
     record = json.loads(built[0]["forward_bf16_64x64_sm90a.json"])

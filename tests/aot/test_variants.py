@@ -1,6 +1,6 @@
 """The variant table and its compiler.
 
-Keys unique, every row buildable, a surprise in the PTX refused, builds repeatable.
+Keys are unique, every row can be built, unexpected PTX is refused, and builds are repeatable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_every_architecture_has_every_kernel() -> None:
                 and v.kernel == kernel
                 and (arch.tiles == "hopper" or (v.qk_dim, v.v_dim) not in table.SM80_DIMS)
             }
-            # a Hopper kernel may leave a head dim to the portable ones
+            # a Hopper kernel may leave head dims to the portable kernels
             rows = table.SM90_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
             wanted = [dims for dims in table.ALL_DIMS if table.row_of(*dims) in rows]
             one_set = arch in table.one_set(tuple(table.ARCHS))
@@ -56,24 +56,24 @@ def test_every_architecture_has_every_kernel() -> None:
             assert not of_float32 or kernel in (*table.FALLBACK_TILES, *decoding)
 
 
-def test_the_kernels_of_sm80_come_together() -> None:
-    """C++ takes all of them or none; the forward's rows replace the portable one's, and none of
-    its head dims lacks a backward."""
+def test_the_kernels_of_sm80_are_complete() -> None:
+    """C++ takes all of them or none. The forward's rows replace those of the portable forward, and
+    each of its head dims has a backward."""
     for arch in table.ARCHS.values():
-        mine = [v for v in ALL if v.arch is arch]
+        served = [v for v in ALL if v.arch is arch]
         dims = {row[1:] for row in table.SM80_BACKWARD if row[0] == arch.tiles}
         capped = {dims for dims in dims if (arch.tiles, *dims) in table.SM80_SOFT_CAP_BACKWARD}
         if arch.tiles != "hopper":
             own = dict.fromkeys(table.SM80_KERNELS, dims) | {"backward_sm80_soft_cap": capped}
             for kernel, wanted in own.items():
-                got = sorted((v.dtype, (v.qk_dim, v.v_dim)) for v in mine if v.kernel == kernel)
+                got = sorted((v.dtype, (v.qk_dim, v.v_dim)) for v in served if v.kernel == kernel)
                 assert got == sorted((d, dims) for d in table.DTYPES for dims in wanted)
         for kernel in ("forward", "forward_sm80_soft_cap"):
-            for v in (v for v in mine if v.kernel == kernel):
+            for v in (v for v in served if v.kernel == kernel):
                 tile = table.SM80_FORWARD[kernel].get((arch.tiles, v.qk_dim, v.v_dim))
                 assert v.source == ("sm80.fwd" if tile else "portable.fwd")
                 assert not tile or v.constants[2][1] == tile[0]
-        own = {(v.qk_dim, v.v_dim) for v in mine if v.kernel == "forward"} & set(table.SM80_DIMS)
+        own = {(v.qk_dim, v.v_dim) for v in served if v.kernel == "forward"} & set(table.SM80_DIMS)
         assert own == dims & set(table.SM80_DIMS)
 
 
@@ -89,7 +89,7 @@ def test_proxies_are_in_no_build_that_does_not_name_them() -> None:
         assert {v.ptx_arch.name for v in rows} == {"sm_80"}
         constants = {(v.kernel, v.dtype): v.constants for v in same}
         assert all(v.constants == constants[v.kernel, v.dtype] for v in rows if v.dtype != "f32")
-    # blocks of a multiprocessor: 164 KiB hold two of 80, and of 228 KiB two ask for 113 each
+    # Blocks per multiprocessor: two of 80 KiB fit into 164 KiB; in 228 KiB, two request 113 KiB.
     assert table.PROXIES["80@90"].asked(80 * 1024) == 115_712
     assert table.PROXIES["80@90"].asked(164_864) == table.PROXIES["86@90"].asked(99_328) == 232_448
     assert table.ARCHS["80"].asked(80 * 1024) == 80 * 1024
@@ -98,51 +98,51 @@ def test_proxies_are_in_no_build_that_does_not_name_them() -> None:
 
 
 def test_float32() -> None:
-    """Every GPU has both precisions of every general kernel and of decoding's (TF32 without tall
-    tiles), from one set for all of a family."""
+    """Every GPU has both precisions of every general and decoding kernel (tall tiles only in
+    float32), and one set serves all GPUs of a family."""
     rows = [v for v in ALL if v.dtype in table.FLOAT32 and v.kernel not in table.BIAS_TILES]
     assert {v.kernel for v in rows} == {*GENERAL, *DECODE} - set(table.FP8_DECODE_TILES)
     for arch in table.ARCHS.values():
-        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        served = [v for v in rows if arch in table.served_by(v.arch)]
         for kernel in (*table.FALLBACK_TILES, *table.DECODE_TILES):
-            got = [(v.dtype, v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel]
+            got = [(v.dtype, v.qk_dim, v.v_dim) for v in served if v.kernel == kernel]
             dtypes = ("f32",) if kernel == "decode_tall" else table.FLOAT32
             assert sorted(got) == sorted((d, *dims) for d in dtypes for dims in table.FLOAT32_DIMS)
         for kernel in ("backward_delta_fallback", "decode_combine"):
-            sums = [(v.dtype, v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel]
+            sums = [(v.dtype, v.qk_dim, v.v_dim) for v in served if v.kernel == kernel]
             assert sorted(sums) == [("f32", *dims) for dims in table.FLOAT32_DIMS]
-        assert all(v.shared <= arch.shared for v in mine)
+        assert all(v.shared <= arch.shared for v in served)
     assert all(dict(v.constants).get("FLOAT32_PRODUCTS", 1) == (v.dtype == "f32") for v in rows)
     assert {v.dtype for v in table.variants(("86",), ("tf32",))} == {"tf32", "f32", "any"}
     few = [v.arch.name for v in table.variants(("80", "86")) if v.dtype == "f32"]
     assert few and set(few) == {"sm_80"}
 
 
-def test_caches_in_fp8() -> None:
-    """Every GPU has one kernel for each pair of head dims, whatever the query's dtype; only those
-    that convert themselves have PTX of their own."""
+def test_every_gpu_has_kernels_for_fp8_caches() -> None:
+    """Every GPU has one kernel for each pair of head dims, for all query dtypes. Only GPUs with a
+    native conversion have their own PTX."""
     rows = [v for v in ALL if v.dtype == table.FP8]
     assert {v.kernel for v in rows} == set(table.FP8_DECODE_TILES)
     for arch in table.ARCHS.values():
-        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        served = [v for v in rows if arch in table.served_by(v.arch)]
         for kernel in ("decode_fp8", "decode_fp8_pages"):
-            few = sorted((v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel)
+            few = sorted((v.qk_dim, v.v_dim) for v in served if v.kernel == kernel)
             assert few == sorted(table.FP8_DIMS)
-        assert all(v.shared <= arch.shared for v in mine)
+        assert all(v.shared <= arch.shared for v in served)
         converts = arch.tiles in table.NATIVE_FP8
-        ptx = {v.ptx_arch.name for v in mine}
+        ptx = {v.ptx_arch.name for v in served}
         assert ptx == ({table.exact(arch).name} if converts else {"sm_80"})
-        assert {dict(v.constants)["NATIVE_FP8"] for v in mine} == {int(converts)}
+        assert {dict(v.constants)["NATIVE_FP8"] for v in served} == {int(converts)}
     others = (*table.DTYPES, *table.FLOAT32)
     assert not [v for v in table.variants(dtypes=others) if v.dtype == table.FP8]
     few = [v for v in table.variants(("80",), ("e4m3",)) if v.dtype == table.FP8]
     tall = [v for v in few if v.kernel in ("decode_tall_fp8", "decode_tall_fp8_pages")]
-    assert len(few) - len(tall) == 2 * len(table.FP8_DIMS)  # of dense caches and of pages
+    assert len(few) - len(tall) == 2 * len(table.FP8_DIMS)  # for dense and paged caches
     assert {v.qk_dim for v in tall} == {64, 128} and len(tall) == 4
 
 
 def of_arch(variants: list, arch: table.Arch) -> list:
-    """Of each kernel, dtype and head dims the variant that C++ takes for an architecture."""
+    """The variant that C++ takes on an architecture for each kernel, dtype and head dims."""
     found: dict = {}
     for v in variants:
         key = v.kernel, v.dtype, v.qk_dim, v.v_dim
@@ -164,48 +164,48 @@ def test_a_cubin_serves_the_architectures_with_its_tile() -> None:
 
 
 def test_head_dims_of_fallback_kernels_alone() -> None:
-    """Every GPU has one set of them, which fits its shared memory."""
+    """Every GPU has one set of these kernels, which fits its shared memory."""
     wide = [dims for dims in table.HEAD_DIMS if table.only_fallback(dims)]
     assert wide == [(512, 512)]
     kernels = (*GENERAL, "decode", "decode_combine")
     for arch in table.ARCHS.values():
-        mine = of_arch([v for v in ALL if v.qk_dim == 512], arch)
-        mine = [v for v in mine if v.kernel not in table.SM90_TILES]
-        got = sorted((v.kernel, v.dtype) for v in mine)
+        served = of_arch([v for v in ALL if v.qk_dim == 512], arch)
+        served = [v for v in served if v.kernel not in table.SM90_TILES]
+        got = sorted((v.kernel, v.dtype) for v in served)
         assert got == sorted((kernel, dtype) for kernel in kernels for dtype in table.DTYPES)
-        assert all(v.shared <= arch.shared for v in mine)
-        if arch.tiles == "blackwell":  # made without tcgen05, so as for other GPUs
-            assert {v.ptx_arch.name for v in mine} == {"sm_80"}
+        assert all(v.shared <= arch.shared for v in served)
+        if arch.tiles == "blackwell":  # without tcgen05, so with the PTX of other GPUs
+            assert {v.ptx_arch.name for v in served} == {"sm_80"}
     few = [v.arch.name for v in table.variants(("86",), ("f16",), ((512, 512),)) if v.qk_dim]
     assert few == ["sm_86"] * len(kernels)
 
 
 def test_with_a_bias() -> None:
-    """Every GPU has all four kernels of each dtype and dims, up to 256 in 16 bits; a program of
-    dbias covers as many rows as keys, since C++ reads one number of both."""
+    """Every GPU has all four kernels for each dtype and head dims, up to 256 in 16 bits. A dbias
+    program covers as many rows as keys, because C++ reads a single number for both."""
     widest = {dtype: max(dims) for dtype, dims in table.BIAS_DIMS.items()}
     assert widest == dict.fromkeys(table.DTYPES, (256, 256)) | dict.fromkeys(
         table.FLOAT32, (128, 128)
     )
     rows = [v for v in ALL if v.kernel in table.BIAS_TILES]
     for arch in table.ARCHS.values():
-        mine = of_arch(rows, arch)
-        got = sorted((v.kernel, v.dtype, v.qk_dim, v.v_dim) for v in mine)
+        served = of_arch(rows, arch)
+        got = sorted((v.kernel, v.dtype, v.qk_dim, v.v_dim) for v in served)
         assert got == sorted(
             (kernel, dtype, *dims)
             for kernel in table.BIAS_TILES
             for dtype, all_dims in table.BIAS_DIMS.items()
             for dims in all_dims
         )
-        assert all(v.shared <= arch.shared for v in mine)
+        assert all(v.shared <= arch.shared for v in served)
     for v in rows:
         of = dict(v.constants)
         assert v.kernel != "backward_dbias" or of["BLOCK_M"] == of["BLOCK_N"] == v.block, v.name
-        # lists of a block mask count in tiles of 128, and in blocks of 64
+        # The lists of a block mask count tiles of 128 and blocks of 64.
         of_keys = v.kernel == "backward_dkdv_bias"
         tile, step = ("BLOCK_N", "BLOCK_M") if of_keys else ("BLOCK_M", "BLOCK_N")
         assert of[tile] <= 128 and of[step] <= 64, v.name
-    # above head dim 128 they are made of the PTX of few GPUs, and no build without 256 has them
+    # Above head dim 128, few GPUs' PTX serves all, and builds without head dim 256 have none of it.
     wide = {(v.kernel, v.arch.name, v.ptx_arch.name) for v in rows if v.qk_dim == 256}
     assert len({(kernel, ptx) for kernel, _, ptx in wide}) == 11
     few = table.variants(("80", "90a"), ("bf16",), ((128, 128),))
@@ -227,7 +227,7 @@ def test_with_a_bias_alone() -> None:
         of_keys = v.kernel.startswith("backward_dkdv")
         assert v.block == of["BLOCK_N" if of_keys else "BLOCK_M"], v.name
         assert v.kernel != "backward_dbias_alone" or of["BLOCK_M"] == of["BLOCK_N"], v.name
-        assert of["BLOCK_N"] % 8 == 0 and of["BLOCK_M"] % 8 == 0, v.name  # keys read at once
+        assert of["BLOCK_N"] % 8 == 0 and of["BLOCK_M"] % 8 == 0, v.name  # keys are read by 8
 
 
 def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
@@ -245,8 +245,8 @@ def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
     assert [v for v in left if not of_sm90(v)] == [v for v in ALL if not of_sm90(v)]
 
 
-def test_the_backward_kernels_of_sm90_come_together() -> None:
-    """C++ takes all of a way or none, and the workspace is large where there is a backward_sm90."""
+def test_the_backward_kernels_of_sm90_are_complete() -> None:
+    """C++ takes all kernels of a backward or none; with backward_sm90 the workspace is large."""
     names = ("preprocess", "sm90", "postprocess", "dkdv_sm90", "dq_sm90")
     prepare, one, finish, keys, rows = (set(table.SM90_TILES[f"backward_{k}"]) for k in names)
     parts = {kernel: set(table.SM90_TILES[kernel]) for kernel in table.PARTS}
@@ -265,8 +265,8 @@ def test_the_backward_kernels_of_sm90_come_together() -> None:
 
 
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
-    """Else they are those without: C++ fills both in from one call, and one tile serves in their
-    place."""
+    """Otherwise their arguments are those of the kernels without: C++ fills in both from one
+    call."""
     for capped, plain in tiles.SOFT_CAP.items():
         assert capped == f"{plain}_soft_cap" and table.KERNELS[capped] == table.KERNELS[plain]
         for source in {v.source for v in ALL if v.kernel == capped}:
@@ -276,7 +276,7 @@ def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
 
 
 def test_kernels_with_a_bias_take_its_slopes() -> None:
-    """Else they are those without."""
+    """Otherwise their arguments are those of the kernels without a bias."""
     for biased, plain in tiles.ALIBI.items():
         assert biased == f"{plain}_alibi" and table.KERNELS[biased] == table.KERNELS[plain]
         names = arguments_of(biased)
@@ -285,7 +285,7 @@ def test_kernels_with_a_bias_take_its_slopes() -> None:
 
 
 def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
-    """C++ fills both in alike, and takes it where there are fewer tiles of 192 rows than
+    """C++ fills in both alike, and takes this one if there are fewer tiles of 192 rows than
     multiprocessors."""
     ((few, plain),) = tiles.LOW_OCCUPANCY.items()
     assert table.KERNELS[few] == table.KERNELS[plain] and arguments_of(few) == arguments_of(plain)
@@ -294,9 +294,9 @@ def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
     assert {v.block for v in ALL if v.kernel == plain and v.qk_dim == 64} == {192}
 
 
-def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
-    """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64
-    and 128."""
+def test_kernels_with_a_block_mask_take_its_lists_and_sizes() -> None:
+    """Otherwise their arguments are those of the kernels without. A step is one list entry of 64,
+    and a list belongs to a tile of 128."""
     numbers = ["block_mask_batch", "block_mask_heads", "q_block", "kv_block"]
     for mapped, plain in tiles.BLOCK_SPARSE.items():
         assert mapped == f"{plain}_block_lists" and table.KERNELS[mapped] == table.KERNELS[plain]
@@ -310,14 +310,14 @@ def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
         for v in ALL:
             if v.kernel == mapped:
                 assert dict(v.constants).get("BLOCK_N", 64) == 64, v.name
-                # half of a tile of keys has the lists of the whole
+                # half of a key tile uses the lists of the whole tile
                 assert v.block == (64 if "dkdv" in mapped and v.row == 256 else 128), v.name
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
-    # An entry of q_order is 128 rows: a program takes a divisor of it, whole blocks of 64, whose
-    # bounds it merges, or a part of one. Kernels with tensor maps take whole entries, of q_order or
-    # of q_order_192; of kv_order also halves, and dQ in parts takes halves.
+    # An entry of q_order covers 128 rows. A program takes a divisor of it: whole blocks of 64,
+    # with merged bounds, or a part of one. Kernels with tensor maps take whole entries of q_order
+    # or q_order_192. For kv_order they may take halves, and dQ in parts takes halves.
     for v in ALL:
         if v.kernel in table.TILES:
             assert v.block in (16, 32, 64, 128), v.name
@@ -325,7 +325,7 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
             tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
             tiles = (64,) if v.kernel in table.PARTS else tiles
             assert v.block in tiles, v.name
-        # The backward's workspace has rows in whole blocks of 64.
+        # The backward's workspace has whole blocks of 64 rows.
         if v.kernel in ("backward_preprocess", "backward_postprocess"):
             assert 64 % v.block == 0, v.name
 
@@ -334,8 +334,8 @@ FEW_ROWS = ("decode", "decode_fp8", "decode_fp8_pages")
 
 
 def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
-    """csrc/launch/decode_shares.cc chooses between the two by rows before it looks one up; a block
-    of decode_combine is its most shares."""
+    """csrc/launch/decode_shares.cc chooses between two tile heights by the number of rows before it
+    looks up a kernel. A block of decode_combine is the largest number of shares."""
     source = (ROOT / "csrc" / "launch" / "decode_shares.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])
     assert {v.block for v in ALL if v.kernel in FEW_ROWS} == {few}
@@ -348,7 +348,7 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
 def test_every_kernel_loads_on_the_oldest_driver_of_its_architecture() -> None:
     drivers = {arch.name: arch.driver for arch in table.ARCHS.values()}
     assert {name for name, driver in drivers.items() if driver > 12000} == {
-        *("sm_100f", "sm_110", "sm_120f")  # families, and a chip that CUDA 12 does not know
+        *("sm_100f", "sm_110", "sm_120f")  # families, and a GPU that CUDA 12 does not support
     }
     for v in ALL:
         same = {
@@ -362,10 +362,10 @@ def test_every_kernel_loads_on_the_oldest_driver_of_its_architecture() -> None:
         assert v.name.endswith("_cuda13") == (v.driver > v.arch.driver)
 
 
-def test_a_variant_that_fails_stops_no_other_of_its_ptx(monkeypatch, tmp_path, capfd) -> None:
-    """All are tried, the failure is said, and what an earlier build left does not pass for it."""
+def test_a_failing_variant_stops_no_other_of_its_ptx(monkeypatch, tmp_path, capfd) -> None:
+    """All are tried, the failure is reported, and the output of an earlier build is removed."""
     pytest.importorskip("triton", reason="a build dependency")
-    family = ("sm_87", "sm_110", "sm_80")  # of one PTX
+    family = ("sm_87", "sm_110", "sm_80")  # they share one PTX
     todo = [v for v in ALL if v.kernel == "blocks_rows" and v.arch.name in family]
 
     def write(variant, ptx, meta, out):
@@ -375,7 +375,7 @@ def test_a_variant_that_fails_stops_no_other_of_its_ptx(monkeypatch, tmp_path, c
         (out / f"{variant.name}.cubin").write_bytes(b"cubin")
         (out / f"{variant.name}.json").write_text('{"registers": 1, "shared": 2, "stack": 3}')
 
-    monkeypatch.setattr(compiler, "warm_up", lambda _: None)  # Triton may be interpreted here
+    monkeypatch.setattr(compiler, "warm_up", lambda _: None)  # Triton may interpret here
     monkeypatch.setattr(compiler.lower, "make_ptx", lambda _: ("ptx", "meta"))
     monkeypatch.setattr(compiler.lower, "write_variant", write)
     (tmp_path / f"{todo[0].name}.json").write_text("{}")
@@ -390,7 +390,7 @@ def test_a_variant_that_fails_stops_no_other_of_its_ptx(monkeypatch, tmp_path, c
     "kernel", ["forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback"]
 )
 def test_steps_of_fallback_kernels_fit_the_lists_of_a_map(kernel: str) -> None:
-    """Entries are blocks of 64: a step is one of them or a part, a program part of a tile of
+    """List entries are blocks of 64: a step is an entry or part of one, a program part of a tile of
     128."""
     inner, outer = ("BLOCK_M", "BLOCK_N") if "dkdv" in kernel else ("BLOCK_N", "BLOCK_M")
     for v in ALL:
@@ -410,7 +410,7 @@ def test_every_argument_has_a_type(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel,row", sorted(table.SPLIT_HEAD_DIM, key=str), ids=str)
 def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, row: table.Dims) -> None:
-    """The same arguments in the same order: C++ has one struct for both. Constants are its own."""
+    """The arguments have the same order, as C++ uses one struct for both; constants may differ."""
     source, block = table.SPLIT_HEAD_DIM[kernel, row]
     assert source != table.KERNELS[kernel]
     passed = [n for n in arguments_of(kernel) if not n.isupper()]
@@ -436,7 +436,7 @@ def test_narrowing_names_what_is_accepted() -> None:
 
 
 def test_parameters_do_not_depend_on_the_variant() -> None:
-    """C++ has one struct a kernel; kernels.txt says it also of kernels without a variant."""
+    """C++ has one struct per kernel; kernels.txt also declares kernels without a variant."""
     pytest.importorskip("triton", reason="a build dependency")
     lines = [compiler.lower.kernel_line(kernel).split() for kernel in table.KERNELS]
     assert [line[0] for line in lines] == list(table.KERNELS)

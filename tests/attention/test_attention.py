@@ -1,7 +1,7 @@
-"""flash_attention under jax's transformations, on the CPU.
+"""flash_attention under JAX transformations, on the CPU.
 
-Guards against what a plain call does not show: a kernel that remat runs twice, a vmap that mixes
-batches, an LSE whose gradient is dropped, a cache that never hits.
+Guards against what a plain call does not show: remat that runs a kernel twice, a vmap that mixes
+batches, a dropped LSE gradient, a compilation cache that never hits.
 """
 
 import functools
@@ -35,13 +35,13 @@ def mask():
 
 def loss(query, key, value, mask):
     out, lse = packax.flash_attention(query, key, value, mask, return_lse=True)
-    # Rows of padding have lse -inf: a user selects before taking sums.
+    # The lse of padding rows is -inf, so the loss selects the finite values before the sum.
     return jnp.sum(out * DOUT[: len(out)]) + jnp.sum(jnp.where(jnp.isfinite(lse), lse * 0.5, 0))
 
 
 @pytest.fixture(scope="module")
 def gradients(mask):
-    """By float64 numpy, through the oracle: dlse is 0.5 everywhere."""
+    """Gradients of the float64 NumPy oracle; dlse is 0.5 everywhere."""
     return oracle.exact(QUERY, KEY, VALUE, CASE.allowed(), 16**-0.5, DOUT, np.full(DLSE.shape, 0.5))
 
 
@@ -61,7 +61,8 @@ def test_scale_defaults_to_the_root_of_the_head_dim(mask):
 
 @pytest.mark.parametrize("dims", some([((192, 128),), ((256, 256),), ((24, 40),)], 2), ids=str)
 def test_head_dims(mask, dims):
-    """The output has the value's; the scale is of the query's; the gradients have their own."""
+    """The output has value's head dim, the default scale uses query's, and each gradient has the
+    head dim of its primal."""
     query, key, value, dout, dlse = CASE.tensors(jnp.float32, *dims)
 
     def attention(query, key, value):
@@ -76,7 +77,7 @@ def test_head_dims(mask, dims):
 
 @pytest.mark.parametrize("scale", some([-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)], 0, 3))
 def test_any_sign_of_scale(mask, scale):
-    """The kernels take positive ones only, so the sign goes into the query on every platform."""
+    """Kernels take only a positive scale, so every platform moves the sign into the query."""
 
     def attention(query, key, value):
         return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
@@ -91,7 +92,7 @@ def test_any_sign_of_scale(mask, scale):
 
 
 def test_scale_zero_reads_no_query(mask):
-    """0 times an infinity would be a NaN."""
+    """With scale 0, infinities and NaN in the query must not reach the results (0 * inf is NaN)."""
     query = QUERY.at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
 
     def attention(query, key, value):
@@ -103,7 +104,7 @@ def test_scale_zero_reads_no_query(mask):
 
 
 def test_scale_zero_in_float64(mask):
-    """There, 1e-40 is a number like any other."""
+    """In float64, 1e-40 is an ordinary scale and does not count as 0."""
     x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with x64(True):
         tensors = [jnp.asarray(x, jnp.float64) for x in (QUERY, KEY, VALUE)]
@@ -119,7 +120,7 @@ def test_an_expression_is_built_on_the_spot(mask):
         packax.flash_attention(QUERY, KEY, VALUE, expression),
         packax.flash_attention(QUERY, KEY, VALUE, mask),
     )
-    # lengths from the operands
+    # The expression takes its lengths from the operands.
     packax.flash_attention(QUERY[:, :100], KEY, VALUE, packax.full())
 
 
@@ -154,7 +155,8 @@ def test_value_and_grad_with_the_mask_built_inside(gradients):
 
 
 def test_gradient_of_lse_alone(mask):
-    """Without out's cotangent the gradient of the LSE is the softmax: easily dropped whole."""
+    """With no cotangent for out, the LSE gradient is the softmax; a gradient rule can easily drop
+    it."""
     _, transpose = jax.vjp(
         lambda q, k: packax.flash_attention(q, k, VALUE, mask, return_lse=True)[1], QUERY, KEY
     )
@@ -166,7 +168,8 @@ def test_gradient_of_lse_alone(mask):
 
 
 def test_two_by_two_differences():
-    """The gradient rule against finite differences in float64: no formula is shared."""
+    """Checks the gradient rule against float64 finite differences, which share no formula with
+    it."""
     x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with x64(True):
         mask = packax.causal() & packax.documents(np.repeat([0, 1, -1], [3, 4, 2]))
@@ -190,7 +193,7 @@ def test_two_by_two_differences():
 
 @pytest.mark.parametrize("axes", some([((0, None),), ((0, 0),), ((1, None),), ((None, 0),)], 1))
 def test_vmap_folds_into_the_batch(axes):
-    """Over tensors, over ids, over both: as a Python loop, and with one kernel call."""
+    """Mapped over tensors, over ids, or over both: equals a Python loop, with one kernel call."""
     tensor_axis, ids_axis = axes
     rng = np.random.default_rng(0)
     shape = (2, 60, 2, 8) if tensor_axis is None else (3, 2, 60, 2, 8)
@@ -218,7 +221,7 @@ def test_vmap_folds_into_the_batch(axes):
 
 
 def test_vmap_over_one_mask_for_all():
-    """A mask of batch 1 stays one mask; one of the batch's size is repeated."""
+    """A mask of batch 1 stays one mask; a mask of the batch's size is repeated."""
     rng = np.random.default_rng(0)
     tensors = [jnp.asarray(rng.standard_normal((3, 2, 60, 2, 8)), jnp.float32) for _ in range(3)]
     ids = np.sort(rng.integers(0, 4, (2, 60)))
@@ -259,7 +262,7 @@ def test_remat_that_keeps_the_results_runs_the_kernel_once(mask, gradients):
 
     assert count("packax_forward", grad(keep), QUERY, KEY, VALUE, mask) == 1
     assert count("packax_backward", grad(keep), QUERY, KEY, VALUE, mask) == 1
-    # the counter counts: without the names it runs again
+    # Checks the counter itself: without the saved names the forward runs again.
     nothing = jax.checkpoint_policies.nothing_saveable
     assert count("packax_forward", grad(nothing), QUERY, KEY, VALUE, mask) == 2
     assert_gradients(jax.jit(grad(keep))(QUERY, KEY, VALUE, mask), gradients)
@@ -340,7 +343,8 @@ def test_persistent_compilation_cache(tmp_path):
 
 @pytest.mark.parametrize("logit", [1e2, 1e4, 1e6])
 def test_large_logits_without_a_bias(logit):
-    """As docs/guide/numerics.md says: 2e-7 times the logit, in the gradient alone."""
+    """The bound of docs/guide/numerics.md: an error of 2e-7 times the logit, in the gradient
+    only."""
     query = jnp.full((1, 200, 1, 16), np.sqrt(logit / 4), jnp.float32)
     value = jnp.asarray(np.random.default_rng(0).standard_normal(query.shape), jnp.float32)
     out, transpose = jax.vjp(

@@ -1,8 +1,8 @@
-"""Batch rows shorter than a tile as documents of one row: when, that results and gradients stay
-what they are, what the kernels get.
+"""Batch rows shorter than a tile, packed as documents of one row: when it applies, that results and
+gradients do not change, and what the kernels receive.
 
-Guards against a row that attends another batch row's keys, masks that are one for all rows, and lse
-or gradients of other rows.
+Guards against a row that attends to keys of another batch row, masks shared by all batch rows, and
+lse or gradients of the wrong row.
 """
 
 import functools
@@ -31,13 +31,13 @@ def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
     (
         (2048, 1, 1, True),
         (128, 64, 64, True),
-        (127, 64, 64, False),  # 1016 tiles
+        (127, 64, 64, False),  # 1016 tiles, below the threshold
         (128, 65, 64, False),
         (128, 64, 128, True),
         (128, 64, 129, False),
         (2048, 1, 4096, False),
         (1, 64, 64, False),
-        (1 << 23, 64, 64, True),  # the longest row that the kernels take
+        (1 << 23, 64, 64, True),  # the longest row that the kernels accept
         ((1 << 23) + 1, 64, 64, False),
         ((1 << 22) + 1, 64, 128, False),
     ),
@@ -61,12 +61,12 @@ B = 7
 
 
 def expressions(rng, q_len, kv_len):
-    """One mask for all rows and one each, of all levels of segment checks."""
-    ids = functools.partial(rng.integers, -1, 3)  # they come back, so are tested
+    """Masks shared by all batch rows and masks per row, covering every mask mode."""
+    ids = functools.partial(rng.integers, -1, 3)  # ids repeat, so the kernels must compare them
     q_at, kv_at = rng.integers(0, 40, (B, q_len)), rng.integers(0, 40, (B, kv_len))
     lo = rng.integers(-3, kv_len, (B, q_len)).astype(np.int32)
     both = packax.documents(ids((B, q_len)), kv_segment_ids=ids((B, kv_len)))
-    placed = packax.documents(
+    with_positions = packax.documents(
         ids((B, q_len)), kv_segment_ids=ids((B, kv_len)), positions=q_at, kv_positions=kv_at
     )
     return {
@@ -75,8 +75,8 @@ def expressions(rng, q_len, kv_len):
         "documents, one for all": packax.documents(ids((q_len,)), kv_segment_ids=ids((kv_len,))),
         "documents": both,
         "documents, causal": both & packax.causal(),
-        "positions": placed & packax.causal(),
-        "positions, window": placed & packax.sliding_window(9),
+        "positions": with_positions & packax.causal(),
+        "positions, window": with_positions & packax.sliding_window(9),
         "ranges, some empty": packax.masks.ranges(
             lo, lo + rng.integers(0, 9, (B, q_len), np.int32)
         ),
@@ -86,19 +86,19 @@ def expressions(rng, q_len, kv_len):
 KINDS = tuple(expressions(np.random.default_rng(0), 4, 4))
 
 
-def passes(monkeypatch, merged):
-    """Binds of one batch row instead, and what they were given."""
+def record_binds(monkeypatch, merged):
+    """Records the query shapes of all binds; if merged, packs the batch into one row first."""
     seen = []
     for direction in ("forward", "backward"):
         bind = getattr(primitives, direction)
 
-        def instead(spec, x, bind=bind, direction=direction):
+        def replacement(spec, x, bind=bind, direction=direction):
             seen.append(x.query.shape)
             if merged and x.query.shape[0] > 1:
                 return lowering.packed(direction, spec, x)
             return bind(spec, x)
 
-        monkeypatch.setattr(primitives, direction, instead)
+        monkeypatch.setattr(primitives, direction, replacement)
     return seen
 
 
@@ -119,8 +119,8 @@ def test_results_and_gradients(kind, sizes):
 
     def total(query, key, value):
         options = {"return_lse": True} if option == "lse" else {"soft_cap": 1.5}
-        made = packax.flash_attention(query, key, value, mask, **options)
-        out, lse = made if option == "lse" else (made, jnp.zeros(()))
+        results = packax.flash_attention(query, key, value, mask, **options)
+        out, lse = results if option == "lse" else (results, jnp.zeros(()))
         lse = jnp.where(jnp.isfinite(lse), lse, 0)
         of_lse = jnp.sin(jnp.arange(lse.size)).reshape(lse.shape)
         return (out * cotangent).sum() + (lse * of_lse).sum(), (out, lse)
@@ -128,8 +128,8 @@ def test_results_and_gradients(kind, sizes):
     found = []
     for merged in (False, True):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            seen = passes(monkeypatch, merged)
-            jax.clear_caches()  # else the second one would be the first one's program
+            seen = record_binds(monkeypatch, merged)
+            jax.clear_caches()  # otherwise the second run would reuse the first program
             gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)
             found.append(jax.jit(gradients)(query, key, value))
             assert ((1, B * q_len, 4, 16) in seen) is merged
@@ -138,9 +138,10 @@ def test_results_and_gradients(kind, sizes):
 
 
 def test_blocks_are_tested_where_a_row_of_theirs_was():
-    """No XLA path reads this: the kernels test elements of such blocks alone."""
+    """Blocks are segment-checked only where one of their rows was. No XLA path reads these bits,
+    only the kernels."""
     ids = np.zeros((9, 20), np.int32)
-    ids[[2, 8], 7:9] = 1  # documents that come back
+    ids[[2, 8], 7:9] = 1  # ids that reappear later in the row
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
     operands = Operands(query, key, key, **mask.operands("forward"))
@@ -160,8 +161,8 @@ def test_what_the_kernels_get(kind):
 
     query, key = shapes(2048, 49, 49)
     ids = jax.ShapeDtypeStruct((2048, 49), jnp.int32)
-    made = calls(text_of(jax.grad(loss, (0, 1, 2)), query, key, key, ids))
-    attention = [x for x in made if "ward" in x[0]]
+    ffi_calls = calls(text_of(jax.grad(loss, (0, 1, 2)), query, key, key, ids))
+    attention = [x for x in ffi_calls if "ward" in x[0]]
     assert [x[0] for x in attention] == ["packax_forward_v1", "packax_backward_v1"]
     rows, keys = f"1x{2048 * 49}x8x64xbf16", f"1x{2048 * 49}x2x64xbf16"
     assert attention[0][2][:3] == attention[1][2][:3] == [rows, keys, keys]
@@ -196,8 +197,8 @@ def test_each_device_merges_its_own(how):
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in shapes(8 * 1024, 33, 33)
     )
     with jax.set_mesh(mesh):
-        made = calls(text_of(gradients, query, key, key))
-    attention = [x for x in made if "ward" in x[0]]
+        ffi_calls = calls(text_of(gradients, query, key, key))
+    attention = [x for x in ffi_calls if "ward" in x[0]]
     assert [x[0] for x in attention] == ["packax_forward_v1", "packax_backward_v1"]
     assert all(x[2][0] == f"1x{1024 * 33}x8x64xbf16" for x in attention)
 
@@ -214,9 +215,9 @@ def test_places_and_maps_stay_those_of_a_row():
         chosen = packax.masks.block_sparse(np.ones((1, 1, 1, 1), bool), (32, 32))
         return packax.flash_attention(query, key, value, packax.causal() & chosen)
 
-    for made in (
+    for ffi_calls in (
         calls(text_of(alibi, query, key, key, slopes)),
         calls(text_of(blocks, query, key, key)),
     ):
-        assert made[-1][0] == "packax_forward_v1"
-        assert made[-1][2][0] == "128x32x8x64xbf16"
+        assert ffi_calls[-1][0] == "packax_forward_v1"
+        assert ffi_calls[-1][2][0] == "128x32x8x64xbf16"

@@ -1,8 +1,8 @@
-"""A bias array: output, log-sum-exp and every gradient against float64, for every axis
-that may be 1; a row of -inf; transformations; and what is rejected.
+"""A bias array: output, log-sum-exp and every gradient against float64, for every axis that may be
+1; a row of -inf; transformations; and what is rejected.
 
 Guards against a tile of another head or row, a sum over the wrong axes, a gradient where the mask
-attends nothing, an array expanded over the axes it does not have.
+allows no key, and a bias expanded over its broadcast axes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SHAPES = [
 ]
 
 
-def drawn(shape, keys, dtype=jnp.float32, seed=0):
+def random_bias(shape, keys, dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal((*shape, keys)), dtype)
 
 
-def of(case, **static):
+def attention_of(case, **static):
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
     def attention(arrays):
@@ -51,7 +51,7 @@ def of(case, **static):
 
 def check(case, bias, dtype=jnp.float32, *, soft_cap=None, dims=(16, 16)):
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims, bias=bias)
-    attention = of(case, soft_cap=soft_cap)
+    attention = attention_of(case, soft_cap=soft_cap)
     got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
     true, plain, _ = score_oracle.true_and_plain(
         arrays, case.allowed(), dout, dlse, soft_cap=soft_cap
@@ -63,7 +63,7 @@ def check(case, bias, dtype=jnp.float32, *, soft_cap=None, dims=(16, 16)):
 
 @pytest.mark.parametrize("shape", some(((shape,) for shape in SHAPES), 0, 7))
 def test_every_shape(shape):
-    check(SMALL, drawn(shape, SMALL.kv_len))
+    check(SMALL, random_bias(shape, SMALL.kv_len))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_shape(shape):
 )
 def test_masks(name):
     case = BY_NAME[name]
-    got, _ = check(case, drawn((1, case.heads, case.q_len), case.kv_len))
+    got, _ = check(case, random_bias((1, case.heads, case.q_len), case.kv_len))
     allowed = case.allowed()
     idle = ~(allowed if allowed.ndim == 3 else allowed[None]).any(0)
     assert not np.asarray(got.gradients["bias"])[:, :, idle].any()
@@ -86,16 +86,16 @@ def test_masks(name):
     ),
 )
 def test_dtypes(dtype, bias_dtype):
-    check(SMALL, drawn((1, 4, 150), SMALL.kv_len, bias_dtype), dtype)
+    check(SMALL, random_bias((1, 4, 150), SMALL.kv_len, bias_dtype), dtype)
 
 
 def test_soft_cap_comes_before_it():
-    check(SMALL, drawn((2, 1, 150), SMALL.kv_len), soft_cap=1.5)
+    check(SMALL, random_bias((2, 1, 150), SMALL.kv_len), soft_cap=1.5)
 
 
 def test_minus_infinity():
-    """In single entries, and in all of a row, which then attends nothing."""
-    bias = drawn((1, 4, 150), SMALL.kv_len)
+    """In single entries, and in whole rows, which then attend to no key."""
+    bias = random_bias((1, 4, 150), SMALL.kv_len)
     bias = bias.at[:, :, 7].set(-jnp.inf).at[:, 1, 60:90].set(-jnp.inf)
     bias = bias.at[..., ::5].set(-jnp.inf)
     got, _ = check(SMALL, bias)
@@ -128,13 +128,14 @@ HIDDEN = {
 )
 @pytest.mark.parametrize("every", some([False, True], 0))
 def test_additive_masks(of_case, dtype, every):
-    """Of every kind and of every size, all pairs exhaustively, also on all keys that a row has.
-    Queries times 0: the softmax of equal logits, which plain attention has exactly."""
+    """Additive masks of every kind and size, also ones that mask all keys of a row; all pairs only
+    in the exhaustive run. With the query times 0 all logits are equal, so plain attention computes
+    their softmax exactly."""
     name, axes, times = of_case
     case = HIDDEN[name]
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, bias=None)
     arrays["query"] *= times
-    check = additive_masks.checker(of(case), case.allowed())
+    check = additive_masks.checker(attention_of(case), case.allowed())
     biases = additive_masks.biases((*axes, case.kv_len), dtype)
     for where, bias in biases if every else itertools.islice(biases, 1, None, 5):
         check(arrays | {"bias": bias}, dout, dlse, where)
@@ -143,7 +144,7 @@ def test_additive_masks(of_case, dtype, every):
 @pytest.mark.parametrize("value", [-1e9, "least", "0.7 least", "most"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_number_on_all_keys_shifts_nothing(dtype, value):
-    """The mean of the values and, in the gradient of their sum, one over how many there are."""
+    """The output is the mean of the values, and their gradient is 1 over the number of keys."""
     value = additive_masks.values_of(dtype).get(value, value)
     query = jnp.ones((1, 256, 1, 64), dtype)
     bias = jnp.full((1, 1, 1, 256), value, dtype)
@@ -160,7 +161,7 @@ def test_one_number_on_all_keys_shifts_nothing(dtype, value):
 
 @pytest.mark.parametrize("masked", [-1e4, -1e9, float(jnp.finfo(jnp.float32).min)])
 def test_a_sink_above_rows_of_large_negative_numbers(masked):
-    """The log-sum-exp is the sink, to float32's rounding of the sink, not of the bias."""
+    """The log-sum-exp is the sink, to float32 rounding of the sink and not of the bias."""
     query = jnp.ones((1, 6, 3, 16))
     sinks = jnp.asarray([-2.5, 0.25, 7.5])
     bias = jnp.full((1, 1, 6, 6), masked).at[..., 4:, :3].set(0.5)
@@ -171,7 +172,7 @@ def test_a_sink_above_rows_of_large_negative_numbers(masked):
         )
 
     (out, lse), transpose = jax.vjp(run, sinks)
-    some = np.logaddexp(4.5 + np.log(3), sinks)  # 16 / sqrt(16) and the bias
+    some = np.logaddexp(4.5 + np.log(3), sinks)  # logit 16 / sqrt(16), plus the bias 0.5
     wanted = np.where(np.arange(6) < 4, sinks[:, None], some[:, None])
     np.testing.assert_allclose(lse[0], wanted, rtol=1e-6)
     np.testing.assert_array_equal(out[0, :4], 0)
@@ -181,7 +182,7 @@ def test_a_sink_above_rows_of_large_negative_numbers(masked):
 
 @pytest.mark.exhaustive
 def test_with_sinks_and_dropout_on_rows_of_one_number():
-    """A sink takes all of a row at -1e9, and nothing of one whose logits are larger still."""
+    """A sink takes all the weight of a row at -1e9, and none of a row whose logits are larger."""
     query = jnp.zeros((1, 8, 2, 16))
     value = jnp.ones_like(query)
     bias = jnp.full((1, 1, 8, 8), -1e9).at[:, :, 4:].set(1e9)
@@ -205,11 +206,11 @@ def test_with_sinks_and_dropout_on_rows_of_one_number():
 
     of_bias, of_sinks = jax.grad(loss, (0, 1))(bias, sinks)
     assert np.isfinite(of_bias).all() and not np.any(of_bias[:, :, :4])
-    np.testing.assert_allclose(of_sinks, 4)  # that of the log-sum-exp of the rows it takes
+    np.testing.assert_allclose(of_sinks, 4)  # of lse, in rows that the sink takes
 
 
 def test_gradients_with_an_emptied_row():
-    """NaN in its cotangents, large numbers in its query."""
+    """The empty row has NaN cotangents and large numbers in its query."""
     bias = jnp.zeros((1, 1, 70, 70)).at[:, :, 5].set(-jnp.inf)
     query, key, value = (jax.random.normal(jax.random.key(n), (1, 70, 1, 8)) for n in range(3))
 
@@ -233,7 +234,8 @@ def test_gradients_with_an_emptied_row():
 
 @pytest.mark.parametrize("given", [np.asarray, jnp.asarray])
 def test_the_least_float64_is_finite(given):
-    """With queries of a smaller dtype, a float64 bias is clipped to its range, not infinities."""
+    """With queries of a smaller dtype, a float64 bias is clipped to that dtype's finite range and
+    does not become infinite."""
     with score_oracle.x64(True):
         bias = given(np.full((1, 1, 1, 16), np.finfo(np.float64).min))
         query = jnp.ones((1, 16, 1, 8), jnp.float32)
@@ -250,7 +252,7 @@ def test_second_derivatives_on_rows_of_one_number():
         jnp.asarray(rng.standard_normal((1, 12, 1, 8)), jnp.float32) for _ in range(4)
     )
 
-    def of(bias):
+    def derivatives_of(bias):
         def loss(value):
             out, lse = packax.flash_attention(
                 query * 0, key, value, packax.causal(), bias=bias, return_lse=True
@@ -266,22 +268,22 @@ def test_second_derivatives_on_rows_of_one_number():
         return [way() for way in ways]
 
     zero = jnp.zeros((1, 1, 12, 12))
-    for x, y in zip(of(zero - 1e9), of(zero), strict=True):
+    for x, y in zip(derivatives_of(zero - 1e9), derivatives_of(zero), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 def test_it_equals_alibi():
-    """The one kind of bias that is no array."""
+    """ALiBi is the one kind of bias that is not an array."""
     case = BY_NAME["causal_tiles"]
     slopes = score_checks.slopes_of(case.heads)
     index = jnp.arange(case.q_len)
-    far = jnp.abs(index[:, None] - index[None])
+    distance = jnp.abs(index[:, None] - index[None])
     query, key, value, *_ = case.tensors(jnp.float32, 16, 16)
 
     def run(bias):
         return packax.flash_attention(query, key, value, packax.causal(), bias=bias)
 
-    array = -slopes[None, :, None, None] * far
+    array = -slopes[None, :, None, None] * distance
     np.testing.assert_allclose(run(array), run(packax.alibi(slopes)), atol=2e-5)
 
 
@@ -317,7 +319,7 @@ def test_second_derivatives_and_forward_mode():
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_vmap(mapped):
-    """Over models of their own bias, or over a batch that shares one."""
+    """Over models that each have a bias, or over a batch that shares one."""
     rng = np.random.default_rng(1)
     query, key, value = (
         jnp.asarray(rng.standard_normal((3, 2, 40, 2, 8)), jnp.float32) for _ in range(3)
@@ -340,7 +342,8 @@ def test_vmap(mapped):
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_vmap_does_not_repeat_it_for_the_batch(batch, mapped, way):
-    """Of an array for all batch rows, nothing is larger than one for each mapped element."""
+    """With one bias array for all batch rows, no intermediate is larger than one bias per mapped
+    element."""
     n, length = 3, 256
     bias = jnp.zeros((n, 1, 2, length, length)[not mapped :])
     query = jnp.zeros((n, batch, length, 2, 8))
@@ -380,10 +383,10 @@ def test_wrong_requests(bias, text):
 
 
 def test_it_is_not_expanded():
-    """One row for all heads and rows stays one in the program."""
+    """A bias of one row for all heads and query rows is not broadcast in the program."""
     case = SMALL
     query, key, value, *_ = case.tensors(jnp.float32, 8, 8)
-    bias = drawn((1, 1, 1), case.kv_len)
+    bias = random_bias((1, 1, 1), case.kv_len)
 
     def loss(bias):
         return packax.flash_attention(query, key, value, packax.full(), bias=bias).sum()

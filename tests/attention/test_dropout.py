@@ -1,4 +1,5 @@
-"""Dropout: the same bits as Philox in numpy, in both passes; by key alone; and what is refused."""
+"""Dropout: the same bits as Philox in NumPy, in both passes; depends only on the key; and what is
+rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KEY = jax.random.key(5)
 
 
 def test_philox_is_that_of_the_paper():
-    """Known answers of its authors' Random123, and of the words in XLA."""
+    """Known answers from the authors' Random123, for the NumPy version and for the one in XLA."""
     from packax._src.ops import dropout
 
     known = {
@@ -31,11 +32,11 @@ def test_philox_is_that_of_the_paper():
     }
     for (counter, key), words in known.items():
         assert tuple(map(int, philox.philox([counter] * 4, [key] * 2))) == words
-        made = dropout.philox([jnp.uint32(counter)] * 4, [jnp.uint32(key)] * 2)
-        assert tuple(map(int, made)) == words
+        words_in_xla = dropout.philox([jnp.uint32(counter)] * 4, [jnp.uint32(key)] * 2)
+        assert tuple(map(int, words_in_xla)) == words
 
 
-def of(case, key, rate, **more):
+def attention_of(case, key, rate, **more):
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
     def attention(arrays):
@@ -66,7 +67,7 @@ def test_out_and_gradients(case, rate, dtype, bias):
     if bias is not None:
         rng = np.random.default_rng(0)
         arrays["bias"] = jnp.asarray(rng.standard_normal((*bias, case.kv_len)), dtype)
-    attention = of(case, KEY, rate)
+    attention = attention_of(case, KEY, rate)
     got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
     factors = philox.factors(KEY, rate, (case.batch, case.heads, case.q_len, case.kv_len))
     true, plain, _ = score_oracle.true_and_plain(
@@ -76,7 +77,8 @@ def test_out_and_gradients(case, rate, dtype, bias):
 
 
 def ones(rate, key, length=256, batch=2, heads=4):
-    """What each row keeps of its keys, which it attends alike: its mean is 1."""
+    """Attention over values of 1 with equal weights: the scaled share of keys each row keeps, 1 on
+    average."""
     query = jnp.zeros((batch, length, heads, 8))
     value = jnp.ones((batch, length, heads, 8))
     return packax.flash_attention(
@@ -87,10 +89,10 @@ def ones(rate, key, length=256, batch=2, heads=4):
 def test_the_share_that_is_kept():
     rate = 0.3
     kept = np.asarray(ones(rate, KEY)) * (1 - rate)
-    one = np.sqrt(rate * (1 - rate) / 256)  # of a row; there are 2048
+    one = np.sqrt(rate * (1 - rate) / 256)  # standard deviation of one row; there are 2048 rows
     assert abs(kept.mean() - (1 - rate)) < 5 * one / np.sqrt(kept.size)
     assert 0.9 < kept.std() / one < 1.1
-    for axis in range(3):  # rows, heads and batch rows draw their own
+    for axis in range(3):  # rows, heads and batch rows draw independent bits
         flat = np.moveaxis(kept, axis, 0).reshape(kept.shape[axis], -1)
         assert abs(np.corrcoef(flat[0], flat[1])[0, 1]) < 5 / np.sqrt(flat.shape[1])
 
@@ -101,7 +103,7 @@ def test_it_depends_on_the_key_alone():
     np.testing.assert_array_equal(ones(0.5, jax.random.key_data(KEY)), first)
     np.testing.assert_array_equal(jax.jit(lambda key: ones(0.5, key))(KEY), first)
     assert (np.asarray(ones(0.5, jax.random.key(6))) != np.asarray(first)).any()
-    # rows of a longer batch, and more heads, keep what they had
+    # A larger batch or more heads do not change the bits of the first rows and heads.
     np.testing.assert_array_equal(ones(0.5, KEY, batch=3, heads=6)[:2, :, :4], first)
 
 
@@ -135,7 +137,7 @@ def test_vmap_over_keys_and_inputs():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("way", ["out", "gradient", "tangent"])
 def test_under_vmap_every_batch_row_has_its_streams(batch, way):
-    """The kernels read them by batch row, also where no key is mapped."""
+    """The kernels read one stream per batch row, also where no key is mapped."""
     x = jnp.zeros((3, batch, 40, 2, 8))
 
     def loss(x):

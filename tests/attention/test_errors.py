@@ -1,4 +1,4 @@
-"""Errors have the right type, and name the argument, its value and what is accepted."""
+"""Errors have the right type and name the argument, its value and what is accepted."""
 
 import dataclasses
 import warnings
@@ -31,7 +31,7 @@ def call(**changes):
 
 
 def raises(error, *texts):
-    """The exception has all texts in it, in any order."""
+    """Expects an exception whose message contains all texts, in any order."""
 
     class Raises:
         def __enter__(self):
@@ -192,7 +192,7 @@ def test_flash_attention(changes, texts):
         call(**changes)
     traced = {name: x for name, x in {**GOOD, **changes}.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in changes.items() if name not in traced}
-    if "scale" not in changes:  # an array scale is a tracer there: the same text, another type
+    if "scale" not in changes:  # an array scale is a tracer in jit, which changes the message
         with raises(ValueError, *texts):
             jax.jit(lambda traced: call(**static, **traced))(traced)
 
@@ -327,7 +327,7 @@ def test_a_mask_cannot_be_written():
     ("query", "key", "warns"),
     some(
         [
-            ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, over 2 of as many keys
+            ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, 2 of 128 keys
             ((2, 32, 512, 64), (2, 32, 512, 64), True),  # 32 heads of 512 rows
             ((2, 8, 70, 64), (2, 8, 70, 64), True),
             ((2, 70, 8, 64), (2, 70, 8, 64), False),
@@ -335,12 +335,12 @@ def test_a_mask_cannot_be_written():
                 (1, 32, 128, 64),
                 (1, 32, 128, 64),
                 False,
-            ),  # as large models of 128 heads have few tokens
-            ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # their decoding
+            ),  # large models of 128 heads may have few tokens
+            ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # decoding with such a model
             ((2, 4, 8, 64), (2, 2, 8, 64), True),
-            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads, axes in order
+            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads, axes in the right order
             ((2, 2, 16, 64), (2, 3, 16, 64), False),
-            ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many heads of keys as of queries
+            ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many key/value heads as query heads
             ((2, 32, 160, 64), (2, 32, 160, 64), True),
             ((2, 16, 77, 64), (2, 16, 77, 64), True),
             ((2, 8, 64, 64), (2, 8, 64, 64), True),
@@ -358,8 +358,8 @@ def test_a_mask_cannot_be_written():
     ),
 )
 def test_swapped_axes_are_warned_of(query, key, warns):
-    """Where nothing says the length: (batch, heads, length, dim) attends across heads without an
-    error."""
+    """Applies where no ids define the length: inputs of shape (batch, heads, length, dim) would
+    attend across heads without an error."""
     x, y = zeros(*query), zeros(*key)
     for mask in (
         packax.causal(),

@@ -1,9 +1,9 @@
-"""Head dims padded to those of the kernels: when, what the kernels get, and that results and
-gradients stay what they are.
+"""Head dims padded to those of the kernels: when, what the kernels receive, and that results and
+gradients do not change.
 
-Guards against padding where nothing is won (an option without such kernels), no padding where the
-fallback kernels are slower, head dims that only another GPU has, a scale of the padded head dim,
-and results that keep the padding.
+Guards against padding that gains nothing (an option without such kernels), missing padding where
+the fallback kernels are slower, head dims that only another GPU has, a scale computed from the
+padded head dim, and results that keep the padding.
 """
 
 import itertools
@@ -25,8 +25,8 @@ AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 
 @pytest.fixture
 def hopper(extension, monkeypatch):
-    """A build with kernels for Hopper of these head dims, the forward's up to 512; soft caps for 64
-    and 128."""
+    """A build with Hopper kernels for these head dims, the forward up to 512; soft caps for 64 and
+    128."""
     capped = tuple(f"{name}_soft_cap" for name in PASSES)
     dims = (*DIMS, (192, 192))
     rows = with_sm90(dims=dims, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
@@ -36,12 +36,12 @@ def hopper(extension, monkeypatch):
 
 @pytest.fixture
 def every_gpu(hopper, monkeypatch):
-    """Also with the portable kernels for Hopper, and with kernels for 8.0 alone: of 96 and 192, and
-    with a soft cap of 64 and 128."""
-    made = [(k, dim) for k in ("forward", "backward_sm80") for dim in (96, 192)]
-    made += [(f"{k}_sm80_soft_cap", dim) for k in ("forward", "backward") for dim in (64, 128)]
-    made += [("backward_sm80", dim) for dim in (64, 128)]
-    rows = [{**AMPERE, "kernel": k, "qk_dim": dim, "v_dim": dim} for k, dim in made]
+    """Adds the portable kernels for Hopper, and kernels for 8.0 only: head dims 96 and 192, and
+    with a soft cap 64 and 128."""
+    kernels = [(k, dim) for k in ("forward", "backward_sm80") for dim in (96, 192)]
+    kernels += [(f"{k}_sm80_soft_cap", dim) for k in ("forward", "backward") for dim in (64, 128)]
+    kernels += [("backward_sm80", dim) for dim in (64, 128)]
+    rows = [{**AMPERE, "kernel": k, "qk_dim": dim, "v_dim": dim} for k, dim in kernels]
     rows += ffi.ext.variants()
     rows += [
         {"kernel": k, "dtype": "bf16", "cc": 90, "arch_specific": True, "qk_dim": qk, "v_dim": v}
@@ -55,7 +55,7 @@ every_gradient = jax.grad(loss, (0, 1, 2))
 
 
 def dims_of(function, dims, dtype=jnp.bfloat16, **options):
-    """Head dims of query and value that the call gets: of a gradient the backward's."""
+    """Head dims of query and value that the kernel gets: of the backward if there is a gradient."""
     tensors = abstract(dtype, *dims)
     text = text_of(lambda *x: function(*x, MASK, **options), *tensors)
     of = {target: operands for target, _, operands, _ in calls(text)}
@@ -80,26 +80,26 @@ def dims_of(function, dims, dtype=jnp.bfloat16, **options):
 )
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
 def test_the_next_kernels_of_hopper(hopper, monkeypatch, function, dims, expected):
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # others have no 192
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # the only one with 192
     assert dims_of(function, dims) == expected
 
 
 @pytest.mark.parametrize("dims", ((264, 64), (320, 320), (8, 512), (512, 512)))
 def test_a_forward_alone(hopper, monkeypatch, dims):
-    """Above 256 the backward takes the fallback kernels, without padding; so does the forward with
-    an option and on other GPUs."""
+    """Above 256 the backward uses the fallback kernels without padding; so does the forward with an
+    option or on other GPUs."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
     assert dims_of(step, dims) == (512, 512)
     assert dims_of(jax.grad(loss), dims) == dims
     assert dims_of(step, dims, soft_cap=30.0) == dims
-    assert dims_of(step, dims, jnp.float16) == dims  # the rows are of bfloat16
+    assert dims_of(step, dims, jnp.float16) == dims  # the table has bfloat16 only
     for capabilities in ({80}, {80, 90}, None):
         monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
         assert dims_of(step, dims) == dims
 
 
 def test_a_backward_in_parts(hopper, monkeypatch):
-    """Above 256 the kernels for 512, for any of the gradients, but with no option."""
+    """Above 256 the kernels for 512 serve any of the gradients, but no option."""
     rows = with_sm90(dims=((512, 512),), kernels=("forward_sm90", *PARTS)) + ffi.ext.variants()
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
@@ -116,7 +116,7 @@ def test_a_backward_in_parts(hopper, monkeypatch):
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
 def test_of_an_option(hopper, function):
     assert dims_of(function, (40, 40), soft_cap=30.0) == (64, 64)
-    # No kernel of Hopper has such an option at that head dim, or at all.
+    # No Hopper kernel has such an option at that head dim, or at all.
     assert dims_of(function, (136, 128), soft_cap=30.0) == (136, 128)
     assert dims_of(function, (40, 40), sinks=jnp.ones(8)) == (64, 64)
     assert dims_of(function, (40, 40), scale=jnp.ones(())) == (40, 40)
@@ -139,7 +139,7 @@ def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
     rows = with_sm90(dims=DIMS, kernels=PASSES[:2])
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
     assert dims_of(jax.grad(loss), (40, 40)) == (64, 64)
-    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (64, 64)  # the portable ones
+    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (64, 64)  # the portable kernels
     monkeypatch.setattr(
         ffi.ext, "variants", lambda: [x for x in rows if x["kernel"] != "backward_dq"]
     )
@@ -151,7 +151,7 @@ def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
     "capabilities,expected", (({80}, 128), ({100}, 96), ({90}, 128), ({80, 90}, 128), (None, 128))
 )
 def test_of_other_gpus(hopper, monkeypatch, capabilities, expected):
-    """None: without a GPU, for any. The build has no kernels for 10.0."""
+    """None means no local GPU: the program may run on any. The build has no kernels for 10.0."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
     assert dims_of(step, (96, 96))[0] == expected
     assert dims_of(jax.grad(loss), (96, 96))[0] == expected
@@ -187,7 +187,8 @@ def test_a_program_for_several_gpus_takes_what_all_of_them_have(
 
 
 def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):
-    """Deterministic, or of some gradients: 96 and 192 are of the kernel that sums dQ."""
+    """Deterministic, or only some gradients: 96 and 192 exist only for the kernel that accumulates
+    dQ."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
     assert dims_of(every_gradient, (96, 96), deterministic=True) == (128, 128)
     assert dims_of(jax.grad(loss), (72, 72)) == (128, 128)
@@ -203,7 +204,7 @@ def test_a_soft_cap_elsewhere(every_gpu, monkeypatch):
 
 
 def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
-    """Kernels that write into the heads of others' outputs take no other head dims."""
+    """Kernels that write some heads of a shared output are not padded to other head dims."""
     tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
     of = Operands(**dict.fromkeys(Operands._fields) | tensors)
     spec = AttentionSpec(scale=1.0)
@@ -260,7 +261,7 @@ def test_in_programs_with_sizes_that_are_not_known_yet(hopper):
     ids=str,
 )
 def test_results_and_gradients(monkeypatch, dims, option):
-    """On the CPU, with binds of other head dims padded as lowering for Hopper does it."""
+    """Runs on the CPU; each bind is padded to other head dims as lowering does for Hopper."""
     rng = np.random.default_rng(sum(dims))
     shapes = ((2, 300, 4, dims[0]), (2, 300, 2, dims[0]), (2, 300, 2, dims[1]))
     shapes += ((2, 300, 4, dims[1]),)
@@ -279,15 +280,15 @@ def test_results_and_gradients(monkeypatch, dims, option):
     for direction in ("forward", "backward"):
         bind = getattr(primitives, direction)
 
-        def instead(spec, x, bind=bind, direction=direction):
+        def replacement(spec, x, bind=bind, direction=direction):
             wide = (80, 96)
             if (x.query.shape[3], x.value.shape[3]) == wide:
                 seen.append(direction)
                 return bind(spec, x)
             return lowering.padded(direction, spec, x, wide)
 
-        monkeypatch.setattr(primitives, direction, instead)
-    jax.clear_caches()  # else the program is the one before
+        monkeypatch.setattr(primitives, direction, replacement)
+    jax.clear_caches()  # otherwise the first program would be reused
     found = gradients(*tensors)
     assert set(seen) == {"forward", "backward"}
     for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):

@@ -1,8 +1,8 @@
-"""Attention of some heads of the query, group after group into one output: primitives, rules, what
-CUDA gets.
+"""Attention of some query heads, one group after another into one output: primitives, rules, and
+the calls for CUDA.
 
-Guards against heads of another group read, written or forgotten, and against an output that is
-copied where the next group should go on in it.
+Guards against heads of another group read, written or forgotten, and against a copy of the output
+between groups.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from packax._src.ops import head_groups as some_heads
 from primitive_calls import SPEC, arrays_of, assert_maps, backward, forward, of_pass
 from tiers import some
 
-GROUPS = (range(2), range(2, 6))  # of six query heads, two to a key/value head
+GROUPS = (range(2), range(2, 6))  # of six query heads; two share a key/value head
 Q_LEN, KV_LEN = 70, 90
 
 
@@ -41,37 +41,39 @@ def operands(dtype=jnp.float32, *more):
     return (query, key, value), draw(2, Q_LEN, 6, 16), draw(2, 6, Q_LEN), mask
 
 
-def of_keys(x, own):
-    return x[..., own.start // 2 : own.stop // 2, :]
+def of_keys(x, heads):
+    return x[..., heads.start // 2 : heads.stop // 2, :]
 
 
-def some_forward(own, out, query, key, value, mask, spec=SPEC):
+def some_forward(heads, out, query, key, value, mask, spec=SPEC):
     x = of_pass("forward", mask, query=query, key=key, value=value, init=out)
-    return some_heads.run("forward", own, spec, x)
+    return some_heads.run("forward", heads, spec, x)
 
 
 def grouped_forward(query, key, value, mask):
     out, lses = None, []
-    for own in GROUPS:
-        keys, values = (of_keys(x, own) for x in (key, value))
-        out, lse = some_forward(own, out, query, keys, values, mask)
+    for heads in GROUPS:
+        keys, values = (of_keys(x, heads) for x in (key, value))
+        out, lse = some_forward(heads, out, query, keys, values, mask)
         lses.append(lse)
     return out, jnp.concatenate(lses, 1)
 
 
-def some_backward(own, dq, tensors, mask, spec=SPEC):
+def some_backward(heads, dq, tensors, mask, spec=SPEC):
     names = ("query", "key", "value", "out", "lse", "dout", "dlse")
     named = dict(zip(names, tensors, strict=False))
-    return some_heads.run("backward", own, spec, of_pass("backward", mask, **named, init=dq))
+    return some_heads.run("backward", heads, spec, of_pass("backward", mask, **named, init=dq))
 
 
 def grouped_backward(tensors, mask):
     query, key, value, out, lse, dout, dlse = tensors
     dq, parts = None, []
-    for own in GROUPS:
-        keys, values = (of_keys(x, own) for x in (key, value))
-        sums = [x[:, own.start : own.stop] for x in (lse, dlse)]
-        dq, *part = some_backward(own, dq, (query, keys, values, out, sums[0], dout, sums[1]), mask)
+    for heads in GROUPS:
+        keys, values = (of_keys(x, heads) for x in (key, value))
+        sums = [x[:, heads.start : heads.stop] for x in (lse, dlse)]
+        dq, *part = some_backward(
+            heads, dq, (query, keys, values, out, sums[0], dout, sums[1]), mask
+        )
         parts.append(part)
     return dq, *(jnp.concatenate(x, 2) for x in zip(*parts, strict=True))
 
@@ -99,25 +101,25 @@ def test_the_other_heads_stay():
 
 
 def test_shapes():
-    """With the largest logits, and with the numbers that become gradients of scale and slopes."""
+    """With the largest logits, and with the sums that become gradients of scale and slopes."""
     (query, key, value), dout, _, mask = operands(jnp.bfloat16)
-    own = range(2, 4)
+    heads = range(2, 4)
     spec = dataclasses.replace(SPEC, max_logits=True)
-    made = jax.eval_shape(
-        lambda *x: some_forward(own, None, *x, mask, spec),
-        *(query, of_keys(key, own), of_keys(value, own)),
+    results = jax.eval_shape(
+        lambda *x: some_forward(heads, None, *x, mask, spec),
+        *(query, of_keys(key, heads), of_keys(value, heads)),
     )
-    assert [(x.shape, x.dtype) for x in made] == [
+    assert [(x.shape, x.dtype) for x in results] == [
         ((2, Q_LEN, 6, 16), jnp.bfloat16),
         *[((2, 2, Q_LEN), jnp.float32)] * 2,
     ]
     sums = jnp.zeros((2, 2, Q_LEN))
     spec = dataclasses.replace(SPEC, needs_grad=(*SPEC.needs_grad, "scales"))
-    made = jax.eval_shape(
-        lambda *x: some_backward(own, None, x, mask, spec),
-        *(query, of_keys(key, own), of_keys(value, own), dout, sums, dout, sums),
+    results = jax.eval_shape(
+        lambda *x: some_backward(heads, None, x, mask, spec),
+        *(query, of_keys(key, heads), of_keys(value, heads), dout, sums, dout, sums),
     )
-    assert [x.shape for x in made] == [
+    assert [x.shape for x in results] == [
         (2, Q_LEN, 6, 8),
         (2, KV_LEN, 1, 8),
         (2, KV_LEN, 1, 16),
@@ -151,7 +153,7 @@ def test_forward_mode():
     )
 
 
-# --- What CUDA gets.
+# --- Calls for CUDA.
 
 
 def grouped(q, k, v, head_groups, **options):
@@ -170,16 +172,16 @@ def lowered(differentiate=(), **options):
 
 
 def attention_calls(text):
-    """(target, attributes, operands, results, {operand: result} in the same memory)"""
+    """(target, attributes, operands, results, {operand: result that aliases it})."""
     lines = [x for x in text.splitlines() if re.search("custom_call @packax_(for|back)ward", x)]
-    same = []
+    aliases = []
     for line in lines:
         found = re.findall(
             r"output_operand_alias<output_tuple_indices = \[(\d*)\], operand_index = (\d+)", line
         )
-        same.append({int(operand): int(result) for result, operand in found})
-    made = [x for x in calls(text) if re.match("packax_(for|back)ward", x[0])]
-    return [(*x, y) for x, y in zip(made, same, strict=True)]
+        aliases.append({int(operand): int(result) for result, operand in found})
+    ffi_calls = [x for x in calls(text) if re.match("packax_(for|back)ward", x[0])]
+    return [(*x, y) for x, y in zip(ffi_calls, aliases, strict=True)]
 
 
 @pytest.mark.usefixtures("extension")
@@ -188,29 +190,29 @@ def test_groups_write_on_one_output():
     kinds = ["forward", "forward", "backward", "backward"]
     assert [x[0] for x in found] == [f"packax_{kind}_v1" for kind in kinds]
     rows, keys = "2x128x8x64xbf16", "2x256x1x64xbf16"
-    for i, (target, attributes, taken, made, same) in enumerate(found):
-        begins = i % 2 == 0
+    for i, (target, attributes, inputs, outputs, aliases) in enumerate(found):
+        is_first_group = i % 2 == 0
         assert attributes["first_head"] == f"{4 * (i % 2)} : i32"
         assert attributes["heads"] == "4 : i32"
-        assert same == ({} if begins else {len(taken) - 1: 0})
-        assert taken[-1] == ("0xf32" if begins else rows)
-        assert taken[:3] == [rows, keys, keys] and made[0] == rows
+        assert aliases == ({} if is_first_group else {len(inputs) - 1: 0})
+        assert inputs[-1] == ("0xf32" if is_first_group else rows)
+        assert inputs[:3] == [rows, keys, keys] and outputs[0] == rows
         if "forward" in target:
-            assert made[1:] == ["2x4x128xf32", "0xf32", "1xi32"]
+            assert outputs[1:] == ["2x4x128xf32", "0xf32", "1xi32"]
         else:
-            of = by_name((target, attributes, taken, made))
+            of = by_name((target, attributes, inputs, outputs))
             of_pass = [of[name] for name in ("out", "lse", "dout", "dlse")]
             assert of_pass == [rows, "2x4x128xf32", rows, "0xf32"]
-            assert made[1:3] == [keys, keys]
-            assert made[5] == f"{2 * 4 * 128}xf32"  # of the group's heads, for the portable kernels
+            assert outputs[1:3] == [keys, keys]
+            assert outputs[5] == f"{2 * 4 * 128}xf32"  # portable: rows of the group's heads
 
 
 def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
     monkeypatch.setattr(ffi.ext, "variants", lambda: with_sm90())
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
-    *_, (_, _, _, made, _) = attention_calls(lowered((0, 1, 2)))
+    *_, (_, _, _, outputs, _) = attention_calls(lowered((0, 1, 2)))
     rows = 2 * 4 * 128
-    assert made[5] == f"{2 * rows + 2 * 128 + rows * 64}xf32"
+    assert outputs[5] == f"{2 * rows + 2 * 128 + rows * 64}xf32"
 
 
 @pytest.mark.usefixtures("extension")
@@ -218,10 +220,10 @@ def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
     ("options", "differentiate"), [({"soft_cap": 9.0}, (0, 1, 2)), ({}, (1, 2))]
 )
 def test_what_slices_instead(options, differentiate):
-    """Fallback kernels, and a backward without dq, of which there is nothing to go on with."""
+    """Fallback kernels, and a backward without dq, which has no output to continue."""
     found = attention_calls(lowered(differentiate, **options))
     assert [x[0] for x in found] == ["packax_forward_v1"] * 2 + ["packax_backward_v1"] * 2
-    heads = "0 : i32" if options else "4 : i32"  # 0: all that the query has
+    heads = "0 : i32" if options else "4 : i32"  # 0: all heads of the query
     assert [x[1]["heads"] for x in found] == [heads] * 2 + ["0 : i32"] * 2
 
 

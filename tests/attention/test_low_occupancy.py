@@ -1,5 +1,5 @@
-"""Groups of query heads in parts, where a backward would have too few programs: when, and that
-gradients stay what they are."""
+"""GQA groups split into parts where a backward would have too few programs: when, and that
+gradients do not change."""
 
 import itertools
 
@@ -24,19 +24,19 @@ def parts(kv_len, heads, kv_heads, batch=1):
     "kv_len,heads,kv_heads,batch,expected",
     (
         (16384, 32, 8, 1, 1),  # 1024 programs
-        (4096, 32, 8, 1, 1),  # 256: repeating would cost more
-        (2048, 32, 8, 1, 4),  # 128: half of the GPU would wait
+        (4096, 32, 8, 1, 1),  # 256: repeating keys and values would cost more
+        (2048, 32, 8, 1, 4),  # 128: half of the GPU would be idle
         (131072, 8, 1, 1, 1),
         (32768, 8, 1, 1, 4),
         (16384, 8, 2, 1, 1),
         (32768, 8, 2, 1, 2),
         (16384, 8, 1, 1, 8),
         (8192, 8, 1, 1, 8),
-        (4096, 8, 1, 1, 8),  # not enough, but all there are
+        (4096, 8, 1, 1, 8),  # too few programs, but the group has no more heads
         (4096, 8, 1, 16, 1),
         (4096, 6, 2, 1, 3),
         (32768, 6, 1, 1, 6),  # 4 does not divide 6
-        (4096, 8, 8, 1, 1),  # nothing to divide
+        (4096, 8, 8, 1, 1),  # one query head per group
         (1023, 8, 1, 1, 1),
         (4096, 8, 1, 0, 1),
     ),
@@ -90,12 +90,14 @@ def test_gradients(monkeypatch, kind, sizes):
     mask = packax.create_attention_mask(expression)
 
     def total(query, key, value):
-        made = packax.flash_attention(query, key, value, mask, return_lse=kind == "lse", **options)
-        out, lse = made if kind == "lse" else (made, jnp.zeros(()))
+        results = packax.flash_attention(
+            query, key, value, mask, return_lse=kind == "lse", **options
+        )
+        out, lse = results if kind == "lse" else (results, jnp.zeros(()))
         return (out * cotangent).astype(jnp.float32).sum() + jnp.where(lse > -1e30, lse, 0).sum()
 
     def gradients():
-        """A new program each time."""
+        """Compiles anew each time."""
         jax.clear_caches()
         return jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
 
@@ -109,10 +111,10 @@ def test_gradients(monkeypatch, kind, sizes):
         return bind(spec, x)
 
     monkeypatch.setattr(primitives, "backward", in_parts)
-    divided_ones = gradients()
+    split_gradients = gradients()
     assert set(seen) == {kv_heads * divided}
     limit = 1e-5 if dtype == jnp.float32 else 2**-7
-    for got, want in zip(divided_ones, whole, strict=True):
+    for got, want in zip(split_gradients, whole, strict=True):
         assert got.dtype == dtype
         got, want = (np.asarray(x, np.float64) for x in (got, want))
         assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want)
@@ -121,15 +123,15 @@ def test_gradients(monkeypatch, kind, sizes):
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("length,kv_heads", ((4096, 8), (65536, 2)))
 def test_what_the_kernels_get(length, kv_heads):
-    """Of (1, length, 8, 64) queries over 2 key/value heads."""
+    """For (1, length, 8, 64) queries over 2 key/value heads."""
     gradients = jax.grad(loss, (0, 1, 2))
-    made = calls(
+    ffi_calls = calls(
         text_of(
             lambda *x: gradients(*x, packax.causal()),
             *abstract(batch=1, q_len=length, kv_len=length),
         )
     )
-    *_, (target, _, operands, results) = made
+    *_, (target, _, operands, results) = ffi_calls
     key = f"1x{length}x{kv_heads}x64xbf16"
     assert target == "packax_backward_v1"
     assert operands[1:3] == results[1:3] == [key, key]
@@ -138,11 +140,11 @@ def test_what_the_kernels_get(length, kv_heads):
 
 @pytest.mark.usefixtures("extension")
 def test_dq_alone_is_not_divided():
-    made = calls(
+    ffi_calls = calls(
         text_of(
             lambda *x: jax.grad(loss)(*x, packax.causal()),
             *abstract(batch=1, q_len=4096, kv_len=4096),
         )
     )
-    *_, (_, _, operands, _) = made
+    *_, (_, _, operands, _) = ffi_calls
     assert operands[1] == "1x4096x2x64xbf16"

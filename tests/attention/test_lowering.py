@@ -1,7 +1,7 @@
-"""What the compiler gets, with no GPU: targets, attributes, operands.
+"""What the compiler receives, without a GPU: targets, attributes, operands.
 
 Guards against an operand or attribute out of the order of docs/internals/ffi.md, which C++ would
-read as another, and against an operand that is left out.
+read as another one, and against an operand that is left out.
 """
 
 import functools
@@ -42,7 +42,7 @@ MASK_BY_POSITION = packax.create_attention_mask(
 )
 
 
-ABSENT = "0xf32"  # an operand or a result that is not there
+ABSENT = "0xf32"  # an absent operand or result
 NO_OPTION = {"soft_cap": "0.000000e+00 : f32", "dropout_threshold": "0 : i64"} | dict.fromkeys(
     ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads"), "0 : i32"
 )
@@ -56,26 +56,26 @@ def test_forward():
     assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "mask_mode": "1 : i32"}
     mask = [*[ROWS] * 6, BLOCKS, ORDER]
     assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT]
-    # No row_max; the last is the counter, a workspace.
+    # No row_max; the last result is the counter, a workspace.
     assert results == [QUERY, SUMS, ABSENT, "1xi32"]
 
 
 def test_two_limits_of_positions():
-    """An upper and a lower limit a row, wherever positions are compared."""
+    """An upper and a lower limit per row, in every call that compares positions."""
     expression = packax.sliding_window(9) & packax.documents(IDS, positions=IDS)
-    made = calls(text_of(lambda *x: step(*x, expression), *abstract()))
-    assert [target for target, *_ in made] == [
+    ffi_calls = calls(text_of(lambda *x: step(*x, expression), *abstract()))
+    assert [target for target, *_ in ffi_calls] == [
         f"packax_{x}_v1" for x in ("documents", "blocks", "forward")
     ]
-    (_, documents, rows, _), _, (_, forward, operands, _) = made
+    (_, documents, rows, _), _, (_, forward, operands, _) = ffi_calls
     assert documents == {"compare_positions": "2 : i32"} and forward["mask_mode"] == "3 : i32"
     assert rows == [ROWS, ROWS, "2x2x300xi32", ROWS]
     assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
 
 
 def options_of(function, *args):
-    """Attributes besides the plain ones, score parameters and last results of both calls; after the
-    forward's, the counter."""
+    """For each attention call: attributes except mask_mode and scale, the operands of LINEAR_BIAS,
+    and the last results. The forward's counter is checked and dropped."""
     found = []
     for call in calls(text_of(function, *args)):
         target, attributes, _, results = call
@@ -84,7 +84,7 @@ def options_of(function, *args):
         assert backward or target == "packax_forward_v1"
         attributes.pop("mask_mode"), attributes.pop("scale")
         assert len(results) == (6 if backward else 4)
-        assert operands["init"] == ABSENT  # no heads of another call
+        assert operands["init"] == ABSENT  # no heads written by an earlier call
         assert operands["q_order"] == ORDER
         if backward:
             assert results.pop(3) == ABSENT  # dbias
@@ -95,7 +95,7 @@ def options_of(function, *args):
     return found
 
 
-DELTA = f"{2 * 8 * 320}xf32"  # the workspace of the portable kernels, rows padded to 64
+DELTA = f"{2 * 8 * 320}xf32"  # workspace of the portable kernels, rows padded to 64
 OF_BACKWARD = {"algorithm": '"portable"', "needs_grad": "3 : i32"}
 
 
@@ -124,8 +124,8 @@ def test_fallback_forward():
     ],
 )
 def test_a_bias_of_indices(of_indices, grads, arguments, numbers):
-    """The handler is told, for Hopper's kernels; the arrays are there for the fallback ones. A
-    scale that is an array is no number."""
+    """bias_of_indices tells the handler that Hopper's kernels may be used; the arrays stay for the
+    fallback kernels. An array as scale turns it off."""
 
     def function(query, key, value, *given):
         more = {"scale": 0.25, "slopes": np.ones(8), **dict(zip(numbers, given, strict=True))}
@@ -161,7 +161,7 @@ def test_operands_that_no_kernel_reads(monkeypatch):
 
 @pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
 def test_block_sparse(extra):
-    """The block mask's bits and lists, of keys only in the backward."""
+    """Both calls get the block mask's bits and query lists; only the backward gets key lists."""
     block_mask = np.ones((2, 8, 100, 5), bool)
     mask = packax.create_attention_mask(
         packax.masks.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
@@ -180,8 +180,8 @@ def test_block_sparse(extra):
 
 
 def test_other_head_dims():
-    """Whatever multiple of 8 a larger pair covers, without a copy where only the fallback kernels
-    have it."""
+    """Any multiple of 8 up to a compiled pair; where only the fallback kernels cover it, nothing is
+    padded."""
     for name, dims in (
         *(("f32", dims) for dims in ((8, 8), (96, 80), (64, 128), (256, 8))),
         *(("bf16", dims) for dims in ((512, 512), (320, 264))),
@@ -222,7 +222,8 @@ def test_backward():
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])
 def test_scales_that_kernels_take(scale, attribute):
-    """Above 0: a sign moves into the query, and 0 becomes a query of zeros."""
+    """Kernels need a scale above 0: a sign moves into the query, and scale 0 becomes a query of
+    zeros."""
     found = calls(text_of(jax.grad(lambda *x: loss(*x, MASK, scale=scale), (0, 1, 2)), *abstract()))
     assert len(found) == 2
     for _, attributes, _, _ in found:
@@ -243,7 +244,7 @@ RANGES = ["kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"
 
 
 def test_the_order_of_mask_operands():
-    """The mask is an argument here, so that its leaves have names in the text."""
+    """The mask is an argument, so that its leaves have names in the text."""
     kv = np.zeros((2, 500), np.int32)
     mask = packax.create_attention_mask(
         packax.causal() & packax.documents(IDS, kv_segment_ids=kv, positions=IDS, kv_positions=kv)
@@ -256,7 +257,7 @@ def test_the_order_of_mask_operands():
         return [arguments[int(n)] for n in re.findall(r"%arg(\d+)", operands)]
 
     assert given("packax_forward_v1") == [*TENSORS, *RANGES, "q_order_192"]
-    # out, lse, dout and dlse are no arguments
+    # out, lse, dout and dlse are not arguments of the program.
     assert given("packax_backward_v1") == [*TENSORS, *RANGES, "kv_blocks", "kv_order"]
 
 
@@ -265,7 +266,7 @@ def test_missing_operands_are_the_row_starts():
     text = text_of(step, *abstract(kv_len=500), mask)
     ((_, attributes, operands, _),) = calls(text)
     assert attributes["mask_mode"] == "0 : i32"
-    assert operands[3:9] == ["1x300xi32"] * 6  # also in the places of the keys' ids and positions
+    assert operands[3:9] == ["1x300xi32"] * 6  # also in the slots of the keys' ids and positions
     given = re.search(r"v1\((.*?)\)", text).group(1).split(", ")
     assert given[5:9] == [given[3]] * 4
 
@@ -298,9 +299,9 @@ def test_workspace_of_documents_grows_with_the_tables():
     "batch,keys,targets",
     [
         (1, 1 << 27, ["packax_documents_v1", "packax_blocks_v1"]),
-        (1, (1 << 27) + 1, ["packax_blocks_v1"]),  # the tables would not fit the kernels' 32 bits
+        (1, (1 << 27) + 1, ["packax_blocks_v1"]),  # the tables would exceed 32-bit indices
         (65535, 100, ["packax_documents_v1", "packax_blocks_v1"]),
-        (65536, 100, []),  # batch rows are a grid's y
+        (65536, 100, []),  # batch rows are the y dimension of a grid
     ],
 )
 def test_masks_too_large_for_the_kernels_are_made_by_xla(batch, keys, targets):
@@ -338,7 +339,7 @@ def test_inside_shard_map_the_call_is_local():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("dim,v_dim", DIMS)
 def test_every_pair_of_head_dims(dim, v_dim, dtype):
-    """out and dv are of the value's, dq and dk of the query's."""
+    """out and dv have the value's head dim, dq and dk the query's."""
     text = text_of(jax.grad(loss, (0, 1, 2)), *abstract(dtype, dim, v_dim), MASK)
     (_, _, _, (out, *_)), backward = calls(text)
     operands, (dq, dk, dv, *_) = by_name(backward), backward[3]
@@ -349,7 +350,8 @@ def test_every_pair_of_head_dims(dim, v_dim, dtype):
 
 
 def test_the_extension_s_targets_are_those_called():
-    """Of the real extension, if it is built: a name that differs would fail only on a GPU."""
+    """Checks the real extension if it is built: a mismatched name would otherwise fail only on a
+    GPU."""
     extension = pytest.importorskip("packax._ext")
     registered = set(extension.registrations())
     if not registered:
@@ -385,7 +387,8 @@ def test_cases_lower_for_cuda():
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}], ids=["plain", "fallback"])
 def test_only_a_barrier_reads_the_forward(extension, options):
-    """Else XLA runs the kernel once for what scan keeps of it and once for all others."""
+    """Otherwise XLA runs the kernel twice: once for the results that scan saves and once for other
+    uses."""
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
     def layers(query, key, value):

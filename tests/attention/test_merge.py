@@ -1,7 +1,7 @@
-"""merge_attention: several calls over disjoint keys are one attention, with its gradients.
+"""merge_attention: several calls over disjoint keys equal one attention, with its gradients.
 
-Guards against a row without keys in one part that poisons the others (exp(-inf - -inf)), against a
-cotangent of such a row that comes back as NaN, and against an infinite sink in one part.
+Guards against a row without keys in one part that poisons the others (exp(-inf - -inf)), a NaN
+cotangent of such a row, and an infinite sink in one part.
 """
 
 import jax
@@ -29,10 +29,10 @@ POSITIONS = positions_of(IDS)
 def expressions():
     """The recipe of docs/guide/masks.md: a window, and the first tokens of the row's document."""
     start = np.arange(len(IDS)) - POSITIONS
-    before = np.clip(POSITIONS - WINDOW, 0, FIRST)
+    outside_window = np.clip(POSITIONS - WINDOW, 0, FIRST)
     documents = packax.documents(IDS)
     near = packax.sliding_window(WINDOW) & documents
-    return near, packax.masks.ranges(start, start + before) & documents
+    return near, packax.masks.ranges(start, start + outside_window) & documents
 
 
 def tensors(dtype=np.float32, batch=2):
@@ -54,10 +54,10 @@ def attention(query, key, value):
 @pytest.mark.parametrize("dtype", some(("float32", "bfloat16"), 0))
 def test_first_tokens_and_a_window(dtype):
     near, first = (x.as_array(len(IDS), len(IDS)) for x in expressions())
-    place = np.arange(len(IDS))
+    index = np.arange(len(IDS))
     same = (IDS[:, None] == IDS) & (IDS != -1)
-    recent = (place[:, None] - place <= WINDOW) | (POSITIONS < FIRST)
-    allowed = same & (place[:, None] >= place) & recent
+    recent = (index[:, None] - index <= WINDOW) | (POSITIONS < FIRST)
+    allowed = same & (index[:, None] >= index) & recent
     np.testing.assert_array_equal(near | first, allowed)
     assert not (near & first).any()
     arrays, dout, dlse = tensors(dtype)
@@ -69,7 +69,7 @@ def test_first_tokens_and_a_window(dtype):
 
 
 def parts_of(lses, dtype=np.float32):
-    """Parts of one row and head for each column."""
+    """Parts with one row per column of lses, and one head."""
     rng = np.random.default_rng(1)
     lses = jnp.asarray(lses, dtype)
     outs = jnp.asarray(rng.standard_normal((len(lses), 1, lses.shape[1], 1, 3)), dtype)
@@ -80,13 +80,14 @@ INF = np.inf
 
 
 def test_infinite_log_sum_exps():
-    """By column: one part is empty; all are; a sink of +inf in one; in one and the other empty."""
+    """By column: one part empty; all empty; a sink of +inf in one part; the same with the other
+    part empty; extreme finite values."""
     parts = parts_of([[0.5, -INF, INF, INF, 3e38], [-INF, -INF, 1.0, -INF, -3e38]])
     (first, first_lse), (second, second_lse) = parts
-    full = first_lse[0, 0] == INF  # a sink took all
+    full = first_lse[0, 0] == INF  # the sink takes all weight
     first = jnp.where(full[:, None, None], 0, first)
     second = jnp.where((second_lse == -INF)[0, 0, :, None, None], jnp.nan, second)
-    parts = [(first, first_lse), (second, second_lse)]  # what an empty row holds does not count
+    parts = [(first, first_lse), (second, second_lse)]  # the output of an empty row is ignored
 
     def function(parts):
         return packax.merge_attention(parts)
@@ -97,7 +98,7 @@ def test_infinite_log_sum_exps():
         wanted = np.asarray(parts[0][0][0]).copy()
         wanted[1:4] = 0
         np.testing.assert_array_equal(out[0], wanted)
-    # Cotangents that come in for the row without keys are ignored, whatever they are.
+    # Cotangents of the row without keys are ignored, whatever their value.
     cotangents = jax.tree.map(jnp.ones_like, (out, lse))
     cotangents = (
         jax.tree.map(lambda x: x.at[..., 1, :, :].set(jnp.nan), cotangents[0]),
@@ -114,12 +115,12 @@ def test_infinite_log_sum_exps():
 
 @pytest.mark.parametrize("order", some([1, 2], 0))
 def test_derivatives(order):
-    """First and second, forward and reverse, at rows that some parts leave empty."""
+    """First and second, forward and reverse, at rows that are empty in some parts."""
     with jax.enable_x64(True):
         parts = parts_of([[0.5, -INF, 2], [-1.0, 0.3, -INF], [0.1, 0.7, -INF]], np.float64)
         attended = [jnp.isfinite(lse) for _, lse in parts]
 
-        def function(outs, lses):  # a numerical derivative would step off -inf
+        def function(outs, lses):  # numerical differences cannot step away from -inf
             lses = [jnp.where(*x, -INF) for x in zip(attended, lses, strict=True)]
             return packax.merge_attention(list(zip(outs, lses, strict=True)))
 
@@ -130,7 +131,8 @@ def test_derivatives(order):
 
 
 def test_with_decoding_and_sinks():
-    """A cache in two halves, the sink in one of them: decode_attention of the whole cache."""
+    """A cache in two halves with the sink in one of them equals decode_attention of the whole
+    cache."""
     rng = np.random.default_rng(2)
     query = jnp.asarray(rng.standard_normal((3, 1, 4, 16)), np.float32)
     key, value = (jnp.asarray(rng.standard_normal((3, 40, 2, 16)), np.float32) for _ in "kv")

@@ -1,7 +1,7 @@
 """Arguments of the wrong kind: the error names the argument, its value and what is accepted.
 
-Guards against errors of numpy and jax that name no argument, and against arguments that are taken
-in silence and have no effect.
+Guards against NumPy and JAX errors that name no argument, and against arguments that are accepted
+silently and have no effect.
 """
 
 import jax
@@ -116,13 +116,14 @@ def test_errors(call, text):
 
 
 def test_lengths_beyond_int32():
-    """What no cache can have gives NaN, as other lengths behind it: no error of numpy."""
+    """Lengths that no cache can have give NaN, as other lengths beyond the cache do, and no NumPy
+    error."""
     assert np.isnan(shared(lengths=[2**40, 2])[0]).all()
     assert np.isnan(decode(lengths=[2**40, 2])[0]).all()
 
 
 def test_masks_are_no_arrays():
-    """numpy would make an array of one object of them."""
+    """NumPy would wrap a mask in a one-element object array."""
     for x, name in ((MASK, "an AttentionMask"), (CAUSAL, "a Causal")):
         for function in (np.asarray, jnp.asarray):
             with pytest.raises(TypeError, match=rf"{name} is not an array: its as_array\(\)"):
@@ -136,7 +137,7 @@ def test_a_rate_of_zero_with_a_key():
 
 
 def test_more_rows_than_decoding_takes():
-    """The advice of that error: causal(offset=kv_lengths - rows), exact."""
+    """The advice in that error, causal(offset=kv_lengths - rows), is exact."""
     rng = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(rng.standard_normal((2, n, 2, 8)), jnp.float32) for n in (17, 40, 40)

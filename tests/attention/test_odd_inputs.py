@@ -1,7 +1,6 @@
-"""What users hand over that no example has: odd containers and dtypes, jax's debugging modes,
-threads.
+"""Inputs that no example shows: unusual containers and dtypes, JAX's debugging modes, threads.
 
-A request gives the right numbers or a ValueError that says what was wrong; never other numbers.
+A request gives the right numbers or a ValueError that says what is wrong, never wrong numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ QUERY, KEY, VALUE = (
     for heads in (HEADS, KV_HEADS, KV_HEADS)
 )
 EXPRESSION = packax.causal() & packax.documents(PADDED)
-FAR = 2**32 + 1  # 1 where 64 bits are cut to 32
+FAR = 2**32 + 1  # becomes 1 if truncated to 32 bits
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def close(x, y):
 
 
 def test_vmap_over_an_expression(expected):
-    """A pytree: its arrays lose the mapped axis, as all arrays under vmap do."""
+    """An expression is a pytree: its arrays lose the mapped axis, as all arrays under vmap do."""
     rows = jax.vmap(lambda q, k, v, mask: packax.flash_attention(q, k, v, mask))
     tensors = (x[:, None] for x in (QUERY, KEY, VALUE))
     close(rows(*tensors, EXPRESSION)[:, 0], expected)
@@ -57,8 +56,8 @@ def test_ids_of_any_integer_dtype(dtype):
 
 
 def test_numbers_of_64_bits_are_not_cut():
-    """jax makes int32 of numpy's int64 by dropping bits: 2^32 + 1 would be 1, a place that is
-    there."""
+    """JAX converts NumPy's int64 to int32 by dropping bits: 2^32 + 1 would become 1, a valid
+    index."""
     out = packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([FAR, 5]))
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     pages = (x.reshape(6, 4, KV_HEADS, DIM) for x in (KEY, VALUE))
@@ -100,7 +99,7 @@ def loss(query, mask, **options):
 
 
 def test_disable_jit(expected):
-    """Primitives compile by themselves there too, and do not call themselves for ever."""
+    """Without jit the primitives still compile themselves and do not recurse forever."""
     gradient = jax.jit(jax.grad(loss))(QUERY, EXPRESSION)
     decoded = packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([3, 9]))
     with jax.disable_jit():
@@ -111,7 +110,7 @@ def test_disable_jit(expected):
 
 
 def test_debug_nans():
-    """Rows and batches that attend nothing make no NaN on the way, forward, backward or in a
+    """Rows and batches without keys create no NaN in any intermediate, forward, backward or in a
     tangent."""
     options = {"sinks": np.ones(HEADS, np.float32), "soft_cap": 2.0}
     options["bias"] = packax.alibi(np.ones(HEADS, np.float32))
@@ -127,26 +126,26 @@ def test_debug_nans():
 
     with jax.debug_nans(True):
         results = everything(QUERY)
-        jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION)  # outside jit every primitive is looked at
+        jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION)  # eager: every primitive is checked
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
 @pytest.mark.exhaustive
 def test_strict_promotion():
-    """Ranks and dtypes are what they say: nothing relies on jax's promotion of either."""
+    """Nothing relies on JAX's implicit promotion of ranks or dtypes."""
     sinks, slopes = np.ones((2, HEADS), np.float32)
     options = {"sinks": sinks, "bias": packax.alibi(slopes), "soft_cap": 2.0, "scale": slopes[0]}
     lengths = np.array([3, 9], np.int32)
-    maps = np.ones((B, HEADS, 3, 3), bool)
+    blocks = np.ones((B, HEADS, 3, 3), bool)
     spans = packax.masks.spans(PADDED, packax.sliding_window(3)) & packax.documents(PADDED)
-    placed = packax.prefix(lengths) & packax.documents(PADDED, positions=PADDED)
+    with_positions = packax.prefix(lengths) & packax.documents(PADDED, positions=PADDED)
 
     def attention(query, key, value):
         x = query, key, value
         yield packax.flash_attention(*x, spans, **options, return_lse=True)
-        yield packax.flash_attention(*x, placed, **options, return_max_logits=True)
+        yield packax.flash_attention(*x, with_positions, **options, return_max_logits=True)
         yield packax.flash_attention(
-            *x, packax.masks.block_sparse(maps, 4) & packax.causal(lengths)
+            *x, packax.masks.block_sparse(blocks, 4) & packax.causal(lengths)
         )
         yield packax.dot_product_attention(
             *x, local_window_size=3, query_seq_lengths=lengths, key_value_seq_lengths=lengths
@@ -189,8 +188,8 @@ def test_vmap_over_nothing():
 
     def gradients(query, key):
         attend = lambda *x: jnp.sum(packax.flash_attention(*x, VALUE, EXPRESSION))  # noqa: E731
-        moved = jax.jvp(jax.grad(attend, (0, 1)), (query, key), (query, key))[1]
-        return jax.grad(attend, (0, 1))(query, key), moved
+        tangents = jax.jvp(jax.grad(attend, (0, 1)), (query, key), (query, key))[1]
+        return jax.grad(attend, (0, 1))(query, key), tangents
 
     for dq, dk in jax.vmap(gradients, in_axes=(0, None))(several, KEY):
         assert dq.shape == several.shape and dk.shape == (0, *KEY.shape)
@@ -201,8 +200,8 @@ def test_vmap_over_nothing():
     ids="batch {0[0]}, rows {0[1]}, keys {0[2]}".format
 )  # fmt: skip
 def test_nothing_to_attend(sizes):
-    """As jax.nn: empty results, zeros where there are no keys, and gradients of 0. Masks of all
-    kinds."""
+    """As in jax.nn: empty results, zeros where there are no keys, and gradients of 0, for all kinds
+    of masks."""
     batch, q_len, kv_len = sizes
     query, key = jnp.ones((batch, q_len, 4, 8)), jnp.ones((batch, kv_len, 2, 8))
     q_ids, kv_ids = (np.zeros((batch, n), np.int64) for n in (q_len, kv_len))
@@ -264,7 +263,7 @@ def test_nothing_to_decode():
 
 
 def test_threads():
-    """Each traces and compiles for itself, at the same time."""
+    """Each thread traces and compiles for itself, at the same time."""
     results = {}
 
     def work(number):

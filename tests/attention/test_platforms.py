@@ -1,7 +1,7 @@
-"""Which platform gets what: kernels on CUDA, XLA elsewhere, an error where the kernels that were
-asked for are not there.
+"""Which platform uses what: kernels on CUDA, XLA on other platforms, an error where the requested
+kernels are unavailable.
 
-Guards against an implementation that is not the one asked for.
+Guards against an implementation other than the requested one.
 """
 
 import functools
@@ -31,7 +31,7 @@ def test_xla_on_cuda_runs_no_attention_kernel():
 def test_several_platforms_in_one_module():
     text = text_of(jax.grad(loss), *abstract(), MASK, platforms=("cpu", "cuda"))
     assert [call[0] for call in calls(text)] == ["packax_forward_v1", "packax_backward_v1"]
-    assert text.count("stablehlo.while") > 0  # the CPU's branch
+    assert text.count("stablehlo.while") > 0  # the XLA path for the CPU
 
 
 @pytest.mark.parametrize("direction", [step, jax.grad(loss)])
@@ -61,8 +61,8 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("with_bias,rate", [(True, 0.0), (False, 0.1), (True, 0.1)])
 def test_a_bias_or_dropout_above_its_head_dims(monkeypatch, with_bias, rate, direction):
-    """The error names the arguments, the head dims and the largest that are accepted."""
-    if direction == "backward":  # a table with a wider forward
+    """The error names the arguments, the head dims and the largest supported head dims."""
+    if direction == "backward":  # a table whose forward supports wider head dims
         (row,) = (
             row
             for row in Extension.variants()
@@ -105,7 +105,8 @@ def test_a_part_of_the_kernels_says_how_to_build_all(monkeypatch):
 
 
 def test_other_projects_paths_are_for_what_the_whole_table_lacks(monkeypatch):
-    """With a part of the kernels, what the whole has is an error on a GPU, and no fallback."""
+    """With only part of the kernels built, a kernel that the full table has is an error on a GPU;
+    there is no fallback."""
     whole = Extension.variants()
     part = [row for row in whole if row["dtype"] in ("bf16", "any")]
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: part))
@@ -136,7 +137,8 @@ def test_cubin_elsewhere_is_an_error(platforms):
 
 
 def test_without_the_extension(monkeypatch):
-    """A source tree: XLA does everything, the kernels are an error that says why."""
+    """In a source tree XLA does everything, and a request for the kernels is an error that says
+    why."""
     monkeypatch.setattr(ffi, "ext", None)
     monkeypatch.setattr(ffi, "ext_error", "no such file", raising=False)
 
@@ -150,15 +152,15 @@ def test_without_the_extension(monkeypatch):
         text_of(whole, ids, *abstract())
 
 
-def whole(ids, query, key, value, **asked):
-    """Masks of two kinds and attention by each, as a program has them that builds its own masks."""
-    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids), **asked)
-    out = packax.flash_attention(query, key, value, mask, **asked)
-    return packax.flash_attention(out, key, value, packax.causal(), **asked)
+def whole(ids, query, key, value, **options):
+    """A program that builds two masks, of different kinds, and uses each."""
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids), **options)
+    out = packax.flash_attention(query, key, value, mask, **options)
+    return packax.flash_attention(out, key, value, packax.causal(), **options)
 
 
-def built(ids, **asked):
-    return packax.create_attention_mask(packax.causal() & packax.documents(ids), **asked)
+def built(ids, **options):
+    return packax.create_attention_mask(packax.causal() & packax.documents(ids), **options)
 
 
 IDS = jax.ShapeDtypeStruct((2, 300), jnp.int32)
@@ -167,7 +169,7 @@ MASK_CALLS = ["packax_documents_v1", "packax_blocks_v1"]
 
 @pytest.mark.parametrize("known", [None, {90}, {75}])
 def test_a_program_in_xla_has_no_call_at_all(known, monkeypatch):
-    """Forward and gradient, lowered and exported for CUDA, whichever GPU is here."""
+    """Forward and gradient, lowered and exported for CUDA, whatever the local GPU is."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: known)
 
     def program(ids, *x):
@@ -188,8 +190,8 @@ def calls_of(function, *args):
     [(None, True), ({80}, True), ({86}, True), ({75}, False), ({90, 103}, False), ({75, 89}, True)],
 )
 def test_masks_where_no_gpu_here_has_their_kernels(known, kernels, monkeypatch):
-    """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels
-    stay."""
+    """The stub extension is a wheel for 8.x only. Without a local GPU (None) the kernels stay,
+    since the program may run elsewhere."""
     monkeypatch.setattr(ffi, "local_capabilities", lambda: known)
     assert [call[0] for call in calls(text_of(lambda ids: built(ids), IDS))] == (
         MASK_CALLS if kernels else []

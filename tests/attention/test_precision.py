@@ -1,8 +1,8 @@
-"""The precision of float32 products: what is asked for reaches every product, forward, backward and
-second derivative.
+"""The precision of float32 products: the requested precision reaches every product, forward,
+backward and second derivative.
 
-Guards against a default that is not jax's, a gradient in another precision than its forward, a
-kernel of the wrong precision.
+Guards against a default that differs from JAX's, a gradient in another precision than its forward,
+and a kernel of the wrong precision.
 """
 
 import jax
@@ -53,7 +53,7 @@ def test_refusals(asked):
 
 
 def precisions(function, *operands):
-    """Of all products in XLA's text."""
+    """The number of products in XLA's text, and their precisions."""
     text = jax.jit(function).lower(*operands).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     asked = {line.split("precision = ")[1].split("]")[0] + "]" for line in products}
@@ -61,7 +61,7 @@ def precisions(function, *operands):
 
 
 def test_of_every_product_in_xla():
-    """Also of second derivatives, and by the setting at the time of the call."""
+    """Also in second derivatives, and by the JAX setting at the time of the call."""
     x = jax.ShapeDtypeStruct((1, 9, 2, 4), jnp.float32)
 
     def second(precision):
@@ -76,14 +76,15 @@ def test_of_every_product_in_xla():
     with jax.default_matmul_precision("tensorfloat32"):
         assert precisions(second(None), x, x, x) == (number, {"[HIGH, HIGH]"})
         gradient = jax.grad(lambda *x: jnp.sum(packax.flash_attention(*x, packax.causal())))
-    assert precisions(gradient, x, x, x)[1] == {"[DEFAULT, DEFAULT]"}  # traced here
+    assert precisions(gradient, x, x, x)[1] == {"[DEFAULT, DEFAULT]"}  # traced outside the setting
 
 
 @pytest.mark.parametrize(
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )
 def test_of_the_kernels(monkeypatch, precision, exact):
-    """float32 takes the fallback kernels, without any option; its gradients have its precision."""
+    """float32 uses the fallback kernels, also without any option; gradients have the forward's
+    precision."""
     monkeypatch.setattr(ffi, "ext", Extension)
     gradient = jax.grad(lambda *x: loss(*x, MASK, precision=precision), (0, 1, 2))
     made = calls(text_of(gradient, *abstract(jnp.float32)))

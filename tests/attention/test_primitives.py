@@ -1,4 +1,4 @@
-"""The primitives by themselves: shapes, and batching rules against a loop."""
+"""The primitives alone: shapes, and batching rules against a loop."""
 
 import functools
 
@@ -128,7 +128,7 @@ def test_batching_of_attention(what, mask_batch):
     key = tensor(every, 2, 70, 2, 8)
     value = tensor(every or what == "values and ids", 2, 70, 2, 8)
     operands = mask(3) if what != "query" else mask()
-    if what == "values and ids":  # only q_ids of the mask is mapped
+    if what == "values and ids":  # only the mask's q_ids are mapped
         operands = {n: x if n == "q_ids" else x[0] for n, x in operands.items()}
     tensors = [query, key, value]
     axes = [0 if x.ndim == 5 else None for x in tensors]

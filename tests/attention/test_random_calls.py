@@ -1,6 +1,5 @@
-"""The program of random calls (tests/gpu/random_calls.py) on the CPU.
-
-Cases of every dtype are right, and a wrong result is seen."""
+"""The program of random calls (tests/gpu/random_calls.py) on the CPU: it passes cases of every
+dtype and reports a wrong result."""
 
 from __future__ import annotations
 

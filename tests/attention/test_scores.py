@@ -1,7 +1,8 @@
-"""flash_attention with what changes scores: sinks. By the same rule as without.
+"""Options of flash_attention that change the scores, such as sinks, under the same error bounds as
+without them.
 
-Guards against a term that only the forward has, a gradient that misses a sum, an empty row that
-gets a share of something.
+Guards against a term that only the forward has, a gradient that misses a sum, and an empty row that
+gets weight.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from score_checks import arrays_of, attention_of, check, sinks_of, slopes_of
 from tiers import some
 
-CASE = cases.BY_NAME["batch_of_three"]  # groups of two heads, padding, one document
+CASE = cases.BY_NAME["batch_of_three"]  # groups of two heads; padding; a row of one document
 
 
 @pytest.mark.parametrize(
@@ -50,18 +51,18 @@ def test_sinks(name, dtype):
     ),
 )
 def test_options(name, dtype, options):
-    """An option alone, and several together, on masks of every kind."""
+    """One option alone, and several together, on masks of every kind."""
     case = cases.BY_NAME[name]
     got = check(case, dtype, (24, 40), **options)
     assert np.abs(got.gradients["scale"]) > 1e-3
 
 
 def test_alibi_by_positions():
-    """Per batch row, of rows and of keys, negative ones too."""
+    """Positions per batch row, for query rows and for keys, also negative ones."""
     case = cases.BY_NAME["batch_of_three"]
     rng = np.random.default_rng(0)
-    places = rng.integers(-30, 60, (2, 3, case.q_len)).astype(np.int32)
-    check(case, "float32", positions=(places[0], places[1]), slopes=slopes_of(case.heads))
+    positions = rng.integers(-30, 60, (2, 3, case.q_len)).astype(np.int32)
+    check(case, "float32", positions=(positions[0], positions[1]), slopes=slopes_of(case.heads))
 
 
 def test_positions_of_rows_are_those_of_keys():
@@ -83,8 +84,7 @@ def test_positions_of_rows_are_those_of_keys():
 
 
 def test_garbage_in_padding_stays_there():
-    """Under a cap, a sink and a bias, what overflows in padding reaches neither results nor
-    gradients."""
+    """With a cap, a sink and a bias, overflow in padding reaches neither results nor gradients."""
     case = cases.BY_NAME["padding"]
     options = {"sinks": sinks_of(case.heads), "slopes": slopes_of(case.heads)}
     arrays, dout, dlse = arrays_of(case, "float32", **options)
@@ -111,7 +111,7 @@ def test_the_order_of_results():
     gradient = jax.grad(
         lambda q: packax.flash_attention(q, *tensors[1:], mask, return_max_logits=True)[1].sum()
     )(tensors[0])
-    assert not np.any(gradient)  # as documented: stop_gradient
+    assert not np.any(gradient)  # documented as stop_gradient
 
 
 def test_a_sink_of_minus_infinity_is_none():
@@ -124,15 +124,15 @@ def test_a_sink_of_minus_infinity_is_none():
 
 
 def test_an_infinite_sink_takes_all():
-    """The limit: out 0, lse the sink, no gradient of the tensors; other heads as beside a finite
-    sink."""
+    """In the limit out is 0, lse is the sink and the tensors have no gradient; other heads are
+    unchanged."""
     case = cases.BY_NAME["batch_of_three"]
     arrays, dout, dlse = arrays_of(case, "float32")
     attention = attention_of(packax.create_attention_mask(case.expression()))
     sinks = jnp.linspace(-1, 1, case.heads)
     group = (
         case.heads // case.kv_heads
-    )  # the first group, so that key and value have heads without gradient
+    )  # the whole first group, so that one key/value head has no gradient
 
     def results(sinks):
         return jax.vjp(attention, arrays | {"sinks": sinks})
@@ -174,24 +174,24 @@ def test_second_derivatives_with_an_infinite_sink():
 
 
 def test_vmap_over_any_of_them():
-    """Over sinks, scale and slopes alone, or with tensors and places: as a loop."""
+    """Over sinks, scale and slopes alone, or with tensors and positions: equals a loop."""
     rng = np.random.default_rng(0)
     tensors = [jnp.asarray(rng.standard_normal((2, 2, 30, 2, 8)), jnp.float32) for _ in range(3)]
     sinks = jnp.asarray([[0.5, -1], [2, 0]], jnp.float32)
     scales = jnp.asarray([0.3, -0.5], jnp.float32)
     slopes = jnp.asarray([[0.1, 0.5], [0, 0.2]], jnp.float32)
-    places = jnp.asarray(np.stack([np.arange(30), np.arange(30) * 2]), jnp.int32)
+    positions = jnp.asarray(np.stack([np.arange(30), np.arange(30) * 2]), jnp.int32)
     mask = packax.create_attention_mask(packax.causal(), q_len=30, kv_len=30)
 
-    def total(q, k, v, sinks, scale, slopes, places):
-        bias = packax.alibi(slopes, positions=places)
+    def total(q, k, v, sinks, scale, slopes, positions):
+        bias = packax.alibi(slopes, positions=positions)
         out, top = packax.flash_attention(
             q, k, v, mask, sinks=sinks, scale=scale, bias=bias, soft_cap=3.0, return_max_logits=True
         )
         return jnp.sum(out**2) + jnp.sum(top)
 
     gradient = jax.value_and_grad(total, (0, 3, 4, 5))
-    given = (*tensors, sinks, scales, slopes, places)
+    given = (*tensors, sinks, scales, slopes, positions)
     for mapped in ("1111111", "0001110", "0000001"):
         axes = tuple(0 if flag == "1" else None for flag in mapped)
         operands = [x[0] if a is None else x for x, a in zip(given, axes, strict=True)]
@@ -204,14 +204,14 @@ def test_vmap_over_any_of_them():
 
 @pytest.mark.parametrize("kind,groups", some([("Auto", 2), ("Explicit", 1)], 0))
 def test_on_a_mesh(kind, groups):
-    """Arrays per head are split with the heads, places with the rows; their gradients summed over
-    the other axes."""
+    """Arrays per head are sharded with the heads, positions with the rows; their gradients are
+    summed over the other axes."""
     rows = P("data", "context", "tensor")
     sharding = packax.AttentionSharding(query=rows, key_value=rows)
     mesh = context.mesh_of(2, 2, 2, kind=kind, axes=("data", "context", "tensor"))
     tensors = context.tensors(batch=2, length=256, heads=8, kv_heads=4)
     ids = context.ROWS[1:3, 400:656]
-    places = np.stack([np.arange(256), np.arange(256) // 2]).astype(np.int32)
+    positions = np.stack([np.arange(256), np.arange(256) // 2]).astype(np.int32)
     numbers = sinks_of(8), slopes_of(8), jnp.float32(0.4)
 
     @functools.partial(jax.jit, static_argnums=2)
@@ -221,7 +221,7 @@ def test_on_a_mesh(kind, groups):
         )
 
         def attention(query, key, value, sinks, slopes, scale):
-            bias = packax.alibi(slopes, positions=places, kv_positions=places)
+            bias = packax.alibi(slopes, positions=positions, kv_positions=positions)
             options = {"scale": scale, "soft_cap": 2.0, "sinks": sinks, "bias": bias}
             out, lse, top = packax.flash_attention(
                 *(query, key, value, mask), **options,
@@ -247,8 +247,8 @@ def test_on_a_mesh(kind, groups):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_bias_of_indices_on_a_mesh(kind):
-    """Without arrays of places: heads and batch are split, the sequence is not; gradients of slopes
-    are those of one device."""
+    """Without position arrays: heads and batch are sharded, the sequence is not; gradients of
+    slopes equal those of one device."""
     rows = P("data", None, "tensor")
     sharding = packax.AttentionSharding(query=rows, key_value=rows)
     mesh = context.mesh_of(2, 2, kind=kind, axes=("data", "tensor"))
@@ -256,9 +256,9 @@ def test_a_bias_of_indices_on_a_mesh(kind):
     ids = context.ROWS[1:3, 400:656]
 
     @functools.partial(jax.jit, static_argnums=(2, 3))
-    def gradients(tensors, slopes, sharding, places):
+    def gradients(tensors, slopes, sharding, with_positions):
         def loss(query, key, value, slopes):
-            bias = packax.alibi(slopes, positions=jnp.arange(256) if places else None)
+            bias = packax.alibi(slopes, positions=jnp.arange(256) if with_positions else None)
             mask = packax.causal() & packax.documents(ids)
             out = packax.flash_attention(query, key, value, mask, bias=bias, sharding=sharding)
             return jnp.sum(out * tensors[3])
@@ -277,41 +277,40 @@ def test_a_bias_of_indices_on_a_mesh(kind):
 
 @pytest.mark.exhaustive
 def test_a_bias_of_indices_under_vmap_and_derived_twice():
-    """Mapped slopes, mapped tensors or both; and a directional derivative of the gradient. As with
-    arrays of places."""
+    """Mapped slopes, mapped tensors or both, and a directional derivative of the gradient: all
+    equal the results with position arrays."""
     case = cases.BY_NAME["gqa_4"]
     query, key, value, *_ = case.tensors("float32", 16, 16)
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
     slopes = jnp.stack([slopes_of(case.heads), 3 * slopes_of(case.heads)])
-    places = {"positions": np.arange(case.q_len), "kv_positions": np.arange(case.kv_len)}
+    positions = {"positions": np.arange(case.q_len), "kv_positions": np.arange(case.kv_len)}
 
-    def total(query, slopes, **places):
-        bias = packax.alibi(slopes, **places)
+    def total(query, slopes, **positions):
+        bias = packax.alibi(slopes, **positions)
         return jnp.sum(packax.flash_attention(query, key, value, mask, bias=bias) ** 2)
 
-    def all_of(**places):
-        gradient = jax.grad(functools.partial(total, **places), (0, 1))
+    def all_of(**positions):
+        gradient = jax.grad(functools.partial(total, **positions), (0, 1))
         two = jnp.stack([query, query[:, ::-1]])
         yield from jax.vmap(gradient, (None, 0))(query, slopes)
         yield from jax.vmap(gradient, (0, None))(two, slopes[0])
         yield from jax.vmap(gradient)(two, slopes)
         yield from jax.jvp(gradient, (query, slopes[0]), (key.mean() * query, slopes[1]))[1]
 
-    for x, y in zip(all_of(), all_of(**places), strict=True):
+    for x, y in zip(all_of(), all_of(**positions), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 def test_inside_the_callers_shard_map():
-    """Replicated arrays get the sum of all ranks' gradients; the largest logit is that of all
-    rows."""
+    """Replicated arrays get the sum of all ranks' gradients; the largest logit is over all rows."""
     mesh = context.mesh_of(2, axes=("context",))
     query, key, value, *_ = context.tensors(batch=2, length=64)
     sharding = packax.AttentionSharding(query=P(None, "context"), key_value=P())
     numbers = sinks_of(context.HEADS), slopes_of(context.HEADS), jnp.float32(0.4)
     index = jnp.arange(64)
 
-    def total(query, key, value, sinks, slopes, scale, places, sharding=None):
-        bias = packax.alibi(slopes, positions=places, kv_positions=index)
+    def total(query, key, value, sinks, slopes, scale, positions, sharding=None):
+        bias = packax.alibi(slopes, positions=positions, kv_positions=index)
         out, top = packax.flash_attention(
             query, key, value, packax.masks.ranges(jnp.zeros(64, int), index + 1),
             sinks=sinks, bias=bias, scale=scale, return_max_logits=True, sharding=sharding,
@@ -337,8 +336,8 @@ def test_inside_the_callers_shard_map():
 
 @pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
-    """Of sinks, slopes and an array's scale, beside the tensors: in float64, by finite
-    differences."""
+    """Of sinks, slopes and an array scale, together with the tensors: against finite differences in
+    float64."""
     with score_oracle.x64(True):
         rng = np.random.default_rng(3)
         at = [rng.standard_normal((1, 9, 2, 4)) for _ in range(3)]

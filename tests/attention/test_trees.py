@@ -1,8 +1,8 @@
 """Attention over packed trees in blockwise XLA: outputs and all gradients against the oracle, and
-what siblings may hold.
+that siblings do not affect each other.
 
-Guards against a block of siblings that is added up, a shared prefix whose gradient misses a branch,
-and a tree that is not what its branches laid out as documents are.
+Guards against attention between siblings, a shared prefix whose gradient misses a branch, and a
+tree that differs from its branches laid out as documents.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check(seed, joined, dtype):
     tree = trees.batch_of_trees(seed, BATCH, LENGTH, SEGMENTS)
     *operands, dout, dlse = tensors(dtype)
     got = run(*operands, dout, dlse, *tree, joined=joined)
-    of_pairs = trees.meaning(tree, joined), DIM**-0.5, dout, dlse
-    oracle.check(got, oracle.exact(*operands, *of_pairs), oracle.plain(*operands, *of_pairs))
+    oracle_args = trees.meaning(tree, joined), DIM**-0.5, dout, dlse
+    oracle.check(got, oracle.exact(*operands, *oracle_args), oracle.plain(*operands, *oracle_args))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,8 @@ def test_a_thousand_trees(joined):
 
 
 def test_what_siblings_hold_changes_nothing():
-    """Everything of one answer is replaced, hugely: all that does not attend it keeps every bit."""
+    """One answer's values are replaced by huge ones: every token that does not attend to it keeps
+    every bit."""
     tree = trees.of_lengths([90, 70, 40, 60, 40], [-1, 0, 1, 1, 0])
     ids, parents = (np.broadcast_to(x, (BATCH, len(x))) for x in tree)
     clean = run(*tensors(), ids, parents)
@@ -84,15 +85,15 @@ def test_what_siblings_hold_changes_nothing():
         x, y = np.asarray(x), np.asarray(y)
         if name == "lse":
             x, y = x.swapaxes(1, 2), y.swapaxes(1, 2)
-        # Rows below the answer attend it, keys above it have its gradients.
+        # Rows below the answer attend to it; keys above it receive its gradients.
         kept = np.isin(tree.ids, [4] if name in ("dk", "dv") else [0, 4])
         np.testing.assert_array_equal(x[:, kept], y[:, kept], err_msg=name)
         assert not np.array_equal(x[:, changed], y[:, changed])
 
 
 def test_a_tree_is_its_branches_as_documents():
-    """A prompt and answers, and the same with the prompt in front of each: gradients of the prompt
-    are sums over its copies."""
+    """A prompt with several answers equals separate documents that repeat the prompt; the prompt's
+    gradients are sums over its copies."""
     prompt, answers = 100, [60, 90, 50]
     tree = trees.of_lengths([prompt, *answers], [-1, 0, 0, 0])
     copies, ids, at = [], [], prompt
@@ -102,25 +103,25 @@ def test_a_tree_is_its_branches_as_documents():
         at += length
     index, ids = np.concatenate(copies), np.concatenate(ids)
     query, key, value, dout, _ = tensors()
-    first = np.unique(index, return_index=True)[1]  # of the copies, one has a cotangent
-    counted = np.isin(np.arange(len(index)), first)[:, None, None]
+    first = np.unique(index, return_index=True)[1]  # only one copy of each token has a cotangent
+    has_cotangent = np.isin(np.arange(len(index)), first)[:, None, None]
 
-    def of(mask, x):
+    def attend(mask, x):
         return packax.flash_attention(*x, packax.create_attention_mask(mask))
 
-    def apart(*x):
-        out = of(packax.causal() & packax.documents(ids), [y[:, index] for y in x])
-        return jnp.where(counted, out * dout[:, index], 0).sum(), out[:, first]
+    def as_documents(*x):
+        out = attend(packax.causal() & packax.documents(ids), [y[:, index] for y in x])
+        return jnp.where(has_cotangent, out * dout[:, index], 0).sum(), out[:, first]
 
-    def together(*x):
+    def as_tree(*x):
         group_ids = np.zeros(LENGTH, int)
         answer_ids = np.where(tree.ids == 0, -1, tree.ids)
-        out = of(packax.masks.shared_prefix(group_ids, answer_ids) & packax.causal(), x)
+        out = attend(packax.masks.shared_prefix(group_ids, answer_ids) & packax.causal(), x)
         return (out * dout).sum(), out
 
     results = [
         jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(query, key, value)
-        for f in (apart, together)
+        for f in (as_documents, as_tree)
     ]
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
-"""The backward's algorithm, and the size of its workspace: by device, request and build.
+"""The backward's algorithm and the size of its workspace, by device, request and build.
 
-Guards against a workspace of another size than the algorithm's, which C++ refuses, and against a
-program that cannot use the kernels of the GPU that it is for.
+Guards against a workspace whose size does not match the algorithm, which C++ rejects, and against a
+program that cannot use the kernels of its target GPU.
 """
 
 import re
@@ -17,26 +17,27 @@ from packax._src.ops import ffi
 pytestmark = pytest.mark.usefixtures("extension")
 
 PADDED = 320
-SMALL = 2 * 8 * PADDED  # workspace of the backward, for the portable kernels
-LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
-MIDDLE = 2 * SMALL + 2 * 2 * PADDED + 1  # for those of Hopper without a sum in memory
+SMALL = 2 * 8 * PADDED  # workspace of the portable backward kernels
+LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # of Hopper's fused kernel
+MIDDLE = 2 * SMALL + 2 * 2 * PADDED + 1  # of Hopper's separate dK/dV and dQ kernels
 
 
-said: list[str] = []  # algorithms, of each call of:
+algorithms: list[str] = []  # the algorithm of each call of backward_workspace
 
 
 def backward_workspace(
     monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs
 ):  # fmt: skip
-    """Elements of the backward's float32 workspace, its last result; local devices made up."""
+    """Elements of the backward's float32 workspace, its last result, for the given local
+    capabilities."""
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
     gradient = jax.grad(lambda *x: loss(*x, **kwargs), (0, 1, 2))
     text = text_of(gradient, *(tensors or abstract()), mask)
     (_, (target, attributes, _, results)) = calls(text)
     assert target == "packax_backward_v1" and len(results) == 6
-    assert "deterministic" not in attributes  # the algorithm says it
-    said.append(attributes["algorithm"].strip('"'))
+    assert "deterministic" not in attributes  # the algorithm implies it
+    algorithms.append(attributes["algorithm"].strip('"'))
     (elements,) = re.fullmatch(r"(\d+)xf32", results[-1]).groups()
     return int(elements)
 
@@ -46,16 +47,16 @@ def backward_workspace(
     [(None, True), ({90}, True), ({80, 90}, True), ({80}, False), ({100, 120}, False)],
 )
 def test_workspace_by_device(monkeypatch, capabilities, large):
-    """Without a local GPU, it may be compiled for any."""
+    """Without a local GPU, the program may be compiled for any."""
     elements = backward_workspace(monkeypatch, with_sm90(), capabilities)
     assert elements == (LARGE if large else SMALL)
-    assert said[-1] == ("sm90_fused" if large else "portable")
+    assert algorithms[-1] == ("sm90_fused" if large else "portable")
 
 
 @pytest.mark.parametrize("capabilities", [None, {90}, {80}])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, deterministic):
-    """Where it is exported does not matter: it has room for Hopper's kernels."""
+    """The exporting machine does not matter: the workspace has room for Hopper's kernels."""
     rows = with_sm90(kernels=APART)
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
@@ -74,7 +75,7 @@ def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, determ
 def test_workspace_by_request(monkeypatch):
     for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
         assert backward_workspace(monkeypatch, with_sm90(), deterministic=flag) == elements
-        assert said[-1] == ("portable" if flag else "sm90_fused")
+        assert algorithms[-1] == ("portable" if flag else "sm90_fused")
 
 
 APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -82,12 +83,13 @@ APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 
 @pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
 def test_workspace_of_kernels_apart(monkeypatch, capability, large):
-    """For deterministic gradients, and for some of them; not for all head dims."""
+    """Used for deterministic gradients and for a subset of the gradients; not available for all
+    head dims."""
     rows = with_sm90(dims=[(192, 128)]) + with_sm90(dims=[(64, 64)], kernels=APART)
     local = {capability}
     sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
     assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
-    assert said[-1] == ("sm90_separate" if large else "portable")
+    assert algorithms[-1] == ("sm90_separate" if large else "portable")
     wide = abstract(dim=192, v_dim=128)
     assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
     text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
@@ -101,7 +103,7 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
 
 
 def test_workspace_of_kernels_apart_alone(monkeypatch):
-    """Without a kernel for all gradients they make them all, whatever is asked for."""
+    """Without a fused kernel the separate kernels compute all gradients, deterministic or not."""
     rows = with_sm90(dims=[(192, 128)], kernels=APART[1:])
     wide = abstract(dim=192, v_dim=128)
     for capability, elements in ((90, 2 * SMALL + 2 * 2 * PADDED + 1), (80, SMALL)):
@@ -117,34 +119,34 @@ def test_workspace_by_build(monkeypatch):
     large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=128, v_dim=128))
     assert large == LARGE + 64 * SMALL
     large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=192, v_dim=128))
-    assert large == LARGE + 128 * SMALL  # dQ has the query's columns
+    assert large == LARGE + 128 * SMALL  # dQ has the query's head dim
     wide = abstract(dim=256, v_dim=256)
     assert backward_workspace(monkeypatch, with_sm90(), tensors=wide) == SMALL
-    rows = with_sm90(cc=86, arch_specific=False)  # another rule than sm_90a's: later minors too
+    rows = with_sm90(cc=86, arch_specific=False)  # unlike sm_90a, also matches later minor versions
     for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
 
 
-CAPPED = tuple(f"{kernel}_soft_cap" for kernel in APART)
+SOFT_CAP = tuple(f"{kernel}_soft_cap" for kernel in APART)
 
 
 @pytest.mark.parametrize(
     "kernels,options,elements",
     [
-        (CAPPED[:1], {"soft_cap": 30.0}, LARGE),
-        (CAPPED[:1], {"soft_cap": 30.0, "deterministic": True}, SMALL),
-        (CAPPED, {"soft_cap": 30.0}, LARGE),
-        (CAPPED, {"soft_cap": 30.0, "deterministic": True}, MIDDLE),
-        (CAPPED[1:], {"soft_cap": 30.0}, MIDDLE),  # as head dim 256
-        (APART, {"soft_cap": 30.0}, SMALL),  # as 192/128: those without a cap do not count
-        (APART + CAPPED, {"soft_cap": 30.0, "bias": packax.alibi(np.ones(8))}, SMALL),
-        (APART + CAPPED, {"soft_cap": 30.0, "scale": jnp.float32(0.1)}, SMALL),
-        (APART + CAPPED, {"bias": packax.alibi(np.ones(8))}, SMALL),
+        (SOFT_CAP[:1], {"soft_cap": 30.0}, LARGE),
+        (SOFT_CAP[:1], {"soft_cap": 30.0, "deterministic": True}, SMALL),
+        (SOFT_CAP, {"soft_cap": 30.0}, LARGE),
+        (SOFT_CAP, {"soft_cap": 30.0, "deterministic": True}, MIDDLE),
+        (SOFT_CAP[1:], {"soft_cap": 30.0}, MIDDLE),  # as for head dim 256
+        (APART, {"soft_cap": 30.0}, SMALL),  # as for 192/128: kernels without a cap do not count
+        (APART + SOFT_CAP, {"soft_cap": 30.0, "bias": packax.alibi(np.ones(8))}, SMALL),
+        (APART + SOFT_CAP, {"soft_cap": 30.0, "scale": jnp.float32(0.1)}, SMALL),
+        (APART + SOFT_CAP, {"bias": packax.alibi(np.ones(8))}, SMALL),
     ],
 )
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elements):
-    """Of Hopper's kernels with a cap, where it is all there is."""
+    """Hopper's kernels with a soft cap, where no other option is used."""
     rows = with_sm90(kernels=kernels)
     got = backward_workspace(monkeypatch, rows, {capability}, **options)
     assert got == (elements if capability == 90 else SMALL)
@@ -152,28 +154,28 @@ def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elem
 
 def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
     """Kernels with a cap do not serve a call without one."""
-    assert backward_workspace(monkeypatch, with_sm90(kernels=CAPPED)) == SMALL
+    assert backward_workspace(monkeypatch, with_sm90(kernels=SOFT_CAP)) == SMALL
 
 
-BIASED = ("backward_sm90_alibi",)
+ALIBI = ("backward_sm90_alibi",)
 SLOPES = np.ones(8)
 
 
 @pytest.mark.parametrize(
     "kernels,options,elements",
     [
-        (BIASED, {}, LARGE),
-        (BIASED, {"scale": -0.5}, LARGE),  # the sign goes into the query
-        (BIASED, {"deterministic": True}, SMALL),
-        (APART + CAPPED, {}, SMALL),  # those without a bias do not count
-        (BIASED, {"bias": packax.alibi(SLOPES, positions=np.arange(300))}, SMALL),
-        (BIASED + CAPPED, {"soft_cap": 30.0}, SMALL),
-        (BIASED, {"scale": jnp.float32(0.1)}, SMALL),
+        (ALIBI, {}, LARGE),
+        (ALIBI, {"scale": -0.5}, LARGE),  # the sign goes into the query
+        (ALIBI, {"deterministic": True}, SMALL),
+        (APART + SOFT_CAP, {}, SMALL),  # kernels without a bias do not count
+        (ALIBI, {"bias": packax.alibi(SLOPES, positions=np.arange(300))}, SMALL),
+        (ALIBI + SOFT_CAP, {"soft_cap": 30.0}, SMALL),
+        (ALIBI, {"scale": jnp.float32(0.1)}, SMALL),
     ],
 )
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements):
-    """Of Hopper's kernels with slopes of indices, where they are all there is."""
+    """Hopper's kernels with slopes over indices, where no other option is used."""
     options = {"bias": packax.alibi(SLOPES), **options}
     rows = with_sm90(kernels=kernels)
     got = backward_workspace(monkeypatch, rows, {capability}, **options)
@@ -181,20 +183,20 @@ def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
-    """The fallback kernels make it, and with it all others."""
-    rows = with_sm90(kernels=BIASED)
+    """Only the fallback kernels compute it, and then all other gradients too."""
+    rows = with_sm90(kernels=ALIBI)
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     for arguments, workspace in (((0, 1, 2), LARGE), ((0, 1, 2, 3), SMALL)):
         gradient = jax.grad(lambda *x: loss(*x[:3], MASK, bias=packax.alibi(x[3])), arguments)
         slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
-        (_, (_, _, _, made)) = calls(text_of(gradient, *abstract(), slopes))
-        assert made[-1] == f"{workspace}xf32"
+        (_, (_, _, _, results)) = calls(text_of(gradient, *abstract(), slopes))
+        assert results[-1] == f"{workspace}xf32"
 
 
-MAPPED = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
+BLOCK_SPARSE = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
 
 
-def with_a_map(size=(64, 64)):
+def block_sparse_mask(size=(64, 64)):
     block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
     return packax.create_attention_mask(
         packax.masks.block_sparse(block_mask, size), q_len=300, kv_len=300
@@ -204,51 +206,51 @@ def with_a_map(size=(64, 64)):
 @pytest.mark.parametrize(
     "kernels,options,elements",
     [
-        (MAPPED, {}, MIDDLE),  # there is none for all gradients
-        (MAPPED, {"deterministic": True}, MIDDLE),
-        (MAPPED, {"scale": -0.5}, MIDDLE),  # the sign goes into the query
-        (APART + CAPPED, {}, SMALL),  # those without a map do not count
-        (APART + CAPPED + MAPPED, {"soft_cap": 30.0}, SMALL),
-        (APART + CAPPED + MAPPED, {"bias": packax.alibi(np.ones(8))}, SMALL),
-        (APART + CAPPED + MAPPED, {"scale": jnp.float32(0.1)}, SMALL),
+        (BLOCK_SPARSE, {}, MIDDLE),  # there is no fused kernel
+        (BLOCK_SPARSE, {"deterministic": True}, MIDDLE),
+        (BLOCK_SPARSE, {"scale": -0.5}, MIDDLE),  # the sign goes into the query
+        (APART + SOFT_CAP, {}, SMALL),  # kernels without block lists do not count
+        (APART + SOFT_CAP + BLOCK_SPARSE, {"soft_cap": 30.0}, SMALL),
+        (APART + SOFT_CAP + BLOCK_SPARSE, {"bias": packax.alibi(np.ones(8))}, SMALL),
+        (APART + SOFT_CAP + BLOCK_SPARSE, {"scale": jnp.float32(0.1)}, SMALL),
     ],
 )
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements):
-    """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of
-    its blocks."""
-    rows, mask = with_sm90(kernels=kernels), with_a_map()
+    """Hopper's kernels with block lists, where no other option is used; block sizes are left to the
+    handler."""
+    rows, mask = with_sm90(kernels=kernels), block_sparse_mask()
     got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
 def test_workspace_of_a_map_without_a_map(monkeypatch):
-    """Kernels with a map do not serve a call without one, nor one with a soft cap."""
-    assert backward_workspace(monkeypatch, with_sm90(kernels=MAPPED)) == SMALL
-    rows = with_sm90(kernels=MAPPED)
+    """Kernels with block lists serve no call without a block mask, and no call with a soft cap."""
+    assert backward_workspace(monkeypatch, with_sm90(kernels=BLOCK_SPARSE)) == SMALL
+    rows = with_sm90(kernels=BLOCK_SPARSE)
     assert backward_workspace(monkeypatch, rows, soft_cap=30.0) == SMALL
 
 
 def test_some_gradients_of_a_map(monkeypatch):
-    """What no kernel writes has no elements."""
-    rows, mask = with_sm90(kernels=MAPPED), with_a_map((4, 1))
+    """Gradients that no kernel writes have no elements."""
+    rows, mask = with_sm90(kernels=BLOCK_SPARSE), block_sparse_mask((4, 1))
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
         gradient = jax.grad(lambda *x: loss(*x, mask), argument)
-        (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
+        (_, (target, attributes, _, results)) = calls(text_of(gradient, *abstract()))
         assert target == "packax_backward_v1"
         assert attributes["needs_grad"] == f"{1 + argument} : i32"
         assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
-        sums = MIDDLE  # of mask_batch: the block mask's rows do not make the mask's
-        assert made == [*written, "0xf32", "0xf32", f"{sums}xf32"]
+        sums = MIDDLE  # depends on the mask's batch size, not on the block mask's
+        assert results == [*written, "0xf32", "0xf32", f"{sums}xf32"]
 
 
 def test_some_gradients_of_a_soft_cap(monkeypatch):
-    """What no kernel writes has no elements; the one kernel for all writes dk and dv with dq's
-    sum."""
+    """Gradients that no kernel writes have no elements; the fused kernel always writes dk and dv
+    with dq."""
     kinds = {
-        CAPPED: (f"{MIDDLE}xf32", {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}),
-        CAPPED[:1]: (f"{LARGE}xf32", {0: [QUERY, KEY, KEY], 1: ["0xbf16", KEY, KEY]}),
+        SOFT_CAP: (f"{MIDDLE}xf32", {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}),
+        SOFT_CAP[:1]: (f"{LARGE}xf32", {0: [QUERY, KEY, KEY], 1: ["0xbf16", KEY, KEY]}),
     }
     for kernels, (workspace, results) in kinds.items():
         monkeypatch.setattr(
@@ -256,10 +258,10 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
         )
         for argument, written in results.items():
             gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
-            (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
+            (_, (target, attributes, _, outputs)) = calls(text_of(gradient, *abstract()))
             assert target == "packax_backward_v1"
             assert attributes["needs_grad"] == f"{1 + argument} : i32"
-            assert made == [*written, "0xf32", "0xf32", workspace]
+            assert outputs == [*written, "0xf32", "0xf32", workspace]
 
 
 def test_workspace_with_one_mask_for_all(monkeypatch):
@@ -269,9 +271,10 @@ def test_workspace_with_one_mask_for_all(monkeypatch):
 
 @pytest.mark.parametrize("length,large", [((1 << 22) - 64, True), (1 << 22, False)])
 def test_workspace_up_to_32_bits(monkeypatch, length, large):
-    """Rows of all heads: 64 * 8 * 2^22 = 2^31. Elements of the workspace may be more."""
+    """The limit is 2^31 rows over all heads: 64 * 8 * 2^22. The workspace may have more
+    elements."""
     tensors = abstract(q_len=length, kv_len=64, batch=64)
-    mask = jax.eval_shape(  # as values its arrays would take half a minute to print
+    mask = jax.eval_shape(  # concrete mask arrays would take half a minute to print
         lambda: packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
     )
     rows = 64 * 8 * length
@@ -284,7 +287,7 @@ def test_capabilities_of_this_process(monkeypatch):
         def __init__(self, text):
             self.compute_capability = text
 
-    assert ffi.local_capabilities() is None  # a test of the CPU suite
+    assert ffi.local_capabilities() is None  # the CPU suite has no GPU
     for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
         devices = [Device(t) for t in texts]
         monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)

@@ -1,7 +1,7 @@
 """`jax_enable_x64` changes nothing for arrays of 32 bits and fewer.
 
-With it a number of Python is an array of 64 bits where no array is involved: one such place makes
-attention promote its sums, or fail. So every option and kind of mask runs both ways.
+With x64 on, a Python number becomes a 64-bit array where no other array is involved; one such place
+would promote attention's sums, or fail. So every option and mask kind runs both ways.
 """
 
 import cases

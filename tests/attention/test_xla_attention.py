@@ -1,7 +1,8 @@
-"""The blockwise XLA path: values and gradients against float64, what it visits, what it allocates.
+"""The blockwise XLA path: values and gradients against float64, which blocks it visits, what it
+allocates.
 
-Guards against an error that a tolerance hides: every bound is twice the error of plain attention
-in the same dtype, and what may not matter at all (padding, other documents) is compared bit by bit.
+Guards against an error that a tolerance hides: every bound is twice the error of plain attention in
+the same dtype, and what must not matter at all (padding, other documents) is compared bit by bit.
 """
 
 import functools
@@ -26,7 +27,7 @@ def mask_of(case):
 
 @functools.partial(jax.jit, static_argnames="deterministic")
 def run(query, key, value, dout, dlse, mask, deterministic=False):
-    """One compilation for all masks of one shape."""
+    """Compiles once for all masks of one shape."""
 
     def attention(query, key, value):
         return packax.flash_attention(
@@ -57,15 +58,15 @@ def results(case, dtype):
     )
 
 
-# Also run by other tests of this path against the oracle, or part of another case.
-AGAIN = {
+# Cases that other oracle tests of this path run too, or that are part of another case.
+TESTED_ELSEWHERE = {
     "one_row",
     "all_padding",
     "batch_of_three",
     "positions_reappear",
     "window_of_any_positions",
 }
-FLOAT32 = [n for n in cases.EACH_TIME if cases.CASES[n].name not in AGAIN]
+FLOAT32 = [n for n in cases.EACH_TIME if cases.CASES[n].name not in TESTED_ELSEWHERE]
 
 
 @pytest.mark.parametrize("case", some(cases.CASES, *FLOAT32), ids=str)
@@ -84,7 +85,7 @@ def test_half_precision(name, dtype):
 
 
 def test_float64_accumulates_in_float64():
-    # jax 0.7 has it in experimental only
+    # jax 0.7 has it only in jax.experimental.
     x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with x64(True):
         got, true, _ = results(cases.BY_NAME["padding"], jnp.float64)
@@ -95,7 +96,7 @@ def test_float64_accumulates_in_float64():
 
 
 def test_scores_far_from_zero():
-    """exp overflows unless the largest score of the row is subtracted before."""
+    """exp overflows unless the row's largest score is subtracted first."""
     case = cases.BY_NAME["documents_odd"]
     query, key, value, dout, dlse = tensors_of(case)
     query = query * 100
@@ -103,7 +104,7 @@ def test_scores_far_from_zero():
     true = oracle.exact(query, key, value, case.allowed(), SCALE, dout, dlse)
     assert np.abs(true.lse).max() > 200
     plain = oracle.plain(query, key, value, case.allowed(), SCALE, dout, dlse)
-    # An LSE of some hundreds is itself rounded to 2^-16, and the backward pass starts from it.
+    # An LSE of some hundreds is rounded to 2^-16, and the backward pass starts from it.
     oracle.check(got, true, plain, factor=4)
 
 
@@ -119,23 +120,23 @@ EMPTY = [
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_rows_that_attend_nothing(name):
-    """Exactly 0, -inf and 0; and whatever cotangent comes in for them is ignored, NaN too."""
+    """Results are exactly 0, -inf and 0; any cotangent of such rows is ignored, even NaN."""
     case = cases.BY_NAME[name]
     query, key, value, dout, dlse = tensors_of(case)
     mask = mask_of(case)
-    some = np.broadcast_to(case.allowed().any(-1), (case.batch, case.q_len))
-    if name != "causal_tall":  # there, every row has a key: the test of the test
-        assert not some.all()
+    attended = np.broadcast_to(case.allowed().any(-1), (case.batch, case.q_len))
+    if name != "causal_tall":  # every row has a key there; otherwise the case must have empty rows
+        assert not attended.all()
     clean = run(query, key, value, dout, dlse, mask)
-    bad_dout = jnp.where(some[..., None, None], dout, jnp.nan)
-    bad_dlse = jnp.where(some[:, None], dlse, jnp.inf)
+    bad_dout = jnp.where(attended[..., None, None], dout, jnp.nan)
+    bad_dlse = jnp.where(attended[:, None], dlse, jnp.inf)
     got = run(query, key, value, bad_dout, bad_dlse, mask)
     for x, y in zip(clean, got, strict=True):
         np.testing.assert_array_equal(x, y)
-    empty = ~some
+    empty = ~attended
     assert not np.asarray(got.out)[empty].any() and not np.asarray(got.dq)[empty].any()
     lse = np.asarray(got.lse).transpose(0, 2, 1)
-    assert (lse[empty] == -np.inf).all() and np.isfinite(lse[some]).all()
+    assert (lse[empty] == -np.inf).all() and np.isfinite(lse[attended]).all()
 
 
 @pytest.mark.parametrize("size", [3e38, -3e38, 1e30])
@@ -146,7 +147,7 @@ def test_huge_garbage_in_padding_changes_nothing(size):
     padding = (cases.PADDED == packax.PADDING_SEGMENT_ID)[None, :, None, None]
     clean = run(query, key, value, dout, dlse, mask)
 
-    def dirty(x):  # its products cancel to inf - inf
+    def dirty(x):  # products of these values cancel to inf - inf
         return jnp.where(padding, jnp.where(jnp.arange(x.shape[3]) % 2 == 0, size, -size), x)
 
     got = run(*map(dirty, (query, key, value, dout)), dlse, mask)
@@ -156,7 +157,7 @@ def test_huge_garbage_in_padding_changes_nothing(size):
 
 @pytest.mark.parametrize("name", ["documents_odd", "ids_reappear", "positions_restart"])
 def test_other_documents_change_nothing(name):
-    """Everything of one document is replaced, hugely: the others' results keep every bit."""
+    """One document's values are replaced by huge ones: results of all others keep every bit."""
     case = cases.BY_NAME[name]
     ids = cases.BACK if name == "ids_reappear" else cases.ODD
     query, key, value, dout, dlse = tensors_of(case)
@@ -175,7 +176,8 @@ def test_other_documents_change_nothing(name):
 
 
 def test_blocks_that_no_row_attends_are_not_read():
-    """NaN there would reach results through 0 * NaN: documents cost, and touch, their own area."""
+    """NaN in such a block would reach results through 0 * NaN: only blocks of a row's documents are
+    read."""
     length, tile = 8 * xla_tiles.KEYS, xla_tiles.KEYS
     lo = np.full(length, 2 * tile)
     expression = packax.masks.ranges(lo, lo + tile)
@@ -194,7 +196,8 @@ def test_blocks_that_no_row_attends_are_not_read():
 
 
 def test_memory_is_linear():
-    """Four times the tokens, four times the memory; scores of 16k tokens would be 2 GiB."""
+    """Four times the tokens take about four times the memory; the scores of 16k tokens would take 2
+    GiB."""
 
     def temporary(length):
         def step(query, key, value, ids):
@@ -228,10 +231,10 @@ def test_bit_identical_from_run_to_run():
     some([("padding", 16, 16), ("positions_reappear", 48, 32), ("cross_positions", 512, 64)], 1),
 )
 def test_any_tile_size(name, rows, keys, monkeypatch):
-    """Last in this file: it clears what the tests before share."""
+    """Last in this file: it clears the compilation caches that the tests before share."""
     monkeypatch.setattr(xla_tiles, "ROWS", rows)
     monkeypatch.setattr(xla_tiles, "KEYS", keys)
-    jax.clear_caches()  # traces made with other tiles
+    jax.clear_caches()  # drop traces with other tile sizes
     oracle.check(*results(cases.BY_NAME[name], jnp.float32))
     monkeypatch.undo()
     jax.clear_caches()

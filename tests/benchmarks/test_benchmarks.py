@@ -1,6 +1,6 @@
-"""The benchmark's own arithmetic: operations are counted, its reference is right, errors are seen.
+"""The attention benchmark: it counts operations, its reference is right, and it detects errors.
 
-Its modules are imported in a separate process, so that what they set in jax stays there.
+Its modules are imported in a separate process, so that their jax settings do not reach the tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ORACLE = SUPPORT / "oracle.py"
 
 
 def test_cases_and_flops():
-    """Four operations per element of an attended pair forward, ten backward."""
+    """Per attended pair and element of the head dim: four operations forward, ten backward."""
     script("""
 from lib.cases import CASES, document_lengths, select
 
@@ -112,8 +112,7 @@ bar_chart(report, pathlib.Path(sys.argv[2]))
 
 @pytest.mark.exhaustive
 def test_short_cases_and_head_dims_run_and_are_tabled():
-    """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
-    same."""
+    """On the CPU, without cuDNN: its absence is reported, and packax is timed and compared."""
     shown = script("""
 import attention
 from compare.jax_worker import Jax
@@ -148,7 +147,7 @@ print(attention.bandwidths(results, small))
 
 @pytest.mark.exhaustive
 def test_padded_head_dims_are_compared_before_they_are_timed():
-    """With what pads nothing; a wrong one is found, and not timed."""
+    """They are compared with an unpadded call. A wrong result is found and not timed."""
     script("""
 import attention
 from compare import jax_worker
@@ -177,7 +176,7 @@ assert "small packax WRONG: out" in attention.table({"small": rows}, attention.O
 """)
 
 
-def test_drawn_lengths_are_a_rows():
+def test_drawn_lengths_fill_a_row():
     script("""
 from lib.cases import drawn_lengths, select
 
@@ -191,8 +190,8 @@ assert drawn_lengths(10, 1000) == (10,)
 
 @pytest.mark.exhaustive
 def test_flash_attention_3_gets_documents_and_rows():
-    """Its package is not here: one with its names, which is right, is compared and timed; another
-    is said to be wrong."""
+    """Its package is not installed. A stand-in with its names is compared and timed if it is right,
+    and reported if it is wrong."""
     script("""
 import sys, types
 import jax, jax.numpy as jnp
@@ -268,7 +267,7 @@ assert not rows["jla_ranged"]["wrong"] and set(calls) == {("ranged", None)}
 
 
 def test_a_loop_runs_every_pass():
-    """XLA may not hoist it out of the loop, nor run it fewer times."""
+    """XLA may neither hoist the pass out of the loop nor run it fewer times."""
     script("""
 import jax
 import numpy as np
@@ -291,7 +290,7 @@ assert len(calls) == 5, calls
 
 @pytest.mark.exhaustive
 def test_decoding_is_timed_in_a_loop():
-    """LOOP passes in a call, none hoisted out of the loop."""
+    """A call runs LOOP passes, none of which is hoisted out of the loop."""
     script("""
 import jax, packax
 import numpy as np
@@ -329,7 +328,7 @@ def test_the_program_that_times_kvax_traces():
 
 @pytest.mark.exhaustive
 def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
-    """On two fake devices: every plan is right, and a local one fetches less."""
+    """On two fake devices, every plan is right, and the local plan fetches less."""
     shown = script(
         """
 import os, sys

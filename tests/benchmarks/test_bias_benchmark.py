@@ -1,5 +1,5 @@
-"""The benchmark of biases and dropout on tiny cases: packax is right by its reference, and what is
-wrong is seen."""
+"""The benchmark of biases and dropout on tiny cases: packax agrees with its reference, and wrong
+results are detected."""
 
 import pytest
 from benchmark_scripts import script
@@ -41,14 +41,14 @@ print(biases.table(results, biases.ORDER))
 """
     )
     (row,) = (x for x in map(str.split, shown.splitlines()) if x[:2] == ["both", "fwd"])
-    assert float(row[2]) > 0 and row[-1] == "-"  # cuDNN's error
+    assert float(row[2]) > 0 and row[-1] == "-"  # the column of cuDNN's error
 
 
 ALL_WRONG = ("right", "no bias", "no gradient", "other heads", "no dropout", "halved")
 
 
 @pytest.mark.parametrize("names", some([(("right", "no gradient"),), (ALL_WRONG,)]))
-def test_what_is_wrong_is_seen(names):
+def test_wrong_results_are_detected(names):
     script(
         SMALL
         + f"names = {names}"

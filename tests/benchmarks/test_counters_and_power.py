@@ -1,4 +1,4 @@
-"""What the benchmarks read of the hardware: counters, traces, power and clock, by stand-ins."""
+"""The benchmarks' readings of the hardware (counters, traces, power, clock), through stand-ins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paths import BENCHMARKS
 
 
 def test_power_and_clock_of_a_burst():
-    """By a library in NVML's place: 700 W, a clock that falls, held by power in half of the
-    samples."""
+    """With a stand-in for NVML: 700 W, and a clock that drops in the half of the samples that the
+    power cap limits."""
     script("""
 import itertools, time
 from lib.power import Meter, line, medians
@@ -61,8 +61,8 @@ else:
 
 
 def test_counters_of_kernels(tmp_path):
-    """counters.py with a stand-in for ncu: the last launches, numbers with commas, ranks,
-    failures."""
+    """counters.py with a stand-in for ncu: the last launches, numbers with thousands separators,
+    the order of stalls, and failures."""
     tool = tmp_path / "ncu"
     tool.write_text(
         """#!/bin/bash
@@ -113,7 +113,7 @@ echo "$@" >&2
 
 
 def test_kernels_of_a_trace():
-    """traces.py: those of all GPUs, not the host's events."""
+    """traces.py counts the kernels of all GPUs, and no host events."""
     script(
         """
 import gzip, json, pathlib, tempfile
@@ -143,7 +143,7 @@ assert found == {"nccl(args<4>)": (1, 0.25), "forward_sm90": (2, 1.5)}, found
 
 @pytest.mark.exhaustive
 def test_power_limit_says_what_each_burst_took():
-    """By a meter that reads one thing: times are the functions' own, energy is power times time."""
+    """With a meter that reads constants: times are measured, energy is power times time."""
     script("""
 import time
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""benchmarks/decode.py, with XLA in the kernels' place: every column, and wrong results."""
+"""benchmarks/decode.py with XLA in place of the kernels: all columns, and wrong results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paths import BENCHMARKS
 
 @pytest.mark.exhaustive
 def test_benchmark(tmp_path, monkeypatch, capsys):
-    """Every column; a wrong result is not timed and fails the run."""
+    """All columns are filled; a wrong result is not timed and fails the run."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("decode_benchmark", BENCHMARKS / "decode.py")
     benchmark = importlib.util.module_from_spec(spec)

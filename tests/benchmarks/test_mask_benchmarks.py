@@ -1,4 +1,4 @@
-"""benchmarks/masks.py: masks are said alike by every library, results compared, selections
+"""benchmarks/masks.py: every library gets the same masks, results are compared, selections are
 counted."""
 
 from __future__ import annotations
@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from benchmark_scripts import script
 
-pytestmark = pytest.mark.exhaustive  # programs of benchmarks/, whole
+pytestmark = pytest.mark.exhaustive  # they run whole benchmark programs
 
 
-def test_options_are_said_alike():
-    """Pair by pair, as packax has it: the predicate that FlexAttention and the reference take."""
+def test_predicates_equal_the_expressions():
+    """The predicate for FlexAttention and the reference equals packax's mask, pair by pair."""
     script("""
 import dataclasses
 import numpy as np
@@ -33,8 +33,7 @@ assert 0 < allowed.mean() < 1
 
 
 def test_the_reference_of_options():
-    """packax on the CPU, whatever option: every result within the limits, and not with another
-    option."""
+    """packax on the CPU is within the limits with every option, and outside them without it."""
     script("""
 import dataclasses
 import jax
@@ -71,8 +70,8 @@ assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
 
 
 def test_selections_of_options():
-    """Block masks: as many as asked for and none behind the row, said alike by every way,
-    counted, and compared."""
+    """Block masks have the number of blocks asked for and none after the row, are the same in every
+    formulation, and are counted and compared."""
     script("""
 import dataclasses
 import jax
@@ -141,7 +140,7 @@ assert "to dense" in shown
 
 
 def test_packed_trees():
-    """Definitions agree; trees are counted, compared, and timed with documents of the paths."""
+    """All definitions agree. Trees are counted, compared, and timed with a document per path."""
     script("""
 import dataclasses
 import jax

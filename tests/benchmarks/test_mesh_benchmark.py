@@ -1,4 +1,4 @@
-"""benchmarks/meshes.py: plain jit and shard_map, in one process and in two, agree."""
+"""benchmarks/meshes.py: plain jit and shard_map agree, in one process and in two."""
 
 from __future__ import annotations
 

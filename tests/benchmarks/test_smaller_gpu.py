@@ -1,5 +1,5 @@
-"""FlashAttention-2 on a Hopper GPU with the tiles of a smaller one: what compare/smaller_gpu.c
-tells it, by a stand-in for the CUDA runtime."""
+"""compare/smaller_gpu.c, which makes FlashAttention-2 use the tiles of a smaller GPU on Hopper,
+tested with a stand-in for the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def library(source, path):
 
 @pytest.mark.parametrize("capability,proxy", [("8.0", "80@90"), ("8.6", "86@90")])
 def test_attributes_and_launches(capability, proxy, tmp_path):
-    """The attributes are the other GPU's, and launches request as much as packax's: all other
-    attributes, other requests, and kernels of at most 48 KiB are left as they are."""
+    """The attributes are the other GPU's, and launches request as much shared memory as packax's.
+    Other attributes, other requests and kernels of at most 48 KiB are left unchanged."""
     (tmp_path / "runtime.c").write_text(RUNTIME)
     fake = library(tmp_path / "runtime.c", tmp_path / "libcudart.so.13")
     shim = library(SHIM, tmp_path / "smaller_gpu.so")

@@ -1,7 +1,7 @@
-"""benchmarks/train_step.py: the ways of attention agree, a wrong one is not timed, memory and
-kernels are counted.
+"""benchmarks/train_step.py: the attention implementations agree, a wrong one is not timed, memory
+and kernels are counted.
 
-Its modules are imported in a separate process, so that what they set in jax stays there.
+Its modules are imported in a separate process, so that their jax settings do not reach the tests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paths import BENCHMARKS
 
 
 @pytest.mark.exhaustive
-def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
-    """On the CPU in float32: packax, also with its results kept, and dense attention agree."""
+def test_implementations_agree_and_failures_are_reported(tmp_path):
+    """On the CPU in float32: packax, packax with its results saved, and dense attention agree."""
     options = ["--who", "packax,names,dense,fa3,cudnn", "--profile", "--out", tmp_path]
     result = subprocess.run(
         [sys.executable, "train_step.py", "--tiny", "--rounds", "2", *options],
@@ -41,7 +41,7 @@ def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
 
 @pytest.mark.exhaustive
 def test_windows_by_halo_and_by_all_keys_agree(tmp_path):
-    """Two devices, float32: the same gradients, of fewer keys fetched."""
+    """On two devices in float32: halos give the same gradients with fewer fetched keys."""
     options = ["--tiny", "--window", "40", "--runs", "2048:3:6", "--rounds", "1"]
     result = subprocess.run(
         [sys.executable, "train_step.py", *options, "--out", tmp_path],
@@ -61,8 +61,8 @@ def test_windows_by_halo_and_by_all_keys_agree(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_way_is_not_timed():
-    """Attention across documents, in the place of a peer."""
+def test_a_wrong_implementation_is_not_timed():
+    """Attention across documents stands in for a peer."""
     script("""
 import jax
 import train_step
@@ -91,7 +91,7 @@ else:
 
 
 def test_the_count_of_operations():
-    """Per step each element of a matrix is multiplied per token; the state has those elements."""
+    """Six operations per step, token and matrix element, besides attention."""
     script("""
 import jax
 import train_step
@@ -109,7 +109,7 @@ assert train_step.flops_of([case], config, 3) == 6 * 256 * (3 * layer + last) + 
 
 
 def test_peak_memory_is_a_programs_own():
-    """The allocator's peak is the process's: a filler makes that of the next program a new one."""
+    """The allocator reports the process's peak: a filler makes the next program exceed it."""
     script("""
 from train_step import own_peak
 

@@ -1,4 +1,4 @@
-"""The tuning harness packs what the kernels declare, refuses wrong candidates, and prints a table.
+"""The tuning harness packs what kernels declare, refuses wrong candidates, and prints a table.
 
 It runs with a fake driver (fake_driver.py), in a separate process.
 """
@@ -14,7 +14,7 @@ import pytest
 from paths import BENCHMARKS, SIMULATORS, TUNE
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,  # not imported: see triton_launch.py
+    importlib.util.find_spec("triton") is None,  # must not be imported here: see triton_launch.py
     reason="a build dependency: kernels are declared in it",
 )
 
@@ -74,7 +74,7 @@ def script(tmp_path: Path, code: str) -> str:
     return result.stdout
 
 
-def test_every_kernel_gets_every_argument_by_the_tables_kind(tmp_path):
+def test_every_kernel_gets_every_argument_that_it_declares(tmp_path):
     script(
         tmp_path,
         """
@@ -161,8 +161,8 @@ assert abs(flops["backward"] / flops["forward_sm90"] - 2.5) < 0.2
     assert line[:2] == ["small", "128x128"] and any(x.startswith("1.000") for x in line)
 
 
-def test_candidates_of_gpus_like_a100_run_with_the_kernel_that_reads_their_sum(tmp_path):
-    """The layout of dQ's sum in memory depends on the tile and the warps."""
+def test_candidates_for_sm80_run_with_the_matching_postprocess(tmp_path):
+    """The memory layout of dQ's partial sums depends on the tile and the number of warps."""
     shown = script(
         tmp_path,
         """
@@ -251,7 +251,7 @@ say_end()
 
 
 def test_fatal_steps_are_left_out(monkeypatch, capfd):
-    """One that hangs, one that dies; and a child that never gets as far."""
+    """A step that hangs, a step that dies, and a child that fails before its first step."""
     monkeypatch.syspath_prepend(str(TUNE))
     monkeypatch.setenv("PYTHONPATH", str(TUNE))
     from probe import fatal_steps

@@ -1,5 +1,5 @@
-"""The processes of attention.py: one works at a time, wrong results are not timed, a dead worker is
-said to be dead."""
+"""The worker processes of attention.py: one works at a time, wrong results are not timed, and dead
+workers are reported."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ for worker in both.values():
 """
 
 
-def test_they_take_turns(tmp_path):
+def test_workers_take_turns(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER.replace("BENCHMARKS", str(BENCHMARKS)))
     log = tmp_path / "log"
     result = subprocess.run(
@@ -117,7 +117,7 @@ def test_they_take_turns(tmp_path):
     assert "torch ended with status 7" in result.stdout
 
 
-def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
+def test_failed_and_wrong_runs_are_reported(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     turns = importlib.import_module("lib.turns")
     row = {"failed": {"fwd": "no room"}, "wrong": ["dq", "dk"]}
@@ -126,8 +126,8 @@ def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
     assert turns.troubles("a packax", {"failed": None, "wrong": []}) == []
 
 
-def test_every_round_has_an_order_of_its_own():
-    """The same in every run, and none always runs after the same one."""
+def test_every_round_has_a_different_order():
+    """The orders are the same in every run, and no name always follows the same other name."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         turns = importlib.import_module("lib.turns")

@@ -1,7 +1,8 @@
-"""A bias that is an array, and dropout, on fake CPU devices: as on one, bits of dropout included.
+"""A bias array, and dropout, on fake CPU devices: results equal one device's, down to the dropout
+bits.
 
-Guards against a gradient that misses the sum over an axis, rows numbered by their place on a rank,
-and streams numbered by a rank's own batch rows and heads.
+Guards against a gradient that misses the sum over an axis, rows numbered by their index on a rank,
+and dropout streams numbered by a rank's local batch rows and heads.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):
     "shape", some([((1, 1, LENGTH),), ((1, HEADS, 1),), ((BATCH, 1, LENGTH),)], 0)
 )
 def test_plain_jit(shape):
-    """XLA divides batch and heads; the gradient of what is one for all is summed."""
+    """XLA partitions over batch and heads; the gradient of a broadcast axis is summed."""
     whole = inputs(shape)
     run = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), 0.3))
     wanted = run(*whole)
@@ -103,7 +104,7 @@ def test_plain_jit(shape):
 
 @pytest.mark.exhaustive
 def test_a_shard_map_of_the_callers():
-    """Over batch and heads, whose indices packax knows from sharding=."""
+    """Over batch and heads; packax takes the global indices from sharding=."""
     whole = inputs((1, HEADS, LENGTH))
     wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), 0.3))(*whole)
     sharding = packax.AttentionSharding(

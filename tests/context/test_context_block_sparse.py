@@ -1,8 +1,7 @@
-"""Block masks under context parallelism: every rank has the mask of its own rows, in the plan's
-order.
+"""Block masks under context parallelism: every rank has the mask of its rows, in the plan's order.
 
-Guards against a map that is cut where no rank or chunk begins, against lists of another rank's
-rows, and against a map of one batch row or head for another.
+Guards against a block mask split where no rank or chunk begins, lists of another rank's rows, and
+the mask of another batch row or head.
 """
 
 import functools
@@ -31,8 +30,8 @@ SHARDING = packax.AttentionSharding(
     query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
 DOCUMENTS = packax.causal() & packax.documents(ROWS)
-# rows and keys of a block, batch rows and heads of the block mask: finer than a chunk,
-# no part of one, one row, more than a rank has
+# Rows and keys of a block, then batch rows and heads of the block mask. The blocks divide a chunk,
+# do not divide one, have one row, or are larger than a rank's rows.
 MAPS = {
     "tiles": ((128, 64), (1, 1)),
     "odd": ((100, 48), (BATCH, HEADS)),
@@ -87,8 +86,8 @@ def test_results_are_those_of_one_device(name, sizes, kind, plan):
 
 
 def test_a_plan_balances_what_is_visited():
-    """Rows that attend much lie side by side; what counts is blocks of 64 keys of tiles of 128
-    rows, of all heads."""
+    """Rows with many keys are adjacent. The cost is the number of 64-key blocks visited by tiles of
+    128 rows, over all heads."""
     chosen = np.random.default_rng(5).random((2, HEADS, LENGTH, LENGTH // 64)) < 0.004
     chosen[0, :2, :256] = chosen[1, 3, 512:] = True
     expression = packax.causal() & packax.masks.block_sparse(chosen, (1, 64))
@@ -107,7 +106,7 @@ def test_a_plan_balances_what_is_visited():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inside", [True, False])
 def test_in_a_shard_map_of_the_callers(inside):
-    """Whether the mask is made in there, or outside and goes in by its specs; heads in groups."""
+    """The mask is built inside, or built outside and passed in by its specs; heads in groups."""
     mesh = mesh_of(2, 2, axes=("data", "context"))
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(DOCUMENTS, ranks=2)
@@ -142,22 +141,26 @@ def test_in_a_shard_map_of_the_callers(inside):
 
 
 def test_what_a_rank_holds():
-    """Bits and lists of its own rows; blocks no larger than what stays together; all specs name the
-    same axes."""
+    """Bits and lists of the rank's rows; blocks that fit in what the plan keeps together; specs
+    that name the axes of the arrays."""
     mesh = mesh_of(2, 4, axes=("data", "context"))
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(DOCUMENTS, ranks=4, chunk=128)
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression_of("odd"), sharding=sharding, plan=plan)
     assert mask.block_size == (4, 48)  # gcd(100, 128)
-    own = LENGTH // 4
+    rows_per_rank = LENGTH // 4
     specs = sharding.mask_specs(mask)
     for name, shape, spec in (
-        ("block_mask", (2, HEADS, own // 4, 1), P("data", None, "context")),
-        ("q_block_lists", (2, HEADS, own // 128, 2 + LENGTH // 64), P("data", None, "context")),
+        ("block_mask", (2, HEADS, rows_per_rank // 4, 1), P("data", None, "context")),
+        (
+            "q_block_lists",
+            (2, HEADS, rows_per_rank // 128, 2 + LENGTH // 64),
+            P("data", None, "context"),
+        ),
         (
             "kv_block_lists",
-            (2, HEADS, LENGTH // 128, 2 + own // 64),
+            (2, HEADS, LENGTH // 128, 2 + rows_per_rank // 64),
             P("data", None, None, "context"),
         ),
     ):

@@ -1,4 +1,4 @@
-"""What a user of `sharding=` and `plan=` is told: the argument, what came and what is accepted."""
+"""Error messages for `sharding=` and `plan=`: the argument, its value and what is accepted."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A batch and its mask in one call, and the check that finds a plan that was used by half."""
+"""shard_batch shards a batch with its mask; check_plan finds a plan that only one of them used."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ from tiers import once_each, some
 AXES = ("data", "context", "tensor")
 SPEC = P("data", "context", "tensor")
 SHARDING = packax.AttentionSharding(SPEC, SPEC)
-# A rank's first chunk begins inside a document in every row.
+# In every row, a rank's first chunk begins inside a document.
 IDS = np.stack(
     [
         ids_of((0, 800), (1, 224)),
@@ -46,7 +46,7 @@ EXPRESSION = packax.causal() & packax.documents(IDS)
 
 
 def inputs_of(tensors):
-    """As a batch: (batch, length, ...) each."""
+    """As a batch: every array (batch, length, ...)."""
     *rows, dlse = tensors
     return [*rows, dlse.swapaxes(1, 2)]
 
@@ -60,7 +60,7 @@ def inputs_of(tensors):
     ids=str,
 )
 def test_batch_and_mask_in_one_call(of_plan, kind):
-    """Results are one device's; the batch is sharded as its types or XLA say."""
+    """Results equal one device's; the batch is sharded as its types say, or as XLA chooses."""
     plan, expression = of_plan
 
     @jax.jit
@@ -93,7 +93,7 @@ def test_eager_arrays_of_numpy_are_placed():
 
 @pytest.mark.parametrize("mesh", ["given", "set"])
 def test_a_mesh_of_one_rank(mesh):
-    """Of any length, and without a copy: what runs on four devices runs on one."""
+    """Any length works, without a copy, so a program for four devices also runs on one."""
     made = mesh_of(1, 1, 1, axes=AXES)
     sharding = packax.AttentionSharding(SPEC, SPEC, mesh=made if mesh == "given" else None)
     x = np.arange(200).reshape(2, 100)
@@ -106,7 +106,7 @@ def test_a_mesh_of_one_rank(mesh):
 
 @pytest.mark.exhaustive
 def test_inside_a_shard_map_of_the_callers():
-    """Whole sequences go in, this rank's rows come out."""
+    """Whole sequences go in; this rank's rows come out."""
     mesh = mesh_of(2, 4, axes=("data", "context"))
     sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
 
@@ -149,7 +149,7 @@ def test_refused(batch, text):
         packax.context.shard_batch(batch, EXPRESSION, sharding=SHARDING)
 
 
-# --- A plan used by half.
+# --- A plan used by only the batch or only the mask.
 
 NOT_PERMUTED = "the batch was not permuted, but the mask was built with a plan"
 NO_PLAN = "the batch was permuted, but the mask was built without a plan"
@@ -157,7 +157,7 @@ TWICE = "the ids in the mask's expression were already permuted by the plan"
 
 
 def half_used(case, plan):
-    """The mask and the batch's ids and positions, as a mistake makes them."""
+    """The mask and the batch's ids and positions, with the given mistake."""
     ids, positions = plan.permute((jnp.asarray(IDS), jnp.asarray(POSITIONS)))
     build = functools.partial(packax.create_attention_mask, sharding=SHARDING)
     causal = packax.causal()
@@ -172,8 +172,8 @@ def half_used(case, plan):
     return build(causal & packax.documents(ids), plan=plan), ids, positions
 
 
-def finished(function):
-    """Runs to its end, with callbacks, whose errors no other test must get."""
+def run_to_end(function):
+    """Runs to completion, including callbacks, so that no error reaches another test."""
     try:
         jax.block_until_ready(function())
     finally:
@@ -205,17 +205,17 @@ def test_which_half_is_missing(case, jit, kind):
     with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
         if jit:
             check = jax.jit(check)
-        finished(check)  # off
+        run_to_end(check)  # the check is off
         with packax.context.debug_checks():
             if CASES[case] is None:
-                finished(check)
+                run_to_end(check)
                 return
             with pytest.raises(ValueError, match=CASES[case]):
-                finished(check)
+                run_to_end(check)
 
 
 def wrong(case, plan, *, ids=True, positions=True, counted=POSITIONS):
-    """What the check says, of ids alone or of positions alone."""
+    """The message of check_plan for these arguments, or "" if it passes."""
     mask, of_ids, of_positions = half_used(case, plan)
     if counted is not POSITIONS:
         moved = case not in ("no plan at all", "not permuted")
@@ -246,7 +246,7 @@ def test_with_less_to_go_by():
 
 
 def test_no_documents():
-    """Positions alone tell, where all rows look alike."""
+    """Positions alone decide where all rows look alike."""
     index = np.arange(LENGTH)[None]
     plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)
     of = functools.partial(packax.create_attention_mask, packax.causal(), q_len=LENGTH)
@@ -289,7 +289,7 @@ def test_another_batch():
 
 
 def test_it_costs_nothing_while_it_is_off():
-    """Not one operation; and a compiled function is compiled again when it is turned on."""
+    """The check adds no operation; turning it on recompiles a compiled function."""
     mask = packax.create_attention_mask(EXPRESSION)
 
     def step(mask, ids, check):
@@ -306,7 +306,7 @@ def test_it_costs_nothing_while_it_is_off():
     if hasattr(jax, "make_user_context"):
         errors = ValueError, jax.errors.JaxRuntimeError
         with packax.context.debug_checks(), pytest.raises(errors, match="check_plan"):
-            finished(lambda: with_check(mask, wrong))
+            run_to_end(lambda: with_check(mask, wrong))
         with packax.context.debug_checks(), packax.context.debug_checks(False):
             with_check(mask, wrong)
 
@@ -343,7 +343,7 @@ with jax.set_mesh(mesh):
 
 @pytest.mark.parametrize("kind", some(["Auto", "Explicit"], 0))
 def test_a_step_on_several_devices_raises_and_goes_on(kind):
-    """No device waits for one that raised, XLA does not end the process, nothing is warned of."""
+    """No device waits for one that raised, XLA does not abort the process, and nothing warns."""
     flags = "--xla_force_host_platform_device_count=4"
     environment = os.environ | {"PACKAX_DEBUG": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""Masks built for the ranks of a mesh: each has what a mask of its own rows alone would have.
+"""Masks built for the ranks of a mesh: each part equals the mask of that rank's rows alone.
 
-Guards against a transpose hull of other rows, and against a mask that is cut otherwise than its
+Guards against key bounds taken over other ranks' rows, and a mask sharded differently than its
 specs say.
 """
 
@@ -28,7 +28,7 @@ from tiers import once_each
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_numbers_in_expressions(kind):
-    """Offsets and lengths without a batch: every rank has its rows of what one device makes."""
+    """Offsets and lengths without a batch: every rank has its rows of what one device computes."""
     expression = packax.sliding_window(300, 2, offset=7) & packax.prefix(jnp.asarray(90))
     mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
     plan = plan_of("balanced", 2)
@@ -49,15 +49,15 @@ def test_numbers_in_expressions(kind):
 
 
 def test_every_rank_has_the_hull_of_its_own_rows():
-    """Built sharded, the bounds are those of a mask built from each rank's ranges alone."""
+    """Built sharded, the bounds equal those of a mask built from each rank's ranges alone."""
     plan = plan_of("balanced", 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = packax.create_attention_mask(
             expression_of("one mask for all"), sharding=CONTEXT, plan=plan
         )
-    own = LENGTH // 4
+    rows_per_rank = LENGTH // 4
     for rank in range(4):
-        rows = slice(rank * own, (rank + 1) * own)
+        rows = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
         lo, hi = (np.asarray(x)[:, rows] for x in (mask.kv_start, mask.kv_end))
         alone = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=LENGTH)
         for name in (
@@ -69,8 +69,10 @@ def test_every_rank_has_the_hull_of_its_own_rows():
             "q_order_192",
             "kv_order",
         ):
-            mine = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
-            np.testing.assert_array_equal(mine, getattr(alone, name), err_msg=f"{name} of {rank}")
+            of_rank = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
+            np.testing.assert_array_equal(
+                of_rank, getattr(alone, name), err_msg=f"{name} of {rank}"
+            )
     in_order = packax.create_attention_mask(expression_of("one mask for all"))
     in_order = np.broadcast_to(in_order.kv_end, (BATCH, LENGTH))
     np.testing.assert_array_equal(plan.unpermute(mask.kv_end), in_order)
@@ -80,12 +82,12 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     "kind,plan",
     once_each(
         ["causal", "documents", "positions", "spans of positions", "one mask for all"],
-        ["balanced", "zigzag"],  # the second has one batch row
+        ["balanced", "zigzag"],  # "zigzag" has one batch row
     ),
 )
 def test_the_specs_of_a_mask(kind, plan):
-    """Kernels read block bounds and orders that XLA does not: each operand is cut as it was
-    made."""
+    """Kernels read block bounds and orders that XLA does not: every array is sharded as its spec
+    says."""
     sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
     mask = packax.create_attention_mask(
         expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)

@@ -1,7 +1,8 @@
-"""What of a rank's program waits for what: the order of gathers and scatters is in its data.
+"""Which steps of a rank's program wait for which: data dependencies fix the order of gathers and
+scatters.
 
-Guards against gathers that all end before the first attention begins, or that are not needed,
-which no result shows: XLA is free in everything that no operand says.
+Guards against gathers that all end before the first attention begins, or that are not needed. No
+result shows this: XLA may reorder whatever no operand orders.
 """
 
 import functools
@@ -27,21 +28,22 @@ def programs_of(kind, head_groups, ranks=2, **heads):
         arguments = (*tensors(**heads), mask)
         function = functools.partial(results, gather_head_groups=head_groups)
         jaxpr = jax.make_jaxpr(function)(*arguments)
-    made = [Program(x) for x in of_ranks(jaxpr.jaxpr)]
-    (forward,) = (x for x in made if FORWARD in x.named)
-    (backward,) = (x for x in made if BACKWARD in x.named)
+    all_programs = [Program(x) for x in of_ranks(jaxpr.jaxpr)]
+    (forward,) = (x for x in all_programs if FORWARD in x.named)
+    (backward,) = (x for x in all_programs if BACKWARD in x.named)
     return {FORWARD: forward, BACKWARD: backward}
 
 
 @pytest.fixture(scope="module", params=["balanced", None])
 def programs(request):
-    made = programs_of(request.param, GROUPS, heads=8, kv_heads=GROUPS)
-    return made, request.param is not None
+    by_pass = programs_of(request.param, GROUPS, heads=8, kv_heads=GROUPS)
+    return by_pass, request.param is not None
 
 
 @pytest.mark.parametrize("attention", [FORWARD, BACKWARD])
 def test_a_gather_overlaps_with_the_previous_attention(programs, attention):
-    """It is sent before that begins, ends when it likes, and no sooner than two are held."""
+    """Gather n is issued before attention n - 1 and may end after it. It waits for attention n - 2,
+    so at most two groups of keys are in memory."""
     program = programs[0][attention]
     for n in range(1, GROUPS):
         assert program.waits_for_operands(attention, n - 1, "all_gather", n)
@@ -56,13 +58,13 @@ def test_a_scatter_overlaps_with_the_next_attention(programs):
 
 
 def test_copies_behind_two_collectives_cannot_be_joined(programs):
-    """With a plan: those behind a gather wait for the attention before, those before a scatter for
-    the scatter before."""
-    made, copies = programs
+    """With a plan, the copies after a gather wait for the previous attention, and those before a
+    scatter wait for the previous scatter."""
+    by_pass, copies = programs
     for n in range(1, GROUPS):
         if copies:
-            assert all(program.waits(name, n, name, n - 1) for name, program in made.items())
-        assert made[BACKWARD].waits("reduce_scatter", n, "reduce_scatter", n - 1) == copies
+            assert all(program.waits(name, n, name, n - 1) for name, program in by_pass.items())
+        assert by_pass[BACKWARD].waits("reduce_scatter", n, "reduce_scatter", n - 1) == copies
 
 
 @pytest.mark.parametrize("plan", ["balanced", None])
@@ -71,29 +73,30 @@ def test_copies_behind_two_collectives_cannot_be_joined(programs):
     [(8, 3, (2, 3)), (4, 3, (2, 3)), (3, 2, (2, 3)), (2, 2, (2, 2))],
 )
 def test_the_default_of_four_ranks(plan, kv_heads, forward, backward):
-    """Backward: two gathers, so that none is under way when gradients are, which go in smaller
+    """The backward has two gathers, both complete before the first scatter; gradients use smaller
     groups."""
     programs = programs_of(plan, None, 4, heads=24, kv_heads=kv_heads)
-    ahead, back = programs[FORWARD], programs[BACKWARD]
-    assert len(ahead.named["all_gather"]) == len(ahead.named[FORWARD]) == forward
+    fwd, bwd = programs[FORWARD], programs[BACKWARD]
+    assert len(fwd.named["all_gather"]) == len(fwd.named[FORWARD]) == forward
     gathers, groups = backward
-    assert len(back.named["all_gather"]) == gathers
-    assert len(back.named["reduce_scatter"]) == len(back.named[BACKWARD]) == groups
-    assert back.waits_for_operands(BACKWARD, 0, "all_gather", 1)
+    assert len(bwd.named["all_gather"]) == gathers
+    assert len(bwd.named["reduce_scatter"]) == len(bwd.named[BACKWARD]) == groups
+    assert bwd.waits_for_operands(BACKWARD, 0, "all_gather", 1)
     for n in range(1, groups):
-        assert back.waits_for_operands(BACKWARD, n, "reduce_scatter", n - 1)
-        assert back.waits(BACKWARD, n, "all_gather", 1)
+        assert bwd.waits_for_operands(BACKWARD, n, "reduce_scatter", n - 1)
+        assert bwd.waits(BACKWARD, n, "all_gather", 1)
         if plan:
-            assert back.waits(BACKWARD, n, BACKWARD, n - 1)
+            assert bwd.waits(BACKWARD, n, BACKWARD, n - 1)
 
 
 @pytest.mark.parametrize("kind", ["documents", "positions"])
 def test_what_every_rank_reads_whole_is_not_split(kind):
-    """Else every attention of a step gathers it first: XLA splits what is not placed."""
+    """Otherwise every attention of a step gathers them first: XLA may shard what has no
+    sharding."""
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(expression_of("documents"), ranks=4)
     with jax.set_mesh(mesh_of(2, 4, axes=("data", "context"))):
         mask = packax.create_attention_mask(expression_of(kind), sharding=sharding, plan=plan)
-    held = [x for x in (mask.kv_plan, mask.kv_ids, mask.kv_pos) if x is not None]
-    assert len(held) == (3 if kind == "positions" else 2)
-    assert {x.sharding.spec for x in held} == {P("data")}
+    whole = [x for x in (mask.kv_plan, mask.kv_ids, mask.kv_pos) if x is not None]
+    assert len(whole) == (3 if kind == "positions" else 2)
+    assert {x.sharding.spec for x in whole} == {P("data")}

@@ -1,8 +1,8 @@
-"""On fake CPU devices, by every combination of axes: forward and gradients equal one device's.
+"""On fake CPU devices, for every combination of axes: forward and gradients equal one device's.
 
 Guards against silent failures: a key/value head of another group, a gradient that misses the sum
-over an axis, a gradient summed in the wrong order of ranks. Masks of ranks are tested in
-test_context_masks.py, loops and transformations in test_context_transforms.py.
+over an axis, a gradient summed in the wrong order of ranks. test_context_masks.py tests the masks
+of ranks, test_context_transforms.py loops and transformations.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ ALL_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES))
 
 
 def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, groups=1):
-    """Results in the order of the sequence; rows are permuted by the plan on the way.
+    """Results in sequence order; the plan permutes the rows before attention.
 
     One group of heads compiles fastest; test_head_groups has more.
     """
@@ -58,10 +58,11 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, gro
         mask = packax.create_attention_mask(
             expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan
         )
-        return results(*tensors, mask, gather_head_groups=groups)  # the mask says the sharding
+        return results(*tensors, mask, gather_head_groups=groups)  # the mask has the sharding
 
     with jax.set_mesh(mesh):
-        # Fake devices wait for each other in one pool of threads: one program at a time.
+        # Fake devices share one thread pool and wait for each other there: run one program at a
+        # time.
         got = jax.block_until_ready(run(plan, *inputs))
     if explicit:
         *specs, _, lse_spec = specs_of(sharding)
@@ -126,9 +127,10 @@ def test_explicit_axis_types(sharding):
     ),
 )
 def test_inputs_of_another_sharding_are_resharded(arrive, kind):
-    """query, key, value and a mask that was built without one; gradients are sharded as inputs.
+    """query, key, value and a mask built without the sharding; gradients are sharded as inputs.
 
-    Types of Explicit axes that say something else are refused."""
+    Types of Explicit axes that disagree are rejected.
+    """
     mesh = mesh_of(1, 2, 2, 2, kind=kind)
     query, key, value, *_ = tensors()
     expression = packax.causal() & packax.documents(ROWS)
@@ -166,7 +168,7 @@ def test_inputs_of_another_sharding_are_resharded(arrive, kind):
 
 @pytest.mark.parametrize("heads,kv_heads,tensor", some([(8, 1, 4), (8, 2, 4), (12, 2, 4)], 2))
 def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
-    """One head for all, a head for two ranks, a rank with parts of two heads."""
+    """One head for all ranks, one head for two ranks, and a rank with parts of two heads."""
     mesh = mesh_of(1, 1, 2, tensor)
     inputs = tensors(heads=heads, kv_heads=kv_heads)
     got = sharded(mesh, TENSOR_REPLICATED, "documents", inputs=inputs, groups=None)
@@ -187,8 +189,8 @@ def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
     ),
 )
 def test_head_groups(groups, heads, plan):
-    """More than two, of which one waits for another; equal ones; those of the default for four
-    ranks."""
+    """More than two groups, where each waits for the previous one; equal groups; and the default
+    for four ranks."""
     mesh = mesh_of(4, axes=("context",))
     inputs = tensors(heads=heads[0], kv_heads=heads[1])
     got = sharded(mesh, CONTEXT, "documents", plan_of(plan, 4), inputs=inputs, groups=groups)
@@ -196,7 +198,8 @@ def test_head_groups(groups, heads, plan):
 
 
 def test_context_over_two_axes():
-    """Their order is major first, as in a PartitionSpec; a wrong one scrambles the keys."""
+    """The axes are ordered major first, as in a PartitionSpec; the wrong order scrambles the
+    keys."""
     spec = P("tensor", ("fsdp", "context"))
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     got = sharded(mesh_of(1, 2, 2, 2), sharding, "documents", plan_of("balanced", 4))
@@ -204,7 +207,8 @@ def test_context_over_two_axes():
 
 
 def test_bfloat16_meets_the_rule_of_the_oracle():
-    """Gradients are summed over eight ranks in bfloat16: still twice plain attention's error."""
+    """Gradients are summed over eight ranks in bfloat16 and still stay within twice plain
+    attention's error."""
     inputs = tensors(jnp.bfloat16, batch=1)
     mesh = mesh_of(8, axes=("context",))
     got = sharded(mesh, CONTEXT, "causal", plan_of("balanced", 8, ROWS[:1]), inputs=inputs)
@@ -217,7 +221,7 @@ def test_bfloat16_meets_the_rule_of_the_oracle():
 
 
 def test_any_length_without_a_plan():
-    """100 rows a rank: no whole tiles anywhere; and more keys than rows."""
+    """100 rows per rank, so no rank has whole tiles; and more keys than rows."""
     mesh = mesh_of(4, axes=("context",))
     rng = np.random.default_rng(0)
     ids, kv_ids = (np.sort(rng.integers(0, 6, n)) for n in (400, 520))
@@ -232,7 +236,7 @@ def test_any_length_without_a_plan():
 
 
 def test_keys_in_the_order_of_the_sequence():
-    """permuted_keys=False: only the queries were permuted."""
+    """permuted_keys=False: only the queries are permuted."""
     mesh = mesh_of(4, axes=("context",))
     plan = plan_of("balanced", 4)
     query, key, value, dout, dlse = tensors()
@@ -249,7 +253,7 @@ def test_keys_in_the_order_of_the_sequence():
 
 
 def test_a_plan_without_a_mesh():
-    """One device, permuted rows: what one rank of a larger mesh would do, and a debugging aid."""
+    """One device with permuted rows: what one rank of a larger mesh does, and a debugging aid."""
     plan = plan_of("balanced", 4)
     mask = packax.create_attention_mask(expression_of("documents"), plan=plan)
     got = jax.jit(results)(*moved(plan, tensors()), mask)

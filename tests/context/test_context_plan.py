@@ -20,7 +20,7 @@ def plan_of(ids, ranks=2, **keywords):
 
 
 def ids_of_lengths(lengths, length):
-    """Documents one behind the other, then padding."""
+    """Documents one after another, then padding."""
     ids = np.full((len(lengths), length), -1, np.int32)
     for row, sizes in zip(ids, lengths, strict=True):
         row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
@@ -28,13 +28,13 @@ def ids_of_lengths(lengths, length):
 
 
 def causal_areas(ids):
-    """Attended pairs of each row of the sequence, by the definition."""
+    """Attended pairs of each row, by the dense mask."""
     allowed = (packax.causal() & packax.documents(ids)).as_array(*ids.shape * 2)
     return np.asarray(allowed).sum(axis=1)
 
 
 def packed(length, rng):
-    """Documents of real variety: log-normal lengths, and padding at the end."""
+    """Document lengths as in real data: log-normal, filling the row exactly."""
     lengths = []
     while sum(lengths) < length:
         lengths.append(int(np.clip(rng.lognormal(6, 1.4), 1, length)))
@@ -52,8 +52,8 @@ def test_zigzag():
 
 @pytest.mark.parametrize("ranks,chunk", [(2, None), (4, 128), (8, 256), (1, 128)])
 def test_balanced(ranks, chunk):
-    """Host, device and traced plans agree; each rank has as many chunks, in order, and fair
-    work."""
+    """Host, device and traced plans agree; every rank has the same number of chunks, in order, and
+    balanced work."""
     length = 4096
     rng = np.random.default_rng(ranks)
     ids = ids_of_lengths([packed(length, rng), [length], [100, 1, 700]], length)
@@ -74,7 +74,7 @@ def test_balanced(ranks, chunk):
     for row, order in zip(ids, host.order, strict=True):
         work = causal_areas(row).reshape(chunks, -1).sum(1)
         load = work[order].reshape(ranks, -1).sum(1)
-        # dealing in rounds: no two ranks differ by more than the largest chunk
+        # Chunks are dealt in rounds, so two ranks differ by at most the largest chunk.
         assert load.max() - load.min() <= work.max() + 128 * chunks
 
 
@@ -109,14 +109,14 @@ EXPRESSIONS = {
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_work_is_what_the_expression_attends(name):
-    """Row by row, on the host and on the device, and without touching a device on the host."""
+    """Row by row, on the host and on the device; the host computation touches no device."""
     expression = EXPRESSIONS[name]
     kv_len = 824 if name == "other keys" else LENGTH
     expected = np.asarray(expression.as_array(LENGTH, kv_len)).sum(axis=-1)
     expected = np.atleast_2d(expected.reshape(-1, LENGTH))
     on_device = jax.tree.map(jnp.asarray, expression)
     traced = jax.jit(lambda x: planning._keys(x, LENGTH, kv_len))(on_device)
-    if name == "map":  # whole blocks of 64 keys of tiles of 128 rows
+    if name == "map":  # whole blocks of 64 keys for tiles of 128 rows
         expected = np.arange(128, LENGTH + 1, 128).repeat(128)[None]
     host = planning._keys(expression, LENGTH, kv_len)
     assert isinstance(host, np.ndarray) == (name not in ("other keys", "map"))
@@ -125,7 +125,7 @@ def test_work_is_what_the_expression_attends(name):
 
 
 def test_the_host_leaves_jax_alone(monkeypatch):
-    """In the worker of a data loader: nothing is traced, nothing put on a device."""
+    """As in a data loader's worker: nothing is traced or put on a device."""
 
     def refuse(*_, **__):
         raise AssertionError("a jax operation")
@@ -138,8 +138,8 @@ def test_the_host_leaves_jax_alone(monkeypatch):
 
 
 def test_balance_of_spans():
-    """All work is in spans that fill every fourth chunk: what knows no areas deals them to one
-    rank."""
+    """All work is in spans that fill every fourth chunk, which a plan that ignores areas would deal
+    to one rank."""
     length, ranks = 2048, 4
     spans = np.where(np.arange(length) // 128 % 4 == 0, 7, -1)
     expression = packax.masks.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))
@@ -151,7 +151,7 @@ def test_balance_of_spans():
 
 
 def test_one_rank_moves_nothing():
-    """Of any length: the same program runs on one device and on several."""
+    """Works for any length, so the same program runs on one device and on several."""
     for kind in ("zigzag", "balanced"):
         plan = packax.context_plan(packax.causal(), ranks=1, kind=kind, length=100)
         np.testing.assert_array_equal(plan.index(), np.arange(100)[None])
@@ -174,11 +174,12 @@ def test_default_chunk():
     assert chunk(131072, 16) == 512
     assert chunk(4096, 8) == 128
     assert chunk(3 * 128 * 4, 4) == 128
-    assert chunk(131072 * 3, 16) == 1024  # 24 a rank: 2048 would leave 12
+    assert chunk(131072 * 3, 16) == 1024  # 24 chunks a rank; chunks of 2048 would leave 12
 
 
 def test_default_chunk_of_windows():
-    """Four a rank, unless halos are more than half of such a chunk, or keys are not the rows."""
+    """Four chunks a rank, unless halos exceed half of such a chunk, or the keys are not the
+    rows."""
 
     def chunk(expression, ranks, length=131072):
         return packax.context_plan(expression, ranks=ranks, length=length).chunk

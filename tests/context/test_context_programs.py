@@ -1,4 +1,4 @@
-"""The example and the host benchmark of context parallelism run, each in a separate process."""
+"""The example and the host benchmark of context parallelism, each run in a separate process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Context parallelism inside other programs: the caller's shard_map, scan, remat, vmap.
 
-And which collectives the compiled program has.
+Also checks the collectives of the compiled program.
 """
 
 import dataclasses
@@ -66,7 +66,8 @@ PARTIAL_HANGS = pytest.mark.skipif(
     ],
 )
 def test_inside_a_shard_map(names, inside, check_vma):
-    """All axes the user's, or some: the mask comes from outside, or is built inside from ids."""
+    """The caller maps all axes, or some. The mask comes from outside, or is built inside from
+    ids."""
     kept = functools.partial(restricted, names=names)
     query, key, value, dout, dlse = tensors()
     q_spec, kv_spec = kept(TENSOR_REPLICATED.query), kept(TENSOR_REPLICATED.key_value)
@@ -115,7 +116,7 @@ def test_scan_over_layers_and_remat():
         mask = packax.create_attention_mask(expression, sharding=FULL)
         function = jax.jit(network)
         got = function(*tensors(), mask)
-        # the saved results spare the kernel in the backward pass
+        # With the saved results, the backward pass does not run the forward kernel again.
         text = str(jax.make_jaxpr(function)(*tensors(), mask))
         assert (text.count("packax_forward["), text.count("packax_backward[")) == (1, 1)
     for x, y in zip(got, expected, strict=True):
@@ -136,8 +137,8 @@ def test_vmap_and_a_given_mesh():
 
 @pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], 1))
 def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
-    """The forward gathers, the backward gathers again, and scatters: each keys and values of one
-    head."""
+    """Forward and backward each gather the keys and values of one head at a time; the backward also
+    scatters gradients."""
     mesh = mesh_of(2, axes=("context",))
     plan = plan_of("balanced", 2)
     with jax.set_mesh(mesh):
@@ -159,7 +160,7 @@ def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
     whole = BATCH * LENGTH * KV_HEADS * 16
     assert not [x for x in compiled if x[0] in ("all-reduce", "all-to-all")], compiled
     assert sum(n for what, n in compiled if what == "reduce-scatter") == whole // 2
-    # Not one gather shared by forward and backward, which would keep all keys in memory between.
-    # The CPU compilers of older jax drop the barrier that keeps the two apart.
+    # Forward and backward gather separately: one shared gather would keep all keys in memory
+    # between them. The CPU compilers of older jax drop the barrier that keeps the two apart.
     if jax.__version_info__ >= (0, 11):
         assert sum(n for what, n in compiled if what == "all-gather" and n > 1000) == 2 * whole

@@ -1,7 +1,7 @@
-"""Packed trees under context parallelism: every rank has the lists of its own rows.
+"""Packed trees under context parallelism: every rank has the lists of its rows.
 
-Guards against a row that takes its place in a rank for its place in the tree, against lists of
-another rank's rows, and against a plan that takes a path for all that stands before it.
+Guards against a row's index on a rank used as its index in the tree, lists of another rank's rows,
+and a plan that counts all preceding tokens as the path.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ CHOSEN = np.random.default_rng(3).random((1, HEADS, LENGTH // 64, LENGTH // 32))
 JOINED = {
     "causal": packax.causal(),
     "window": packax.sliding_window(150, 3),
-    "blocks": packax.causal()
-    & packax.masks.block_sparse(CHOSEN, (64, 32)),  # other ones on other ranks
+    "blocks": packax.causal() & packax.masks.block_sparse(CHOSEN, (64, 32)),  # differ between ranks
 }
 
 
@@ -85,12 +84,12 @@ def test_results_are_those_of_one_device(joined, sizes, kind, plan, batch):
 
 @pytest.mark.parametrize("joined", some(trees.JOINED, 0, 4))
 def test_plans_weigh_rows_by_what_they_attend(joined):
-    """On the host and on the device; keys of a path are as many as its depths."""
-    of = trees.Tree(TREE.ids[:2], TREE.parents[:2])
-    attended = trees.meaning(of, joined).sum(2)
+    """On the host and on the device; a row's path has as many keys as its depth."""
+    tree = trees.Tree(TREE.ids[:2], TREE.parents[:2])
+    attended = trees.meaning(tree, joined).sum(2)
     expressions = (
-        trees.expression(of, joined),
-        trees.expression(trees.Tree(*map(jnp.asarray, of)), joined),
+        trees.expression(tree, joined),
+        trees.expression(trees.Tree(*map(jnp.asarray, tree)), joined),
     )
     for expression in expressions:
         keys = packax._src.masks.planning._keys(expression, LENGTH, LENGTH)
@@ -99,23 +98,23 @@ def test_plans_weigh_rows_by_what_they_attend(joined):
 
 
 def test_a_plan_balances_answers():
-    """Of a prompt and answers the ranks get equal work, which zigzag's do not."""
+    """For a prompt and its answers, ranks get equal work with "balanced", but not with "zigzag"."""
     tree = trees.prompt_and_answers(8192, 16, 512)
     expression = packax.masks.tree(*tree) & packax.causal()
-    of_rows = packax.masks.tree_positions(expression) + 1
+    keys_per_row = packax.masks.tree_positions(expression) + 1
 
     def most(kind):
         plan = packax.context_plan(expression, ranks=4, kind=kind)
-        load = np.asarray(plan.permute(of_rows, 0)).reshape(4, -1).sum(1, dtype=np.int64)
+        load = np.asarray(plan.permute(keys_per_row, 0)).reshape(4, -1).sum(1, dtype=np.int64)
         return load.max() / load.mean()
 
     assert most("balanced") < 1.03 < most("zigzag")
 
 
 def test_expressions_joined_with_a_tree_count_too():
-    """By the blocks that its mask visits."""
-    of = trees.Tree(TREE.ids[:1], TREE.parents[:1])
+    """Their work is counted by the blocks that the mask visits."""
+    tree = trees.Tree(TREE.ids[:1], TREE.parents[:1])
     index = np.arange(LENGTH)
-    expression = trees.expression(of) & packax.masks.ranges(index - 100, index + 1)
+    expression = trees.expression(tree) & packax.masks.ranges(index - 100, index + 1)
     keys = np.asarray(packax._src.masks.planning._keys(expression, LENGTH, LENGTH))
     assert keys.shape == (1, LENGTH) and keys.max() <= 100 + 4 * 64

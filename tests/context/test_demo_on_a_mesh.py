@@ -1,6 +1,7 @@
 """The demo's model under plain jit, parameters over fsdp and tensor: no shard_map, no sharding=.
 
-Compared with the same model with jax.nn's attention, which XLA knows: packax adds no collective.
+Compared with the same model using jax.nn's attention, which XLA partitions natively: packax adds no
+collective.
 """
 
 from __future__ import annotations

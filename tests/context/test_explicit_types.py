@@ -1,6 +1,6 @@
-"""Axes of Explicit type: the layout is that of the operands' types, without `sharding=`.
+"""Axes of Explicit type: the operands' types define the layout, without `sharding=`.
 
-Guards against an attention that gathers, or refuses, what the types already say.
+Guards against an attention that gathers, or rejects, what the types already define.
 """
 
 import functools
@@ -72,24 +72,25 @@ def test_context_parallelism_without_sharding(call, keys):
     step = jax.value_and_grad(functools.partial(loss, call=call), (0, 1, 2), has_aux=True)
     ids_spec = () if call == "expression" else ("data", "context")
     specs = (QUERY, KEYS[keys], KEYS[keys], QUERY, ids_spec)
-    on = mesh()
+    device_mesh = mesh()
     args = [
-        jax.device_put(x, NamedSharding(on, P(*s))) for x, s in zip(arrays(), specs, strict=True)
+        jax.device_put(x, NamedSharding(device_mesh, P(*s)))
+        for x, s in zip(arrays(), specs, strict=True)
     ]
-    with jax.set_mesh(on):
+    with jax.set_mesh(device_mesh):
         compiled = jax.jit(step).lower(*args).compile()
         (_, out), gradients = got = compiled(*args)
     for x, like in zip((out, *gradients), (args[0], *args[:3]), strict=True):
         assert jax.typeof(x) == jax.typeof(like)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected(call)), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
-    if keys == "whole sequence" and call != "built mask":  # whose ids arrive in pieces
+    if keys == "whole sequence" and call != "built mask":  # "built mask" has sharded ids
         assert "all-gather" not in collectives(compiled)
 
 
 @pytest.mark.exhaustive
 def test_a_plan_without_sharding():
-    """Rows of query, key and value in the plan's order, ids in the sequence's."""
+    """Rows of query, key and value in the plan's order, ids in sequence order."""
     rng = np.random.default_rng(1)
     shapes = [(BATCH, 512, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     tensors = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
@@ -101,25 +102,25 @@ def test_a_plan_without_sharding():
         mask = packax.create_attention_mask(expression(ids), plan=plan)
         return packax.flash_attention(query, key, value, mask)
 
-    on = mesh_of("Explicit", (2, 2), ("data", "context"))
-    with jax.set_mesh(on):
+    device_mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
+    with jax.set_mesh(device_mesh):
         args = [jax.device_put(x, P("data", "context")) for x in (*map(plan.permute, tensors), ids)]
         got = plan.unpermute(np.asarray(planned(*args)))
     want = packax.flash_attention(*tensors, expression(ids))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def typed(on, shape, *spec, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
+def typed(device_mesh, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(device_mesh, P(*spec)))
 
 
 def traced(query, key, ids=(), call=CALLS["expression"], trace=jax.eval_shape):
     """Types alone: nothing is compiled."""
-    on = mesh()
+    device_mesh = mesh()
     shapes = (BATCH, LENGTH, HEADS, DIM), (BATCH, LENGTH, KV_HEADS, DIM)
-    args = typed(on, shapes[0], *query), *[typed(on, shapes[1], *key)] * 2
-    with jax.set_mesh(on):
-        return trace(call, *args, typed(on, (BATCH, LENGTH), *ids, dtype=jnp.int32))
+    args = typed(device_mesh, shapes[0], *query), *[typed(device_mesh, shapes[1], *key)] * 2
+    with jax.set_mesh(device_mesh):
+        return trace(call, *args, typed(device_mesh, (BATCH, LENGTH), *ids, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -147,20 +148,23 @@ def test_a_mask_of_ids_over_another_axis_is_refused():
 
 
 def test_ids_that_disagree_are_refused():
-    on = mesh()
+    device_mesh = mesh()
     shape = (BATCH, LENGTH)
-    ids, starts = (typed(on, shape, "data", x, dtype=jnp.int32) for x in ("context", "tensor"))
+    ids, starts = (
+        typed(device_mesh, shape, "data", x, dtype=jnp.int32) for x in ("context", "tensor")
+    )
 
     def build(ids, starts):
         return packax.create_attention_mask(packax.documents(ids) & ranges(starts, starts))
 
     message = r"lo is int32.*tensor.* over 'tensor', but segment_ids is .*, sharded over 'context'"
-    with jax.set_mesh(on), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(device_mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(build, ids, starts)
 
 
 def test_what_whole_ids_cost():
-    """Ids resharded by 4 bytes a token build one mask; an expression builds one at each call."""
+    """Resharding the ids moves 4 bytes a token and needs one mask; an expression builds one per
+    call."""
 
     def resharded(query, key, value, ids):
         ids = jax.sharding.reshard(ids, P("data", "context"))
@@ -188,7 +192,7 @@ def test_sharding_must_agree_with_types():
 
 
 def test_what_types_add_to_sharding():
-    """Heads that `sharding=` leaves out, and a mask that knows no heads."""
+    """Heads that `sharding=` leaves out, and a mask without heads."""
 
     def call(query, key, value, ids):
         spec = P("data", "context")
@@ -200,26 +204,26 @@ def test_what_types_add_to_sharding():
 
 
 def test_a_mask_takes_the_layout_of_its_ids():
-    on = mesh()
-    with jax.set_mesh(on):
-        ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
+    device_mesh = mesh()
+    with jax.set_mesh(device_mesh):
+        ids = typed(device_mesh, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding.query == P("data", "context")
     assert mask.kv_start.sharding.spec == P("data", "context")
 
 
 def test_axes_of_other_types_say_nothing():
-    on = jax.make_mesh(
+    device_mesh = jax.make_mesh(
         (2, 2), ("data", "context"), devices=jax.devices("cpu")[:4], axis_types=(AxisType.Auto,) * 2
     )
-    with jax.set_mesh(on):
-        ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
+    with jax.set_mesh(device_mesh):
+        ids = typed(device_mesh, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding is None
 
 
 def tokens(seed=0):
-    """Ids of a tree in two batch rows, and arrays of one number per token."""
+    """Ids of a tree in two batch rows, its parents, and one number per token."""
     rng = np.random.default_rng(seed)
     ids = np.sort(rng.integers(-1, 3, (BATCH, 16)), axis=1).astype(np.int32)
     return ids, np.array([-1, 0, 0], np.int32), rng.integers(0, 99, ids.shape).astype(np.int32)
@@ -231,7 +235,7 @@ def placed(x, *dims):
 
 @pytest.mark.parametrize("dims", [("data",), (None, "context"), ("data", "context")], ids=str)
 def test_functions_of_sharded_tokens(dims):
-    """Results are sharded as ids are; lengths become rows that are sharded by batch alone."""
+    """Results are sharded as the ids are; lengths become rows that are sharded by batch only."""
     ids, parents, words = tokens()
     weights = (words % 3).astype(np.float32)
     segments, tree = packax.segments, packax.masks.tree
@@ -248,12 +252,12 @@ def test_functions_of_sharded_tokens(dims):
     def sizes(words):
         return segments.from_lengths(words, length=9), segments.from_cu_seqlens(0 * words, 9)
 
-    on = tuple(placed(x, *dims) for x in (ids, words, weights))
+    sharded = tuple(placed(x, *dims) for x in (ids, words, weights))
     for run in (every, jax.jit(every)):
-        for x, want in zip(run(*on), every(ids, words, weights), strict=True):
+        for x, want in zip(run(*sharded), every(ids, words, weights), strict=True):
             np.testing.assert_array_equal(x, want)
             assert jax.typeof(x).sharding.spec[: len(dims)] == dims
-    for x, want in zip(sizes(on[1]), sizes(jnp.asarray(words)), strict=True):
+    for x, want in zip(sizes(sharded[1]), sizes(jnp.asarray(words)), strict=True):
         np.testing.assert_array_equal(x, want)
         assert jax.typeof(x).sharding.spec[0] == dims[0]
     runs = np.where(ids < 0, -1, np.arange(BATCH)[:, None])
@@ -275,7 +279,7 @@ def test_new_tokens_of_a_sharded_batch():
 
 @pytest.mark.parametrize("kind", ["tree", "blocks", "blocks of heads"])
 def test_masks_of_a_sharded_batch(kind):
-    """Trees and block masks whose arrays are sharded by batch and heads, without a sharding."""
+    """Trees and block masks whose arrays are sharded by batch and heads, without `sharding=`."""
     rng = np.random.default_rng(1)
     ids, parents, _ = tokens()
     blocks = rng.random((BATCH, HEADS if kind == "blocks of heads" else 1, 4, 4)) < 0.6
@@ -291,8 +295,8 @@ def test_masks_of_a_sharded_batch(kind):
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
     dims = ("data", "tensor") if kind == "blocks of heads" else ("data",)
-    on = [placed(x, "data", None, "tensor") for x in tensors]
-    found = step(*on, placed(ids, "data"), placed(blocks, *dims))
+    sharded = [placed(x, "data", None, "tensor") for x in tensors]
+    found = step(*sharded, placed(ids, "data"), placed(blocks, *dims))
     for x, want in zip(
         jax.tree.leaves(found), jax.tree.leaves(step(*tensors, ids, blocks)), strict=True
     ):

@@ -1,7 +1,7 @@
-"""Under plain `jit`, projections of keys and values over more devices than there are such heads.
+"""Under plain `jit`, key and value projections sharded over more devices than there are heads.
 
-XLA then uses a part of a mesh axis for the heads, which no PartitionSpec says. Guards against the
-error that jax raises where it is asked to decode such a sharding.
+XLA then shards the heads over part of a mesh axis, which no PartitionSpec expresses. Guards against
+the error that JAX raises when it decodes such a sharding.
 """
 
 import itertools
@@ -25,7 +25,8 @@ CALLS = {
 
 
 def model(call, x, *weights):
-    """The heads of query over "tensor"; those of key and value as XLA finds, or whole in types."""
+    """Query heads over "tensor"; key and value heads as XLA chooses, or replicated by Explicit
+    types."""
     explicit = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
     tensors = []
     for w in weights:

@@ -1,7 +1,7 @@
 """Windows under context parallelism: ranks fetch halos, and results equal one device's.
 
-Guards against a key that a row reads and no rank fetched, a gradient that does not travel back, and
-bytes that no rank reads.
+Guards against a key that a row reads and no rank fetched, a gradient that is not sent back, and
+fetched bytes that no rank reads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def plan_of(kind, ranks, chunk=None):
 
 @pytest.mark.parametrize("chunk", [6, 8, 16])
 def test_reach(chunk):
-    """Of every row of every chunk, by the dense array; and that no more rows need the halo."""
+    """For every row of every chunk, by the dense array; and no more rows than necessary need the
+    halo."""
     index = np.arange(48)
     expressions = [
         window(5), window(0), window(3, 4), window(100), window(5, offset=2), window(5, offset=-3),
@@ -89,14 +90,14 @@ def test_no_reach():
         assert None in expression.reach(4), expression
 
 
-CASES = [  # expression, plan, chunk, ranks, keys of halos before and behind each chunk, or None
+CASES = [  # expression, plan, chunk, ranks, halo keys before and after each chunk, or None
     (window(100) & DOCUMENTS, None, None, 4, (128, 0)),
     (window(150) & DOCUMENTS, "zigzag", None, 4, (256, 0)),
     (window(100) & DOCUMENTS, "balanced", 256, 2, (128, 0)),
     (CAUSAL & chunked(96) & DOCUMENTS, None, None, 8, (128, 0)),
     (CAUSAL & chunked(128) & DOCUMENTS, "zigzag", None, 4, (0, 0)),
     (window(200, 30), None, None, 8, (256, 128)),
-    (window(200, 30), "zigzag", None, 4, None),  # no fewer rows than all
+    (window(200, 30), "zigzag", None, 4, None),  # would fetch no fewer rows than all
     (window(60, 60) & DOCUMENTS, None, None, 2, (128, 128)),
     (window(5, 70) & DOCUMENTS, "balanced", 512, 2, (128, 128)),
     (UNION & DOCUMENTS, "zigzag", None, 2, (128, 0)),
@@ -108,7 +109,7 @@ CASES = [  # expression, plan, chunk, ranks, keys of halos before and behind eac
 
 @pytest.mark.parametrize("case", some(range(len(CASES)), 2))
 def test_equals_one_device_and_moves_halos_alone(case):
-    """The bytes of the compiled program are those of the formula, forward and backward."""
+    """The bytes of the compiled program match the formula, forward and backward."""
     expression, kind, chunk, ranks, halo = CASES[case]
     plan = plan_of(kind, ranks, chunk)
     lengths = {"q_len": LENGTH, "kv_len": LENGTH}
@@ -135,11 +136,13 @@ def test_equals_one_device_and_moves_halos_alone(case):
     # Forward and backward; the CPU compilers of older jax fetch once for both.
     again = 2 if jax.__version_info__ >= (0, 11) else 1
     if kind == "balanced":
-        own = mask.fetched // (ranks - 1)
+        own_rows = mask.fetched // (ranks - 1)
         assert set(bytes_of) == {"all-gather", "reduce-scatter"}
-        assert bytes_of["all-gather"] in [n * (mask.fetched + own) * of_row for n in (again, 2)]
-        assert bytes_of["reduce-scatter"] == own * of_row
-    elif mask.fetched:  # and gradients back
+        assert bytes_of["all-gather"] in [
+            n * (mask.fetched + own_rows) * of_row for n in (again, 2)
+        ]
+        assert bytes_of["reduce-scatter"] == own_rows * of_row
+    elif mask.fetched:  # gradients are sent back too
         assert set(bytes_of) == {"collective-permute"}
         moved_rows = bytes_of["collective-permute"] // of_row
         assert moved_rows in [n * mask.fetched for n in (again + 1, 3)]
@@ -148,10 +151,10 @@ def test_equals_one_device_and_moves_halos_alone(case):
 
 
 def structures(number):
-    """Random meshes, plans, windows and heads, of which each is one program, for several rows."""
+    """Random meshes, plans, windows and heads; each is one program, used for several rows."""
     rng = np.random.default_rng(38)
-    made = []
-    while len(made) < number:
+    found = []
+    while len(found) < number:
         ranks = int(rng.choice([2, 4, 8]))
         kind = [None, "zigzag", "balanced", "balanced"][rng.integers(4)]
         length = 256 * ranks * int(rng.integers(1, 4))
@@ -173,14 +176,14 @@ def structures(number):
         ][rng.integers(5)]
         rows = chunk or length // (2 * ranks if kind == "zigzag" else ranks)
         if Halo.of(expression, kind or "in order", ranks, length, rows) is not None:
-            made.append((ranks, kind, length, chunk, expression, rng.random() < 0.8))
-    return [(n, *x) for n, x in enumerate(made)]
+            found.append((ranks, kind, length, chunk, expression, rng.random() < 0.8))
+    return [(n, *x) for n, x in enumerate(found)]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("structure", structures(40), ids=str)
 def test_random_masks_plans_and_chunks(structure):
-    """Eight rows each: padding anywhere, ids that come back, documents of any length."""
+    """Eight rows each: padding anywhere, ids that reappear, documents of any length."""
     seed, ranks, kind, length, chunk, interval, with_documents = structure
     rng = np.random.default_rng(seed)
     heads, kv_heads = [(2, 1), (4, 2), (2, 2)][seed % 3]
@@ -220,7 +223,7 @@ def test_random_masks_plans_and_chunks(structure):
 
 
 def test_traffic():
-    """Ranks 1 and 2 of four have a neighbour on each host."""
+    """With four ranks and two hosts, ranks 1 and 2 each have one neighbour on each host."""
     expression = window(100) & packax.documents(np.zeros(4096, np.int32))
     zigzag = packax.context_plan(expression, ranks=4, kind="zigzag")
     assert zigzag.traffic(2, 10, expression) == {"inside": 1280, "between": 1280}
@@ -239,7 +242,7 @@ def test_traffic():
 
 
 def branches(function, *operands):
-    """The collectives of each branch of the conditionals in a program."""
+    """The collectives in each branch of a program's conditionals."""
     found = []
 
     def visit(jaxpr, names):
@@ -259,7 +262,7 @@ def branches(function, *operands):
 
 
 def test_stacks():
-    """A layer picks its mask, and fetches what that one needs."""
+    """A layer selects its mask, and fetches only what that mask needs."""
 
     def alike_and_stack():
         build = functools.partial(packax.create_attention_mask, sharding=CONTEXT)
@@ -317,7 +320,7 @@ def test_layers_of_both_kinds_in_one_scan(kind):
 
 
 ONCE = np.where(ROWS[:, :90] == 5, 9, ROWS[:, :90])
-ONCE = np.concatenate([ONCE, ROWS[:, 90:]], 1)  # without the id that comes back
+ONCE = np.concatenate([ONCE, ROWS[:, 90:]], 1)  # without the id that reappears
 IN_ORDER = np.stack([positions_of(row) for row in ONCE])
 
 
@@ -337,7 +340,7 @@ IN_ORDER = np.stack([positions_of(row) for row in ONCE])
     ],
 )
 def test_windows_of_positions(kind, ids, positions, suffice):
-    """Halos are enough for documents in order: the device decides whether they are."""
+    """Halos suffice for documents in order; the device checks whether they are."""
     plan = plan_of(kind, 2, 256 if kind == "balanced" else None)
     expected = None
     for sharding in (None, CONTEXT):
@@ -352,15 +355,15 @@ def test_windows_of_positions(kind, ids, positions, suffice):
             return mask.halos_suffice, all_results(*inputs, mask)
 
         with jax.set_mesh(mesh_of(2 if sharding else 1, axes=("context",))):
-            there, got = jax.block_until_ready(both(ids, positions, *inputs))
+            halos_suffice, got = jax.block_until_ready(both(ids, positions, *inputs))
         if sharding is None:
             expected = got
-    assert there.tolist() == [suffice]
+    assert halos_suffice.tolist() == [suffice]
     assert_same(in_order(plan, got), expected)
 
 
 def test_what_reads_all_keys():
-    """An array as a bias, and dropout, count keys in the order of the sequence."""
+    """A bias array and dropout index keys in sequence order, so they gather all keys."""
     query, key, value, *_ = tensors()
     with jax.set_mesh(mesh_of(2, axes=("context",))):
         mask = packax.create_attention_mask(window(100) & DOCUMENTS, sharding=CONTEXT)
@@ -380,7 +383,7 @@ EXPLICIT = P(None, ("fsdp", "context"), "tensor")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inside", [None, True, False], ids=["explicit", "inside", "outside"])
 def test_types_and_shard_maps(inside):
-    """Axes of Explicit type; or a shard_map of the caller's, with the mask made in there or not."""
+    """Axes of Explicit type, or the caller's shard_map with the mask built inside or outside."""
     sharding = packax.AttentionSharding(query=EXPLICIT, key_value=EXPLICIT)
     plan = jax.tree.map(jnp.asarray, plan_of("balanced", 2, 256))
     expression = window(100) & DOCUMENTS
@@ -441,7 +444,7 @@ def test_forward_mode_and_second_derivatives():
 
 @pytest.mark.exhaustive
 def test_bfloat16_meets_the_rule_of_the_oracle():
-    """Gradients of halos are added in bfloat16."""
+    """Gradients of halos are summed in bfloat16."""
     inputs = tensors(jnp.bfloat16, batch=1)
     expression = window(100, 60)
     lengths = {"q_len": LENGTH, "kv_len": LENGTH}
@@ -459,7 +462,7 @@ def test_bfloat16_meets_the_rule_of_the_oracle():
 
 @pytest.mark.exhaustive
 def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
-    """All rows with the rank's own keys, then the first rows of each chunk with halos."""
+    """All rows with the rank's local keys, then the first rows of each chunk with the halos."""
     shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     with jax.set_mesh(mesh_of(2, axes=("context",))):
         mask = packax.create_attention_mask(window(100) & DOCUMENTS, sharding=CONTEXT)
@@ -491,5 +494,5 @@ def test_bytes_of_the_guide():
             plan = packax.context_plan(CAUSAL & packax.documents(ids), ranks=int(ranks), kind=kind)
             expressions = [CAUSAL, *(window(n - 1) for n in (128, 512, 1024, 4096))]
             found = [plan.traffic(int(ranks), 4096, x)["inside"] / 2**20 for x in expressions]
-            said = [int(every), *(int(x.split(", ")[place]) for x in windows)]
-            assert found == said, (row, ranks, kind)
+            documented = [int(every), *(int(x.split(", ")[place]) for x in windows)]
+            assert found == documented, (row, ranks, kind)

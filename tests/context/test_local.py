@@ -1,6 +1,6 @@
 """Attention with plans that keep documents local: results and gradients equal one device's.
 
-Guards against keys of another part, and gradients that no rank or two ranks add.
+Guards against keys of another part, and gradients that are added by no rank or by two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def one_device(kind):
 
 
 def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
-    """Results in the order of the sequence, of rows that the plan permuted."""
+    """Permutes the rows by the plan and returns results in sequence order."""
 
     @jax.jit
     def run(*inputs):
@@ -72,7 +72,7 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
     ),
 )
 def test_equals_one_device(kind, sizes, sharding, groups):
-    """Every mask kind is in test_local_breadth.py. LEVELS: fsdp stands for hosts."""
+    """test_local_breadth.py covers every mask kind. In LEVELS, fsdp stands for hosts."""
     plan = greedy(ROWS, sizes[1:3] if sharding is LEVELS else sizes[2])
     assert len(plan.parts) == (2 if sharding is LEVELS else 1)
     check_local(plan, ROWS)
@@ -81,7 +81,7 @@ def test_equals_one_device(kind, sizes, sharding, groups):
 
 
 def test_nothing_is_shared():
-    """And no collective is left in the program, forward or backward."""
+    """The program then has no collective, forward or backward."""
     ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))
     expression = packax.causal() & packax.documents(ids)
     plan = greedy(ids, 4)
@@ -112,8 +112,8 @@ PARTIAL_HANGS = pytest.mark.skipif(
     ],
 )
 def test_inside_a_shard_map(names, inside):
-    """The mask is made in there, or outside and goes in by its specs, with what says that the plan
-    is of other documents."""
+    """The mask is built inside, or built outside and passed in by its specs, including
+    plan_mismatch."""
     plan = jax.tree.map(jnp.asarray, greedy(ROWS, 2))
     kept = functools.partial(restricted, names=names)
 
@@ -147,7 +147,7 @@ def test_inside_a_shard_map(names, inside):
 
 @pytest.mark.exhaustive
 def test_explicit_axes_and_a_context_of_two():
-    """Types say how everything is sharded; two axes are one context, major first."""
+    """Types define the sharding; two axes form one context, major first."""
     spec = P(None, ("fsdp", "context"), "tensor")
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     plan = greedy(ROWS, 4)
@@ -172,7 +172,7 @@ def test_explicit_axes_and_a_context_of_two():
 
 @pytest.mark.exhaustive
 def test_scan_remat_and_vmap():
-    """Over layers that keep the results, and over a batch that is mapped with its mask."""
+    """Over layers with saved results, and over a batch that is mapped together with its mask."""
     plan = greedy(ROWS, 2)
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
@@ -203,7 +203,8 @@ def test_scan_remat_and_vmap():
 
 @pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
-    """By one direction: J u, and the Hessian of a number along u, transposed too."""
+    """Along one direction: J u, and the Hessian of a scalar times u, also by reverse over
+    reverse."""
     query, key, value, dout, _ = tensors()
     along = tensors(seed=1)[:3]
     plan = greedy(ROWS, 2)

@@ -1,8 +1,9 @@
 """Local plans with every mask kind and every option: results and gradients equal one device's.
 
-Each case has one kind, one mesh and all options of scores at once; what excludes each other takes
-turns, and a test checks that each turn occurs with each kind of mesh. test_local.py has cases
-without options. Guards against an option that a part of the keys leaves out or counts twice.
+Each case has one mask kind, one mesh and all score options at once. Options that exclude each other
+alternate between cases; a test checks that every combination occurs with each kind of mesh.
+test_local.py has cases without options. Guards against an option that one part of the keys ignores
+or counts twice.
 """
 
 import collections
@@ -27,7 +28,7 @@ PLACES = np.stack([np.arange(LENGTH) * n % 700 for n in (1, 3, 5, 9)]).astype(np
 
 
 class Mesh(NamedTuple):
-    """Sizes of axes by name, those of the context, and of heads."""
+    """Axis sizes by name, the context axes, and the head axes."""
 
     sizes: dict[str, int]
     context: tuple[str, ...]
@@ -54,7 +55,7 @@ MESHES = {
 }
 KEEP = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 BLOCKS = np.random.default_rng(4).random((8, 8)) < 0.6
-OTHERS = {  # with which all keys are gathered
+OTHERS = {  # expressions for which all keys are gathered
     "causal": packax.causal,
     "full": packax.full,
     "blocks": lambda: (
@@ -68,8 +69,8 @@ class Case(NamedTuple):
     mesh: str
     kv_heads: int
     groups: Any
-    turns: str = ""  # of "deterministic remat vmap" those that are on
-    plan: str | None = "local"  # of others halos are fetched
+    turns: str = ""  # which of "deterministic remat vmap" are on
+    plan: str | None = "local"  # with other plans halos are fetched
 
 
 CASES = [
@@ -98,7 +99,7 @@ CASES = [
 
 
 def test_the_cases_cover_kinds_and_pairs():
-    """Any two of the turns, on and off, with ranks of one level, with other axes, with levels."""
+    """All on/off pairs of the turns, on meshes with one axis, with other axes, and with levels."""
     assert {case.kind for case in CASES} == {*KINDS, *OTHERS}
     assert {case.mesh for case in CASES} == {*MESHES}
     of_meshes = collections.defaultdict(set)
@@ -112,7 +113,7 @@ def test_the_cases_cover_kinds_and_pairs():
 
 
 def attend(case, mask, query, key, value, more, rows):
-    """out, log-sum-exp, largest logits. rows: positions of query's rows, for ALiBi."""
+    """out, log-sum-exp and largest logits. rows: positions of query's rows, for ALiBi."""
 
     def one(query, key, value, sinks, slopes):
         return packax.flash_attention(
@@ -122,7 +123,7 @@ def attend(case, mask, query, key, value, more, rows):
             deterministic="deterministic" in case.turns, gather_head_groups=case.groups,
         )  # fmt: skip
 
-    def of_halves(*x):  # of the heads
+    def of_halves(*x):  # two halves of the heads
         axes = (2, 2, 2, 0, 0)
         halves = [
             y.reshape(*y.shape[:n], 2, -1, *y.shape[n + 1 :]) for y, n in zip(x, axes, strict=True)
@@ -137,7 +138,7 @@ def attend(case, mask, query, key, value, more, rows):
 
 @functools.partial(jax.jit, static_argnames="case")
 def results(case, mask, tensors, more, rows, dout, dlse):
-    """What attention returns, and gradients by the name of what they are of."""
+    """Results of attention, and gradients by the name of the primal."""
 
     def function(tensors, more):
         out, lse, top = attend(case, mask, *tensors, more, rows)
@@ -203,6 +204,6 @@ def test_equals_one_device(case):
     got |= {name: in_order(got[name]) for name in ("out", "dq", "dk", "dv")}
     got["lse"] = in_order(got["lse"], 2)
     for name, x in expected.items():
-        # Sums over all rows, of either sign, have larger errors.
+        # Sums over all rows of terms of either sign have larger errors.
         most = (1e-4 if name in more else 1e-5) * np.abs(x).max()
         np.testing.assert_allclose(got[name], x, rtol=0, atol=most, err_msg=name)

@@ -1,7 +1,7 @@
 """Plans for hosts and their ranks: documents are split inside a host first.
 
-Guards against rows of a document in two hosts that only one gathers, against parts that are larger
-than the plan says, and against bytes between hosts that are not read.
+Guards against a document split over two hosts that only one of them gathers, parts larger than
+planned, and bytes between hosts that no rank reads.
 """
 
 import functools
@@ -39,7 +39,7 @@ def test_every_document_is_of_one_part(levels):
 
 
 def test_almost_nothing_crosses_hosts():
-    """128k tokens, documents of 2,000: what a host can hold stays there."""
+    """128k tokens, documents of about 2,000: a host keeps every document that fits."""
     rng = np.random.default_rng(1)
     length = 1 << 17
     between = []
@@ -61,18 +61,19 @@ def test_of_one_host_is_of_one_level():
 
 
 def test_a_number_is_of_all_ranks():
-    """Without sizes of levels there is one shared part, over hosts too."""
+    """Without sizes per level there is one shared part, also across hosts."""
     ids = ids_of([50] * 40)
     plan = plan_of(ids, (2, 2), shared=0.25)
     assert plan.levels == () and plan.shared == 128
 
 
 def test_traffic():
-    """What crosses hosts does so once for each rank, and is handed on inside."""
+    """Rows cross hosts once per rank, and are forwarded inside a host."""
     ids = ids_of([50] * 40)
     plan = plan_of(ids, (2, 2), shared=(128, 256))
     assert plan.levels == (2, 2) and plan.parts == ((1, 128), (2, 256))
-    # All ranks: 128 of the other host, then 256 of the neighbour; in the host 256 of the neighbour.
+    # All ranks: 128 rows from the other host, then 256 from the neighbour. In the host: 256 rows
+    # from the neighbour.
     assert plan.traffic(2, 10) == {"inside": 10 * (256 + 256), "between": 10 * 128}
     assert plan.traffic(4, 10) == {"inside": 10 * (128 + 256 + 256), "between": 0}
     assert plan.fetched == 3 * 128 + 256
@@ -80,7 +81,8 @@ def test_traffic():
 
 @pytest.mark.parametrize("ranks", some([((2, 4),), ((4, 2),)], 0))
 def test_collectives_move_what_the_plan_says(ranks):
-    """Read from the compiled program: by groups of ranks, forward and backward, nothing else."""
+    """Read from the compiled program, by groups of ranks: forward and backward move nothing
+    else."""
     plan = greedy(ROWS, ranks)
     assert 0 < plan.shared[0] < plan.shared[1]
     mesh = mesh_of(*ranks, axes=("host", "gpu"))
@@ -92,11 +94,11 @@ def test_collectives_move_what_the_plan_says(ranks):
         function = functools.partial(results, gather_head_groups=1)
         text = jax.jit(function).lower(*inputs, mask).compile().as_text()
     of_row = BATCH * KV_HEADS * DIM
-    # (ranks of the group, rows of the result) of keys or values
+    # (ranks of the group, rows of the result), for keys or values.
     outer, inner = plan.shared
     hosts, gpus = ranks
     gathers = [(hosts, hosts * outer), (gpus, hosts * gpus * outer), (gpus, gpus * inner)]
-    # Keys and values, for both passes; the CPU compilers of older jax gather once for both.
+    # Keys and values in both passes; the CPU compilers of older jax gather once for both.
     expected = [sorted((n, rows * of_row) for n, rows in gathers * times) for times in (4, 2)]
     assert moved(text, "all-gather") in expected
     scatters = [(gpus, hosts * outer), (hosts, outer), (gpus, inner)]
@@ -104,12 +106,12 @@ def test_collectives_move_what_the_plan_says(ranks):
     assert moved(text, "reduce-scatter") == expected
     assert "all-reduce" not in text and "all-to-all" not in text
     fetched = sum((n - 1) * rows // n for n, rows in gathers)
-    said = plan.traffic(gpus, 1)
-    assert fetched == said["inside"] + said["between"]
+    traffic = plan.traffic(gpus, 1)
+    assert fetched == traffic["inside"] + traffic["between"]
 
 
 def moved(text, what):
-    """(ranks of a group, elements of the result) of such collectives in compiled HLO."""
+    """(ranks of a group, elements of the result) of each such collective in compiled HLO."""
     found = []
     for line in re.findall(rf"^.* {what}(?:-start)?\(.*$", text, re.MULTILINE):
         (shape,) = re.findall(r"= \(?\w+\[([\d,]*)\]", line)
@@ -118,7 +120,7 @@ def moved(text, what):
 
 
 def ranks_of(line):
-    """As XLA writes groups: of axes of a mesh, as an iota, or one by one."""
+    """Parses XLA's three notations of groups: mesh axes, an iota, or explicit lists."""
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         return int(np.prod([int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2])]))

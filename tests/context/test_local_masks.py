@@ -1,7 +1,7 @@
-"""The masks of a plan that keeps documents local: together they are the expression, of any kind.
+"""The masks of a local plan's parts: together they equal the expression, for every mask kind.
 
-Guards against limits of the whole sequence that are read in a part, rows that two parts attend, and
-pieces that are another rank's.
+Guards against limits of the whole sequence applied inside a part, rows that attend in two parts,
+and pieces of another rank.
 """
 
 import jax
@@ -16,7 +16,7 @@ from local_plans import check_local, greedy
 from packax._src.context.load_balance import checksum
 from tiers import some
 
-LEVELS = {  # by how many
+LEVELS = {  # by number of levels
     len(axes): packax.AttentionSharding(query=P(None, axes), key_value=P(None, axes))
     for axes in (("host", "gpu"), ("host", "switch", "gpu"))
 }
@@ -31,7 +31,7 @@ def build(expression, plan, ranks, sharding=CONTEXT, **keywords):
 
 
 def piece(mask, specs, rank, sizes):
-    """A rank's, cut as the specs say; sizes: of the mesh's axes by name."""
+    """A rank's part, split as the specs say; sizes: of the mesh axes by name."""
     places = dict(zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True))
 
     def of(x, spec):
@@ -45,10 +45,10 @@ def piece(mask, specs, rank, sizes):
 
 
 def attended(mask, plan):
-    """Whether rows attend keys, in the order of the sequence, by the masks of the parts."""
+    """The dense mask in sequence order, assembled from the masks of the parts."""
     ranks = plan.ranks
-    batch, own = mask.kv_start.shape[0], plan.length // ranks
-    order = np.broadcast_to(plan.order, (batch, plan.length)).reshape(batch, ranks, own)
+    batch, rows_per_rank = mask.kv_start.shape[0], plan.length // ranks
+    order = np.broadcast_to(plan.order, (batch, plan.length)).reshape(batch, ranks, rows_per_rank)
     found = np.zeros((batch, plan.length, plan.length), bool)
     specs = mask.sharding.mask_specs(mask)
     names = mask.sharding.query[1]
@@ -60,9 +60,11 @@ def attended(mask, plan):
         for (groups, rows), part, spec in zip(
             shared, mask.shared_parts, specs.shared_parts, strict=True
         ):
-            mine = rank // (ranks // groups)
-            # The axes of a host's ranks come first where hosts are gathered before them.
-            gathered = order.reshape(batch, groups, ranks // groups, own)[:, mine, :, :rows]
+            group = rank // (ranks // groups)
+            # Hosts are gathered before the ranks inside a host, which puts the inner axes first.
+            gathered = order.reshape(batch, groups, ranks // groups, rows_per_rank)[
+                :, group, :, :rows
+            ]
             inner = [size for size in plan.levels or (ranks,) if size > 1]
             while len(inner) > 1 and np.prod(inner) > ranks // groups:
                 inner.pop(0)
@@ -107,7 +109,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", some(LENGTHS, 0, 1))
 def test_any_lengths(lengths):
-    """No whole tiles anywhere; what a rank has need not be even."""
+    """No part has whole tiles, and ranks may need unequal numbers of rows."""
     ids = np.repeat(np.arange(len(LENGTHS[lengths])), LENGTHS[lengths])
     plan = greedy(ids, 4)
     check_local(plan, ids)
@@ -124,7 +126,7 @@ def test_any_lengths(lengths):
 
 
 def test_padding_alone():
-    """Rows that attend nothing may be anywhere."""
+    """Rows without keys may be on any rank."""
     ids = np.full((2, 256), -1)
     ids[1, 5:9] = 3
     plan = greedy(ids, 4)
@@ -133,8 +135,8 @@ def test_padding_alone():
 
 
 def test_all_keys_are_gathered_where_documents_do_not_say_enough():
-    """Block masks, no documents, other ids of keys, keys that every rank has or that were not
-    permuted: the mask is as of any plan."""
+    """Block masks, no documents, separate ids of keys, replicated keys, or keys in sequence order:
+    the mask is built as for any other plan."""
     plan = greedy(ROWS, 4)
     documents = packax.documents(ROWS)
     chosen = packax.masks.block_sparse(np.ones((8, 8), bool), 128)
@@ -165,7 +167,7 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
 
 
 def test_a_plan_of_other_documents_is_found_out():
-    """In the rows of the batch that have others, wherever one token differs."""
+    """plan_mismatch marks exactly the batch rows that differ, wherever one token differs."""
     plan = jax.tree.map(jnp.asarray, greedy(ROWS, 4))
     for place in (0, 512, LENGTH - 1):
         ids = np.array(ROWS)
@@ -180,14 +182,16 @@ def test_a_checksum_is_the_same_on_host_and_device():
     rng = np.random.default_rng(0)
     ids = rng.integers(-(2**31), 2**31, (64, 999)).astype(np.int32)
     np.testing.assert_array_equal(checksum(ids), jax.jit(checksum)(ids))
-    # Ids that change places, are counted from elsewhere, or of one token more: other sums.
+    # Ids in another order, with another start, or in runs of another length have different
+    # checksums.
     others = [np.arange(999) // n + first for n in range(1, 9) for first in range(-9, 9)]
     sums = checksum(np.array([*others, *(x[::-1] for x in others)], np.int32))
     assert len({*sums.tolist()}) == len(sums)
 
 
 def test_check_plan_is_about_the_order_alone():
-    """A plan of other documents is no mistake of order: its mask has no parts."""
+    """A plan of other documents is not a wrong order: the check passes, and its mask has no
+    parts."""
     plan, other = greedy(ROWS, 4), np.array(ROWS)
     other[2] = 9
     masks = [build(packax.causal() & packax.documents(ids), plan, 4) for ids in (ROWS, other)]

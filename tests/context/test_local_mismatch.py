@@ -1,7 +1,7 @@
-"""Local plans of other documents than the mask's: never a wrong number.
+"""Local plans of other documents than the mask's never give a wrong number.
 
-Such a plan divides documents of the mask whose keys no rank gathers. Where the host knows, all keys
-are gathered; else the program compares checksums, and results are NaN.
+Such a plan splits documents of the mask whose keys no rank gathers. If the host can tell, all keys
+are gathered; otherwise the program compares checksums, and results are NaN.
 """
 
 import functools
@@ -17,7 +17,7 @@ from local_cases import ROWS, expression_of
 from local_plans import greedy
 from tiers import some
 
-OTHER = np.broadcast_to(np.repeat(np.arange(16), 64), ROWS.shape)  # fits 4 ranks, sharing nothing
+OTHER = np.broadcast_to(np.repeat(np.arange(16), 64), ROWS.shape)  # 4 ranks share nothing
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def one_device():
 
 
 def run(plan, ids, *inputs):
-    """Results in the order of the sequence."""
+    """Results in sequence order."""
     expression = packax.causal() & packax.documents(ids)
     mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
     return in_order(plan, results(*moved(plan, inputs), mask, gather_head_groups=1))
@@ -55,7 +55,7 @@ def test_where_the_host_knows_all_keys_are_gathered(name):
     "name,known", some(itertools.product(plans_of_other_documents(), ["nothing", "ids"]), 2)
 )
 def test_where_only_the_device_knows_results_are_nan(name, known):
-    """Every row of the output in every head, and gradients: a loss is NaN."""
+    """Every row of the output in every head, and all gradients, so a loss is NaN."""
     plan = plans_of_other_documents()[name]
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         if known == "ids":
@@ -70,7 +70,7 @@ def test_where_only_the_device_knows_results_are_nan(name, known):
 
 
 def test_rows_of_the_batch_are_apart():
-    """The plan is of other documents in one row of the batch: the others are exact."""
+    """The plan does not match in one batch row: the others are exact."""
     ids = ROWS.copy()
     ids[2, 700:] = ids[2, 300]
     plan = greedy(ids, 4, shared=greedy(ROWS, 4).shared)

@@ -1,4 +1,5 @@
-"""Plans of kind "local": documents whole on a rank, fair and small, made on the host."""
+"""Plans of kind "local": whole documents per rank, balanced, with a small shared part, made on the
+host."""
 
 import warnings
 
@@ -23,7 +24,7 @@ def plan_of(ids, ranks=RANKS, **keywords):
 
 
 def load_of(plan, ids):
-    """Attended pairs of the most loaded rank over the mean, worst row."""
+    """Attended pairs of the most loaded rank over the mean, for the worst row."""
     found = []
     for number, row in enumerate(np.atleast_2d(ids)):
         keys = np.zeros(len(row), int)
@@ -37,7 +38,7 @@ def load_of(plan, ids):
 
 @pytest.mark.parametrize("seed", some(range(8), 0, 1, 2))
 def test_documents_of_private_rows_lie_whole_on_their_rank(seed):
-    """Any ids: 40 packings a seed, and a batch of four."""
+    """Any ids: 40 packings a seed, and batches of four."""
     rng = np.random.default_rng(seed)
     for n in range(10):
         rows = np.stack([random_row(rng) for _ in range(4)])
@@ -54,7 +55,7 @@ RUNS = "7x50 2x9 4x20 7x49 8x44 5x29 1x38 3x58 4x29 3x21 5x42 8x32 7x43 8x48"
 
 
 def test_documents_with_less_area_that_are_longer():
-    """No deal gives a rank more tokens than it has rows."""
+    """No assignment gives a rank more tokens than it has rows."""
     ids = np.concatenate(
         [np.full(int(n), int(document)) for document, n in (x.split("x") for x in RUNS.split())]
     )
@@ -64,7 +65,7 @@ def test_documents_with_less_area_that_are_longer():
 
 
 def test_any_size_of_the_shared_part():
-    """From what is needed to all rows: the rest is filled with whole documents."""
+    """From the necessary size up to all rows: the rest is filled with whole documents."""
     rng = np.random.default_rng(1)
     ids = np.stack([ids_of(rng.permutation(range(5, 60))) for _ in range(2)])
     least = plan_of(ids).shared
@@ -76,7 +77,7 @@ def test_any_size_of_the_shared_part():
 
 
 def test_what_does_not_fit_is_balanced():
-    """One document, over all ranks."""
+    """One document over all ranks."""
     ids = np.zeros((1, LENGTH), np.int32)
     expression = packax.causal() & packax.documents(ids)
     plan = plan_of(ids)
@@ -137,7 +138,8 @@ ROW = np.zeros((1, LENGTH), np.int32)
     ),
 )
 def test_fair_and_small(thousands, mean, ranks, share):
-    """Shares fetched of what an all-gather fetches: issue 22's greedy, which ignores tokens."""
+    """Fetched shares, relative to an all-gather: bounds from the greedy plan of issue 22, which
+    ignores tokens."""
     rng = np.random.default_rng(7)
     length, shares = thousands << 10, []
     for _ in range(6):
@@ -149,12 +151,13 @@ def test_fair_and_small(thousands, mean, ranks, share):
 
 
 def test_short_documents_level_the_ranks():
-    """What is cut to make ranks equally long is one of the shortest, though most are long."""
+    """To give ranks equal lengths, a plan splits one of the shortest documents, though most are
+    long."""
     length = 1 << 17
     ids = ids_of([300] * 400 + [10] * 1000, length)
     plan = plan_of(ids, 4)
     check_local(plan, ids)
-    assert plan.shared == 128  # a tile: no part is smaller
+    assert plan.shared == 128  # one tile, the smallest shared part
     for n in range(400):
         assert len({*plan.inverse[0][ids == n] // (length // 4)}) == 1
 
@@ -188,7 +191,7 @@ def test_without_documents_all_is_shared(expression):
 
 
 def test_windows_count_what_they_attend():
-    """With a window a long document is no heavier, row by row, than others: nothing is split."""
+    """With a window, rows of a long document cost no more than others, so nothing is split."""
     ids = ids_of([500, 400, *[100] * 11])
     window = packax.sliding_window(15) & packax.documents(ids)
     plan = packax.context_plan(window, ranks=RANKS, kind="local")
@@ -290,7 +293,8 @@ def test_refused(call, texts):
 
 
 def test_a_shared_part_that_is_too_small_is_said():
-    """shared=1 is one row, not all of them: on the host nothing else says that it does not fit."""
+    """shared=1 means one row, not all rows; on the host nothing else reports that it does not
+    fit."""
     expression = packax.documents(np.zeros((1, 1024), int))  # one document, over two ranks
     with pytest.warns(
         UserWarning, match=r"do not fit a shared part of \d+ of .* 512 rows.*int is a"

@@ -1,7 +1,7 @@
-"""What the programs of plans that keep documents local move, and what in them waits for what.
+"""What the programs of local plans move, and which steps wait for which.
 
-Guards against bytes that no rank reads, which no result shows, and against a gather or a scatter
-that nothing overlaps with.
+Guards against bytes that no rank reads, which no result shows, and a gather or scatter that
+overlaps with nothing.
 """
 
 import functools
@@ -34,26 +34,27 @@ ALL, SOME = "packax_{}", "packax_{}_heads"
 
 
 def mask_of(expression, plan, sharding=CONTEXT):
-    """Its shapes: programs that are not run need no more, and nothing is compiled for them."""
+    """Shapes only: these programs do not run, so nothing is compiled for the mask."""
     return jax.eval_shape(
         lambda: packax.create_attention_mask(expression, sharding=sharding, plan=plan)
     )
 
 
 def of_rank(function, *operands):
-    """The jaxprs of a rank: forward and backward."""
-    made = [Program(x) for x in of_ranks(jax.make_jaxpr(function)(*operands).jaxpr)]
+    """A rank's programs: forward and backward."""
+    rank_programs = [Program(x) for x in of_ranks(jax.make_jaxpr(function)(*operands).jaxpr)]
     found = []
     for way in ("forward", "backward"):
         names = {ALL.format(way), SOME.format(way)}
-        (program,) = (x for x in made if names & set(x.named))
+        (program,) = (x for x in rank_programs if names & set(x.named))
         found.append(program)
     return found
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(8, 4), (8, 1)])
 def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
-    """One key/value head has no halves: its backward overlaps with the scatter."""
+    """One key/value head cannot be split in halves: its whole private backward overlaps with the
+    scatter."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = mask_of(expression_of("documents"), plan)
@@ -74,7 +75,7 @@ def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
     if kv_heads == 1:
         half, shared, private = name, 0, 1
     else:
-        shared, private = 0, 1  # its second half
+        shared, private = 0, 1  # private rows: the second half
         assert len(backward.named[half]) == 2 and len(backward.named[name]) == 1
         for gather in range(2):
             assert backward.waits_for_operands(half, 0, "all_gather", gather)
@@ -85,8 +86,8 @@ def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
 
 
 def test_no_result_is_updated_at_a_place_that_xla_knows():
-    """XLA of jax 0.11 takes such an update, where it ends a program, for a result of the kernel's
-    own, and then fails: "DUS target must be a fusion parameter"."""
+    """With a constant index, XLA of jax 0.11 takes an update at the end of a program for part of
+    the kernel's result, and fails: "DUS target must be a fusion parameter"."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = mask_of(expression_of("documents"), plan)
@@ -98,7 +99,7 @@ def test_no_result_is_updated_at_a_place_that_xla_knows():
 
 @pytest.mark.parametrize("shared,gathers", some([(50, 2), (52, 3)], 1))
 def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, gathers):
-    """Else one gather of keys and one of values, which they hide."""
+    """Otherwise there is one gather of keys and one of values, which the private rows hide."""
     ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))
     plan = greedy(ids, 4, shared=shared)
     assert plan.shared == shared
@@ -110,7 +111,7 @@ def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, g
 
 
 def test_gathers_over_hosts_and_inside_a_host_overlap():
-    """Private rows first, then what is shared in a host, then over hosts."""
+    """Private rows first, then what is shared in a host, then what is shared over hosts."""
     plan = greedy(ROWS, (2, 2))
     spec = P(None, ("host", "gpu"))
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
@@ -121,7 +122,7 @@ def test_gathers_over_hosts_and_inside_a_host_overlap():
         forward, backward = of_rank(function, *tensors(), mask)
     name = ALL.format("forward")
     private, inner, outer = 0, 1, 2
-    # Keys and values: in the host, then over hosts and inside.
+    # Keys and values: first inside the host, then over hosts and inside.
     steps = {inner: (0, 1), outer: (2, 3, 4, 5)}
     assert len(forward.named[name]) == 3 and len(forward.named["all_gather"]) == 6
     for part, gathers in steps.items():
@@ -135,7 +136,7 @@ def test_gathers_over_hosts_and_inside_a_host_overlap():
     half, name = SOME.format("backward"), ALL.format("backward")
     assert len(backward.named[half]) == len(backward.named[name]) == 2
     assert len(backward.named["all_gather"]) == len(backward.named["reduce_scatter"]) == 6
-    for part in (0, 1):  # of what is shared; then the second half of private rows
+    for part in (0, 1):  # the shared parts; then the second half of private rows
         assert backward.waits(name, part, half, 0)
     for scatter, part in ((0, 0), (1, 0), (2, 1), (3, 1)):
         assert backward.waits("reduce_scatter", scatter, name, part)
@@ -145,8 +146,8 @@ def test_gathers_over_hosts_and_inside_a_host_overlap():
 
 @pytest.mark.parametrize("groups", some([1, 2], 1))
 def test_collectives_move_what_the_plan_says(groups):
-    """Read from the compiled program, forward and backward: shared rows of keys and values, and
-    their gradients, once each; nothing else."""
+    """Read from the compiled program, forward and backward: shared rows of keys and values and
+    their gradients, once each, and nothing else."""
     plan = greedy(ROWS, 4)
     mesh = mesh_of(4, axes=("context",))
     with jax.set_mesh(mesh):
@@ -161,7 +162,7 @@ def test_collectives_move_what_the_plan_says(groups):
     compiled = collectives(lowered.compile().as_text())
     moved = {what: sum(n for name, n in compiled if name == what) for what, _ in compiled}
     assert set(moved) == {"all-gather", "reduce-scatter"}, compiled
-    gathered = (plan.fetched + plan.shared) * of_row  # a rank's own part and others'
+    gathered = (plan.fetched + plan.shared) * of_row  # own shared rows and those of others
     # The CPU compilers of older jax gather once for both passes.
     again = 2 if jax.__version_info__ >= (0, 11) else 1
     assert moved["all-gather"] in (gathered * 2, gathered * again)
@@ -169,7 +170,8 @@ def test_collectives_move_what_the_plan_says(groups):
 
 
 def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
-    """As text: all heads of all rows, then shared rows; backward in halves around those."""
+    """In the lowered text: all heads of all rows, then the shared rows; the backward runs the
+    private rows in two halves around these."""
     plan = greedy(ROWS, 4)
     shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     with jax.set_mesh(mesh_of(4, axes=("context",))):

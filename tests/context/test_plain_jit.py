@@ -1,7 +1,7 @@
-"""Attention under plain `jit` with sharded inputs: XLA divides it by batch and heads.
+"""Attention under plain `jit` with sharded inputs: XLA partitions it over batch and heads.
 
-No `shard_map`, no `sharding=`. The compiled program may sum gradients of what is replicated; it
-must not gather, permute or exchange anything, and its results are those of one device.
+No `shard_map`, no `sharding=`. The compiled program may sum gradients of replicated operands; it
+must not gather, permute or exchange anything, and results equal one device's.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def test_nothing_moves_but_sums(name):
 
 @pytest.mark.parametrize("kv_heads", some([1, 4], 0))
 def test_key_value_heads(kv_heads):
-    """As many as devices or more: divided; fewer: replicated, and their gradients summed."""
+    """As many heads as devices or more are sharded; fewer are replicated, and their gradients
+    summed."""
     mesh = mesh_of(shape=(2, 4))
     args = shard(mesh, *tensors(kv_heads))
     compiled = jax.jit(both(CASES["lse"])).lower(*args).compile()
@@ -62,7 +63,7 @@ def test_key_value_heads(kv_heads):
 
 
 def test_key_value_heads_that_do_not_divide():
-    """Three of them over two devices: each takes those that its query heads read."""
+    """Three heads over two devices: each device takes those that its query heads read."""
     rng = np.random.default_rng(1)
     query = jnp.asarray(rng.standard_normal((BATCH, 64, 6, 8)), jnp.float32)
     key, value = (jnp.asarray(rng.standard_normal((BATCH, 64, 3, 8)), jnp.float32) for _ in "kv")
@@ -92,7 +93,7 @@ def test_a_batch_that_does_not_divide_is_whole():
 
 
 @pytest.mark.parametrize(
-    "kind,entered",  # jax wants set_mesh for Explicit axes
+    "kind,entered",  # JAX requires set_mesh for Explicit axes
     some(
         [
             ("Auto", "set_mesh"),
@@ -114,7 +115,7 @@ def test_meshes(kind, entered):
         assert_equal(compiled(*args), expected("lse", 2))
 
 
-WHOLE_TILES = 128  # a length that XLA's tiles divide: no operand is padded
+WHOLE_TILES = 128  # a multiple of XLA's tiles, so no operand is padded
 
 
 @pytest.mark.skipif(
@@ -135,7 +136,7 @@ WHOLE_TILES = 128  # a length that XLA's tiles divide: no operand is padded
     ),
 )
 def test_explicit_axes_that_divide_nothing(name, sizes, export):
-    """On one device, whose mesh has axes of size 1, and in a file."""
+    """On one device, whose mesh axes have size 1, and in an exported program."""
     args = [x[:, :WHOLE_TILES] for x in tensors()]
     function = jax.jit(both(CASES[name]))
     want = function(*args)
@@ -147,7 +148,7 @@ def test_explicit_axes_that_divide_nothing(name, sizes, export):
     assert_equal(got, want)
 
 
-SCORES = {  # what has a gradient besides query, key and value, and how it may be sharded
+SCORES = {  # operands with a gradient besides query, key and value, and their possible shardings
     "sinks": (lambda x: {"sinks": x}, (HEADS,), [(), ("tensor",)]),
     "slopes": (lambda x: {"bias": packax.alibi(x)}, (HEADS,), [(), ("tensor",)]),
     "scale": (lambda x: {"scale": x}, (), [()]),
@@ -159,13 +160,13 @@ SCORES = {  # what has a gradient besides query, key and value, and how it may b
 }
 
 
-# Each time: one of them eagerly, the others under jit.
+# The default run has one eager case and one under jit.
 @pytest.mark.parametrize(
     "name,jitted,heads",
     some(itertools.product(SCORES, [True, False], ["tensor", None]), 2, 4),
 )
 def test_gradients_of_scores_on_an_explicit_mesh(name, jitted, heads):
-    """Whatever types say of the heads, a gradient is sharded as its primal is."""
+    """Whatever the types say about heads, a gradient is sharded as its primal."""
     mesh = mesh_of("Explicit")
     options, shape, specs = SCORES[name]
     x = jnp.asarray(np.random.default_rng(3).random(shape), jnp.float32)
@@ -223,7 +224,8 @@ def test_vmap_over_a_sharded_axis():
 
 
 def test_a_compiled_program_is_stored():
-    """serialize_executable: what XLA called to divide the attention does not go with it."""
+    """The callbacks with which XLA partitions the attention are not part of a serialized
+    executable."""
     mesh = mesh_of()
     args = shard(mesh, *tensors())
     compiled = jax.jit(both(CASES["documents"])).lower(*args).compile()

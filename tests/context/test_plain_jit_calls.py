@@ -24,7 +24,7 @@ from tiers import some
 
 
 def test_flax_layers():
-    """Weights by tensor, batch by data, as a module of Flax has them."""
+    """Weights sharded over tensor, batch over data, as in a Flax module."""
     linen = pytest.importorskip("flax.linen")
     from packax.integrations.flax import dot_product_attention
 
@@ -39,7 +39,7 @@ def test_flax_layers():
         last = "out" in jax.tree_util.keystr(path)
         heads = 0 if last else leaf.ndim - 2
         spec = [None] * leaf.ndim
-        if not (last and leaf.ndim == 1):  # the bias of the last one has no heads
+        if not (last and leaf.ndim == 1):  # the bias of the last layer has no heads
             spec[heads] = "tensor"
         return put(mesh, leaf, *spec)
 
@@ -58,7 +58,7 @@ def test_flax_layers():
 
 @pytest.mark.parametrize("kind", some(["global", "local_sliding"], 1))
 def test_maxtexts_op(kind):
-    """With ids of documents and sinks; forward and gradients."""
+    """With segment ids and sinks; forward and gradients."""
     pytest.importorskip("flax.nnx")
     from packax.integrations.maxtext import AttentionOp
 
@@ -82,7 +82,7 @@ def test_maxtexts_op(kind):
 
 
 def test_calls_of_flash_attention_jax():
-    """(batch, heads, length, dim) there."""
+    """Its arrays are (batch, heads, length, dim)."""
     from packax.integrations.flash_attention_jax import causal_flash_attention
 
     mesh = mesh_of()

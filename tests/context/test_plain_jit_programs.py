@@ -1,6 +1,6 @@
-"""Which programs XLA may divide: rules in their text, shard_map, export, errors.
+"""Which programs XLA may partition: rules in their text, shard_map, export, errors.
 
-Guards against a program that gathers without a word.
+Guards against a program that gathers without a warning.
 """
 
 import re
@@ -57,7 +57,7 @@ def test_one_device_has_no_rules():
 
 
 def test_the_rule_is_in_the_program_for_cuda():
-    """As text: the kernels themselves are looked up when XLA divides the calls."""
+    """In the lowered text: kernels are looked up only when XLA partitions the calls."""
     mesh = mesh_of()
     args = shard(mesh, *(x.astype(jnp.bfloat16) for x in tensors()[:3]), tensors()[3])
     lowered = jax.jit(both(CASES["lse"])).trace(*args).lower(lowering_platforms=("cuda",))
@@ -67,12 +67,12 @@ def test_the_rule_is_in_the_program_for_cuda():
 
 
 def test_where_no_kernel_is_what_kernels_alone_read_is_not_made(monkeypatch):
-    """Orders of tiles and bounds of blocks: XLA makes the bounds that it reads itself."""
+    """Tile orders and block bounds: the XLA path computes the bounds that it reads itself."""
 
-    def made(*_, **__):
+    def fail(*_, **__):
         raise AssertionError("bounds of blocks are made, which no one reads")
 
-    monkeypatch.setattr(xla_mask, "_key_order", made)
+    monkeypatch.setattr(xla_mask, "_key_order", fail)
     jax.clear_caches()
     args = shard(mesh_of(), *tensors())
     jax.jit(both(CASES["lse"])).lower(*args).compile()
@@ -83,7 +83,8 @@ def exported(function, *args):
 
 
 def test_an_exported_program_is_not_divided_and_says_so():
-    """A file cannot hold the functions that divide: the result is right, the batch is gathered."""
+    """A file cannot hold the partitioning functions: the result is right, but the batch is
+    gathered."""
     args = shard(mesh_of(), *tensors())
     with pytest.warns(UserWarning, match="in an exported program for 8 devices: .* sharding="):
         program = exported(CASES["documents"], *args)
@@ -115,7 +116,7 @@ def test_one_device_is_exported_without_a_warning(recwarn):
 
 
 def test_the_program_says_what_is_computed():
-    """Not by a pointer alone, which a persistent cache may leave out of its key."""
+    """The text is more than a pointer, which a persistent cache may leave out of its key."""
     mesh = mesh_of()
     query, key, value, _ = shard(mesh, *tensors())
 
@@ -132,7 +133,7 @@ def test_the_program_says_what_is_computed():
 
 
 def test_a_shard_map_over_all_axes_is_left_alone():
-    """Also for a mesh of no devices, as jax.export lowers for."""
+    """Also for a mesh without devices, as jax.export lowers for."""
     mesh = mesh_of().abstract_mesh
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
@@ -151,7 +152,7 @@ def test_rules_in_letters():
 
 
 def test_gspmd():
-    """The partitioner before Shardy, as long as jax has it."""
+    """The partitioner before Shardy, as long as JAX has it."""
     if not hasattr(jax.config, "jax_use_shardy_partitioner"):
         pytest.skip("this jax has one partitioner")
     before = jax.config.jax_use_shardy_partitioner

@@ -1,7 +1,7 @@
 """Several processes of jax.distributed on this machine: the same loss and gradients as in one.
 
 Eight fake CPU devices in all, collectives by gloo. The processes find each other by the variables
-that launchers set: nothing in the program says how many there are.
+that launchers set; the program does not say how many there are.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paths import ROOT
 from tiers import some
 from xla_flags import of_devices
 
-FIRST_PORT = 65536 - 2**12  # jax makes a port of a job's number: this and the number modulo 4096
+FIRST_PORT = 65536 - 2**12  # JAX derives the port from the job id: this plus the id modulo 4096
 
 
 def free_job() -> int:
-    """The number of a job whose port is unused."""
+    """A job id whose port is unused."""
     for job in np.random.default_rng().integers(1, 2**12, 50):
         with socket.socket() as probe:
             try:
@@ -49,7 +49,7 @@ def slurm(job: int, number: int, process: int) -> dict[str, str]:
 
 
 def open_mpi(job: int, number: int, process: int) -> dict[str, str]:
-    """As mpirun of Open MPI 4."""
+    """As mpirun of Open MPI 4 sets them."""
     return {
         "OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": str(number),
@@ -59,9 +59,9 @@ def open_mpi(job: int, number: int, process: int) -> dict[str, str]:
 
 
 def together(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
-    """What the processes print; all of them are ended if one fails."""
-    ours = re.compile("SLURM_|OMPI_|JAX_COORDINATOR")
-    base = {name: x for name, x in os.environ.items() if not ours.match(name)}
+    """The output of each process; all are killed if one fails."""
+    launcher_variables = re.compile("SLURM_|OMPI_|JAX_COORDINATOR")
+    base = {name: x for name, x in os.environ.items() if not launcher_variables.match(name)}
     base |= {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     running = [
         subprocess.Popen(
@@ -85,7 +85,7 @@ def together(commands: list[list[str]], environments: list[dict[str, str]]) -> l
 
 @pytest.fixture(scope="module")
 def alone():
-    """Of one device, without sharding."""
+    """On one device, without sharding."""
     value, gradients = jax.jit(processes.step)(processes.parameters(), processes.batch())
     return {"loss": value, **gradients}
 

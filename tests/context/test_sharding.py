@@ -1,7 +1,7 @@
 """On a mesh of eight CPU devices: the same values and gradients as on one.
 
-Guards against the silent failure of sharded attention: the forward pass is right, and the
-gradient of a replicated operand misses the sum over the devices.
+Guards against the silent failure of sharded attention: the forward pass is right, and the gradient
+of a replicated operand misses the sum over the devices.
 """
 
 import functools
@@ -44,7 +44,7 @@ def attention(query, key, value, mask):
 
 
 def total(function):
-    """A loss of the whole batch, of a function that returns out and lse."""
+    """A loss over the whole batch, for a function that returns out and lse."""
 
     def loss(query, key, value, *mask):
         out, lse = function(query, key, value, *mask)
@@ -74,7 +74,7 @@ HEADS_SPLIT = P("data", None, "model")
 @pytest.mark.parametrize("check_vma", some([True, False], 0))
 @pytest.mark.parametrize("kind", some(["batch", "one mask for all", "built inside"], 0))
 def test_shard_map(kind, check_vma):
-    """Batch over data, query heads over model: keys and values are replicated over model."""
+    """Batch over data, query heads over model; keys and values are replicated over model."""
     mask, spec, function = build(IDS), P("data"), attention
     if kind == "one mask for all":
         mask, spec = build(IDS[0]), P()
@@ -96,14 +96,14 @@ def test_shard_map(kind, check_vma):
 
 
 def test_gradient_inside_shard_map():
-    """The gradient taken per device and summed by the user: a data-parallel training step."""
+    """The gradient is taken per device and summed by the caller: a data-parallel training step."""
 
     def step(query, key, value, mask, weights):
         def loss(scale):
             out, _ = attention(query * scale, key, value, mask)
             return jnp.sum(out * weights)
 
-        # Marked as varying, so that the gradient is each device's own.
+        # Marked as varying, so that each device has only its local gradient.
         (one, *_) = vary_together(jnp.float32(1), query)
         return jax.lax.psum(jax.grad(loss)(one), ("data", "model"))
 
@@ -121,7 +121,8 @@ def test_gradient_inside_shard_map():
 
 
 def test_eager_shard_map_with_replicated_weights():
-    """Without jit; and a weight replicated everywhere, whose gradient is a sum over all devices."""
+    """Without jit, and with a weight replicated everywhere, whose gradient is a sum over all
+    devices."""
     weight = jnp.asarray(RNG.standard_normal((DIM, DIM)), jnp.float32)
 
     def local(weight, query, key, value, mask):
@@ -167,7 +168,8 @@ def test_remat_and_scan_inside_shard_map():
 @pytest.mark.parametrize("jit", some([True, False], 0))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_operands_without_shard_map(kind, jit):
-    """The compiler splits it (Auto) or follows the types (Explicit): right, if not the fastest."""
+    """The compiler partitions it (Auto) or follows the types (Explicit): correct, if not the
+    fastest."""
     mesh = mesh_of(kind)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
     args = put(QUERY, "data", None, "model"), put(KEY, "data"), put(VALUE, "data")
@@ -188,7 +190,7 @@ def test_sharded_operands_without_shard_map(kind, jit):
 
 
 def test_case_of_three_rows_on_three_devices():
-    """A batch that is not a power of two, each device with another document structure."""
+    """A batch that is not a power of two; each device has other documents."""
     case = cases.BY_NAME["batch_of_three"]
     query, key, value, *_ = case.tensors(jnp.float32, 16, 16)
     mask = packax.create_attention_mask(case.expression())
@@ -207,7 +209,8 @@ def test_case_of_three_rows_on_three_devices():
 
 @pytest.mark.parametrize("shared", some([False, True], 0), ids=["masks of rows", "one mask"])
 def test_vmap_with_a_batch_that_is_sharded_in_its_type(shared):
-    """The mapped axis goes behind the batch there: only so do the two merge in the types."""
+    """The mapped axis is placed after the batch axis: the types allow merging only in that
+    order."""
     mesh = mesh_of("Explicit")
     put = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))  # noqa: E731
 
@@ -233,7 +236,8 @@ def test_vmap_with_a_batch_that_is_sharded_in_its_type(shared):
 
 
 def test_an_explicit_mesh_that_is_not_set():
-    """`AttentionSharding(mesh=)` alone: jax.make_mesh makes axes of Explicit type by default."""
+    """With `AttentionSharding(mesh=)` alone. jax.make_mesh makes axes of Explicit type by
+    default."""
     mesh = mesh_of("Explicit")
     spec = P("data", "model")
     sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)

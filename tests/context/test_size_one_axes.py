@@ -1,6 +1,7 @@
-"""Mesh axes of size 1 say nothing: with jax's types that name them, and with those that do not.
+"""Mesh axes of size 1 have no effect, whether JAX's types name them or not.
 
-MaxText sets jax_remove_size_one_mesh_axis_from_type: a value then never varies over such an axis.
+MaxText sets jax_remove_size_one_mesh_axis_from_type, with which a value never varies over such an
+axis.
 """
 
 import functools
@@ -35,7 +36,7 @@ CASES = {
 
 @pytest.fixture(params=some([False, True], 1))
 def removed(request):
-    """jax_remove_size_one_mesh_axis_from_type."""
+    """With and without jax_remove_size_one_mesh_axis_from_type."""
     name = "jax_remove_size_one_mesh_axis_from_type"
     if not hasattr(jax.config, name):
         pytest.skip("this jax does not have the setting")
@@ -133,7 +134,7 @@ def test_equals_one_device(name, kind, removed):
     ],
 )
 def test_inside_a_shard_map(name, check_vma, axes, removed):
-    """Over all axes, or some, also over one of size 1 in addition to one that packax maps."""
+    """Over all axes, or over some, where packax maps the rest, also an axis of size 1."""
     sizes, spec, _ = CASES[name]
     mesh = mesh_of(sizes, "Auto")
     *tensors, ids = operands()
@@ -144,7 +145,7 @@ def test_inside_a_shard_map(name, check_vma, axes, removed):
         )
 
         def over(given):
-            """Of a spec the axes that this shard_map maps."""
+            """The axes in a spec that this shard_map maps."""
             if axes is None:
                 return given
             named = [x if isinstance(x, tuple) else (x,) for x in given]

@@ -1,7 +1,7 @@
-"""decode_shared_prefix: what decode_attention gives, with the prefix read once for a group.
+"""decode_shared_prefix equals decode_attention, but reads the prefix once per group.
 
-Guards against a key of the prefix that counts twice or not at all, against a group that reads
-another's pages, and against a sink that is counted in both parts.
+Guards against a prefix key that counts twice or not at all, a group that reads another's pages, and
+a sink counted in both parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
 
 
 def inputs(groups, of_each, q_len, prefixes, seed=0, dtype=np.float32):
-    """Sequences whose pages are their group's as far as whole pages of the prefix go."""
+    """Sequences of a group share the pages of the prefix."""
     rng = np.random.default_rng(seed)
     batch, blocks, shared = groups * of_each, 9, 4
     pages = groups * shared + batch * (blocks - shared)
@@ -69,12 +69,12 @@ def test_equals_decode_attention(groups, of_each, q_len, options):
 
 
 def test_empty_prefixes_and_what_cannot_be():
-    """A prefix of nothing; one that reaches into the new rows; sequences that are none."""
+    """An empty prefix, a prefix that reaches into the new rows, and a negative one."""
     prefixes = np.array([0, 20, -3])
     tensors, table = inputs(3, 2, 1, np.maximum(prefixes, 0))
     lengths = tensors[3].copy()
-    lengths[3] = 20  # of a group with a prefix of 20: its new token would be in that
-    lengths[0] = 0  # attends nothing
+    lengths[3] = 20  # in a group with a prefix of 20, which would include its new token
+    lengths[0] = 0  # attends to nothing
     tensors = (*tensors[:3], lengths)
     (out, lse), (wanted, wanted_lse) = both(tensors, prefixes, table)
     assert np.isnan(out[3]).all() and np.isnan(lse[3]).all()
@@ -88,21 +88,21 @@ def test_empty_prefixes_and_what_cannot_be():
     "large", [np.int64(2**32 + 4), np.uint32(2**32 - 1), np.uint64(2**64 - 1), np.int32(2**31 - 1)]
 )
 def test_numbers_beyond_int32(large):
-    """They saturate, and never wrap: a prefix of so many keys does not end before the new rows."""
+    """Values saturate and never wrap: such a long prefix does not end before the new rows."""
     tensors, table = inputs(2, 2, 1, [8, 9])
     wanted = packax.decode_attention(*tensors, block_table=table)
     prefixes = np.array([large, 9], large.dtype)
     out = packax.decode_shared_prefix(*tensors, prefixes, block_table=table)
     assert np.isnan(out[:2]).all()
     np.testing.assert_allclose(out[2:], wanted[2:], rtol=2e-5, atol=2e-6)
-    # Nor do lengths and places of pages: as decode_attention answers them.
+    # Neither do lengths and page indices: results equal those of decode_attention.
     for n, name in ((0, "kv_lengths"), (1, "block_table")):
         arrays = [tensors[3], table]
         arrays[n] = arrays[n].astype(large.dtype)
         arrays[n][-1:] = large
-        of = (*tensors[:3], arrays[0])
-        wanted = packax.decode_attention(*of, block_table=arrays[1])
-        out = packax.decode_shared_prefix(*of, [8, 9], block_table=arrays[1])
+        operands = (*tensors[:3], arrays[0])
+        wanted = packax.decode_attention(*operands, block_table=arrays[1])
+        out = packax.decode_shared_prefix(*operands, [8, 9], block_table=arrays[1])
         assert np.isnan(wanted[-1]).all(), name
         np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)
 

@@ -1,8 +1,7 @@
-"""decode_attention on the CPU: numbers, transformations, what it says when it cannot.
+"""decode_attention on the CPU: numbers, transformations, error messages.
 
-Guards against a row that attends a key too many or too few at an end (lengths, starts, windows,
-pages), against reading keys beyond a length, and against a copy of the cache where vmap need
-not make one.
+Guards against a row that attends to one key too many or too few (lengths, starts, windows, pages),
+reads beyond a length, and an avoidable copy of the cache under vmap.
 """
 
 from __future__ import annotations
@@ -27,10 +26,16 @@ SCALE = 0.4
 
 
 # Also run in another dtype, or part of another case.
-AGAIN = {"starts", "right alone", "soft cap and sinks", "pages", "pages longer than a block"}
+TESTED_ELSEWHERE = {
+    "starts",
+    "right alone",
+    "soft cap and sinks",
+    "pages",
+    "pages longer than a block",
+}
 
 
-@pytest.mark.parametrize("name", [marked([name], name not in AGAIN) for name in CASES])
+@pytest.mark.parametrize("name", [marked([name], name not in TESTED_ELSEWHERE) for name in CASES])
 def test_equals_the_definition(name):
     case = CASES[name]
     x = decoding.tensors(case, jnp.float32)
@@ -51,12 +56,12 @@ def test_small_dtypes(name, dtype):
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():
-    """A length over the capacity, an entry of the table that is no page; every other row as
-    before."""
+    """A length beyond the capacity, or a table entry that is no page, gives NaN only in the
+    affected rows; all others keep their values."""
     case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8)
     x = decoding.tensors(case)
     good = decoding.run(case, x, SCALE)
-    # The last row of sequence 0 is at position 32, which is none; its first is at 31.
+    # The last row of sequence 0 is at position 32, outside the cache; its first is at 31.
     one_more = x._replace(lengths=x.lengths + np.array([1, 0, 0], np.int32))
     shifted = decoding.run(case._replace(lengths=(33, 20, 9)), one_more, SCALE)
     assert np.isnan(shifted.out[0, 1]).all() and np.isnan(shifted.lse[0, :, 1]).all()
@@ -64,7 +69,7 @@ def test_what_cannot_be_is_nan_in_its_row_alone():
     np.testing.assert_array_equal(shifted.out[1:], good.out[1:])
     for entry in (-1, x.key_cache.shape[0], 2**31 - 1, -(2**31)):
         table = x.block_table.copy()
-        table[1, 2] = entry  # keys 16 to 23; rows are at 18 and 19
+        table[1, 2] = entry  # keys 16 to 23; the rows are at 18 and 19
         broken = decoding.run(case, x._replace(block_table=table), SCALE)
         assert np.isnan(broken.out[1]).all() and np.isnan(broken.lse[1]).all()
         for b in (0, 2):
@@ -73,7 +78,7 @@ def test_what_cannot_be_is_nan_in_its_row_alone():
 
 @pytest.mark.parametrize("entry", [-1, 3])
 def test_a_missing_page_reads_no_other(entry):
-    """NaN and infinity in the first page, and in the last, leave rows that do not attend the
+    """NaN and infinity in the first and last page do not reach rows that do not attend to the
     missing page."""
     key_cache = jnp.asarray([jnp.nan, 1.0, jnp.inf])[:, None, None, None] * jnp.ones((1, 1, 8))
     out, lse = packax.decode_attention(
@@ -91,7 +96,7 @@ def test_lengths_of_other_integer_types():
     want = decoding.run(case, x, SCALE).out
     small = x._replace(lengths=x.lengths.astype(np.uint16))
     np.testing.assert_array_equal(decoding.run(case, small, SCALE).out, want)
-    far = x._replace(lengths=np.array([2**32 - 1, 7], np.uint32))  # not -1
+    far = x._replace(lengths=np.array([2**32 - 1, 7], np.uint32))  # must not become -1
     got = decoding.run(case, far, SCALE)
     assert np.isnan(got.out[0]).all()
     np.testing.assert_array_equal(got.out[1], want[1])
@@ -159,9 +164,11 @@ def test_vmap(name, paged):
     if paged and name == "all":
         axes["block_table"] = 0
     one_by_one = jax.jit(packax.decode_attention)
-    held = [x.arguments() for x in xs]
-    each = {n: [x[1][n] for x in held] for n in ("block_table", "sinks") if n in held[0][1]}
-    each |= {n: [x[0][k] for x in held] for k, n in enumerate(("query", "key", "value"))}
+    arguments = [x.arguments() for x in xs]
+    each = {
+        n: [x[1][n] for x in arguments] for n in ("block_table", "sinks") if n in arguments[0][1]
+    }
+    each |= {n: [x[0][k] for x in arguments] for k, n in enumerate(("query", "key", "value"))}
     each["kv_lengths"] = [x.lengths - i for i, x in enumerate(xs)]
     axes_of_all = {n: axes.get(n) for n in first}
     mapped = {n: jnp.stack(each[n], axes[n]) if n in axes else first[n] for n in first}
@@ -182,7 +189,7 @@ def test_vmap_twice():
 
 
 def test_inside_the_users_shard_map():
-    """Batch and heads: everything is local."""
+    """Over batch and heads, where all data is local."""
     case = Case((290, 60, 7, 300), heads=4, kv_heads=2, sinks=True)
     x = decoding.tensors(case)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -215,7 +222,7 @@ def test_no_gradient(transform):
 
 
 def test_the_documented_loop_writes_to_no_page_that_is_not_there():
-    """A negative entry of the table is no page; as an index it would be one from the end."""
+    """A negative table entry is no page; as an index it would count from the end."""
     examples = doctest.DocTestParser().get_examples(packax.decode_attention.__doc__)
     (loop,) = (x.source for x in examples if "def step" in x.source)
     names = {"functools": functools, "jax": jax, "jnp": jnp, "packax": packax}
@@ -232,7 +239,7 @@ def test_the_documented_loop_writes_to_no_page_that_is_not_there():
     "page_size,mapped", some(itertools.product((0, 16), ("query", "caches")), 0)
 )
 def test_vmap_with_a_batch_that_is_sharded_in_its_type(page_size, mapped):
-    """The mapped axis goes behind the batch there."""
+    """The mapped axis is placed after a sharded batch axis."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],
         axis_types=(AxisType.Explicit,))  # fmt: skip
     rng = np.random.default_rng(3)

@@ -1,7 +1,7 @@
-"""decode_attention over caches in float8_e4m3fn, and how kv_cache.write fills them, on the CPU.
+"""decode_attention over float8_e4m3fn caches, and kv_cache.write into them, on the CPU.
 
-Guards against a scale of another page, sequence or head, and against NaN bytes of what no row
-attends.
+Guards against a scale of another page, sequence or head, and against NaN bytes in keys that no row
+attends to.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_equals_the_definition(name, kind, dtype):
 
 
 def test_every_byte():
-    """A sequence of one key has its value, with NaN in its row alone."""
+    """A sequence with one key returns its value; a NaN byte affects only its row."""
     value = jnp.asarray(EVERY).reshape(256, 1, 1, 1)
     key = jnp.zeros_like(value)
     lengths = np.ones(256, int)
@@ -101,7 +101,8 @@ def test_vmap(mapped, page_size):
 @pytest.mark.parametrize("keys", [1 << 10, pytest.param(1 << 17, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["normal", "outliers", "needle"])
 def test_error_of_rounded_caches(kind, keys):
-    """What docs/guide/numerics.md says: it does not grow with the row, nor by larger channels."""
+    """The bounds of docs/guide/numerics.md: the error grows neither with the length nor with
+    outlier channels."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((n, 128)) for n in (16, keys, keys))
     if kind == "outliers":
@@ -130,7 +131,7 @@ def test_error_of_rounded_caches(kind, keys):
 
 
 def test_written_rows_are_read():
-    """Prompts and a new token, in pages with scales of their own."""
+    """Prompts and a new token, in pages that each have a scale."""
     rng = np.random.default_rng()
     new = rng.standard_normal((2, 9, 2, 4)).astype(np.float32)
     table = np.array([[3, 0, 5], [1, 4, 2]])
@@ -142,7 +143,7 @@ def test_written_rows_are_read():
     read = pages[table].astype(jnp.float32) * scale[table][:, :, None, :, None]
     largest = 448 * scale[table][:, :, None, :, None]
     want = np.clip(new.reshape(2, 3, 3, 2, 4), -largest, largest)
-    # four bits, or a step of the subnormal ones
+    # Half an ulp, which is 1/16 of the value, or half a subnormal step.
     bound = np.maximum(np.abs(want) / 16, largest / 448 * 2.0**-10) * (1 + 1e-6)
     assert (np.abs(read - want) <= bound).all()
 

@@ -1,4 +1,4 @@
-"""What CUDA gets of decode_attention, and what it refuses."""
+"""The calls for CUDA that decode_attention lowers to, and what it rejects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_lowering(monkeypatch):
 
 
 def test_export_for_cuda(monkeypatch):
-    """Batch, cache and pages symbolic: room for the most shares that any size takes."""
+    """With symbolic batch, cache and pages, the workspace has room for the most splits of any
+    size."""
     monkeypatch.setattr(ffi, "ext", Extension)
     batch, length, pages = jax.export.symbolic_shape("b, s, p")
     for keys, table, splits in (
@@ -75,7 +76,7 @@ def test_export_for_cuda(monkeypatch):
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )
 def test_precision_of_float32(monkeypatch, precision, exact):
-    """As asked for, or as jax is set where it is called; of the kernels and of every product in
+    """As requested, or by JAX's setting at the call; for the kernels and for every product in
     XLA."""
     monkeypatch.setattr(ffi, "ext", Extension)
     operands = shapes(dtype=jnp.float32)
@@ -121,7 +122,8 @@ def test_room_of_the_workspace(sizes, splits):
 
 
 def test_vmap_keeps_one_cache(monkeypatch):
-    """Of a query and lengths alone: rows of the one cache by a table, and no broadcast of it."""
+    """Mapping only the query and lengths passes the one cache through a table, without a
+    broadcast."""
     monkeypatch.setattr(ffi, "ext", Extension)
     query, key, value, lengths = shapes()
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (query, lengths)]
@@ -221,7 +223,7 @@ REFUSED = {
     "query, key and value must have one dtype, or key and value float8_e4m3fn, but have float32, "
     "float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 rows per sequence, but has 17: for more, use flash_attention with "
+    "query must have 1 to 16 tokens per sequence, but has 17: for more, use flash_attention with "
     "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, rows, "
     "heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},

@@ -1,7 +1,7 @@
-"""decode_attention over caches whose sequence axis is sharded: each device attends its slice.
+"""decode_attention over caches sharded along the sequence: each device attends to its slice.
 
-Guards against a gather of the cache, and against lengths, starts and windows that are counted from
-the start of a slice.
+Guards against a gather of the cache, and against lengths, starts and windows counted from the start
+of a slice.
 """
 
 import functools
@@ -58,7 +58,7 @@ def test_equals_the_definition(name, devices, kind):
     some(itertools.product(["Explicit", "Auto"], [1, 2]), 0),
 )
 def test_with_batch_and_heads(kind, kv_heads):
-    """One key/value head for all, and for each device of the heads its own one."""
+    """One key/value head for all devices, and one for each device of the heads axis."""
     case = RAGGED._replace(kv_heads=kv_heads)
     x = decoding.tensors(case)
     mesh = mesh_of(kind, (2, 2, 2), ("data", "context", "tensor"))
@@ -68,7 +68,7 @@ def test_with_batch_and_heads(kind, kv_heads):
 
 @pytest.mark.parametrize("kind", some(["heads", "rows"], 1))
 def test_a_cache_in_fp8(kind):
-    """With scales of all devices, of which each reads those of its sequences and heads."""
+    """Scales are passed whole; each device reads those of its sequences and heads."""
     x = decoding.in_fp8(RAGGED, decoding.cast(decoding.tensors(RAGGED), jnp.bfloat16), kind)
     mesh = mesh_of("Auto", (2, 2, 2), ("data", "context", "tensor"))
     got = attend(RAGGED, x, mesh, "data", "tensor", "tensor")
@@ -107,7 +107,7 @@ def test_a_length_behind_the_cache_is_nan_in_its_row_alone():
 
 @pytest.mark.exhaustive
 def test_pages_that_are_sharded_within_are_gathered_with_a_warning():
-    """vmap over lengths alone shares one cache, through a table."""
+    """vmap over the lengths only shares one cache, through a table."""
     mesh = mesh_of("Auto", (4,), ("context",))
     x = decoding.tensors(Case((20, 9), capacity=32))
     cache = NamedSharding(mesh, P(None, "context"))
@@ -132,26 +132,26 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_types_that_disagree(message):
-    on = mesh_of("Explicit", (2, 2), ("data", "context"))
+    mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
     shapes = [(2, 4, 4, 8), (2, 32, 2, 8), (2, 32, 2, 8)]
     args = [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(on, P(*spec)))
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
         for shape, spec in zip(shapes, REFUSED[message], strict=True)
     ]
-    with jax.set_mesh(on), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(packax.decode_attention, *args, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
 @pytest.mark.exhaustive
 def test_a_shard_map_over_other_axes():
-    on = mesh_of("Explicit", (2, 2), ("data", "context"))
+    mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
     x = decoding.tensors(Case((20, 9), capacity=32))
 
     @functools.partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     def mapped(query, key, value, lengths):
         return packax.decode_attention(query, key, value, lengths)
 
-    with jax.set_mesh(on):
+    with jax.set_mesh(mesh):
         key, value = (jax.device_put(y, P("data", "context")) for y in (x.key_cache, x.value_cache))
         query, lengths = (jax.device_put(jnp.asarray(y), P("data")) for y in (x.query, x.lengths))
         with pytest.raises(ValueError, match=r"key is .*'context', but this is a"):

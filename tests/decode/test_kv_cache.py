@@ -1,4 +1,4 @@
-"""kv_cache.write: every token at its place, dense and in pages, and nothing else touched."""
+"""kv_cache.write puts every token in its slot, dense and in pages, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = [5, 1, 9]
 
 
 def prompts():
-    """Three prompts in two rows, and their sequences: ids of all rows together."""
+    """Three prompts in two rows, and sequence ids that are unique across rows."""
     ids = np.stack(
         [segments.from_lengths([5, 1], length=10), segments.from_lengths([9], length=10)]
     )
@@ -41,7 +41,7 @@ def test_dense():
 
 def test_pages():
     new, sequences, positions = prompts()
-    table = np.array([[4, 0, -1], [2, 7, 99], [1, -1, 3]])  # a hole, and a page that there is not
+    table = np.array([[4, 0, -1], [2, 7, 99], [1, -1, 3]])  # a hole, and a page out of range
     cache = np.full((6, 4, 2, 4), 9, np.float32)
 
     def place_of(b, p):
@@ -89,7 +89,7 @@ def test_decoding_from_pages_is_attention_of_the_prompt():
         kv_cache.write(jnp.zeros((9, 4, 2, 4)), x, sequences, positions, block_table=table)
         for x in (key, value)
     ]
-    last = [(0, 4), (0, 5), (1, 8)]  # of each prompt
+    last = [(0, 4), (0, 5), (1, 8)]  # token of each prompt
     rows = np.stack([query[at] for at in last])[:, None]
     out = packax.decode_attention(rows, *pages, np.array(LENGTHS), block_table=table)
     np.testing.assert_allclose(out[:, 0], np.stack([whole[at] for at in last]), atol=1e-6)

@@ -35,7 +35,7 @@ def test_a_pair_bias(page):
 
 
 def test_t5(page):
-    """32 buckets: 16 of one distance each, then wider ones up to 128, and one for all beyond."""
+    """32 buckets: 16 of one distance each, wider ones up to 128, and the last for all beyond."""
     table = jnp.arange(32.0)[:, None]
     buckets = page["t5_bias"](table, 300)[0, 0]
     known = {0: 0, 1: 1, 15: 15, 16: 16, 18: 16, 19: 17, 64: 26, 127: 31, 128: 31, 299: 31}
@@ -51,7 +51,7 @@ def test_t5(page):
 
 
 def test_dropout(page):
-    """Some are dropped, and the mean over keys stays."""
+    """Some weights are dropped, and the mean over keys stays about the same."""
     whole = dense(page, page["query"], 0.0, causal=True)
     assert page["out"].shape == whole.shape and np.abs(page["out"] - whole).max() > 0.01
     assert abs(float(jnp.mean(page["out"] - whole))) < 0.02

@@ -1,4 +1,4 @@
-""".ci/check_columns.py finds lines over 100 columns, and only where people write."""
+""".ci/check_columns.py finds lines over 100 columns, only in files that people write."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-""".ci/check_words.py finds words to avoid, only in prose and only in pages that are checked."""
+""".ci/check_words.py finds words to avoid, only in prose and only in files that it checks."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-""".ci/gpu refuses parts that it does not have, before it installs anything."""
+""".ci/gpu rejects unknown parts before it installs anything."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_an_unknown_part_is_an_error(tmp_path, parts):
 
 @pytest.mark.parametrize("parts", ["bench", "  decode   masks ", PARTS])
 def test_known_parts_go_on_to_install_the_wheel(tmp_path, parts):
-    """The fake Python fails there."""
+    """The run fails there because the fake Python does."""
     done = run(tmp_path, parts)
     assert done.returncode == 1 and "none of" not in done.stderr
 

@@ -1,8 +1,8 @@
-"""The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it
-names. A page imports the modules that it uses, or says that the quick start does.
+"""The Python of README.md, docs/ and the docstrings runs, in a namespace with the names that the
+text mentions. A page imports the modules that it uses, or says that the quick start does.
 
-Blocks of docs/guide/integrations.md and tutorial.md have separate tests, bash blocks of the
-README run in CI. A block that must not run starts with a comment `# not run: why`.
+Blocks of docs/guide/integrations.md and tutorial.md have separate tests; CI runs the bash blocks of
+the README. A block that must not run starts with a comment `# not run: why`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK_START = "docs/guide/quick_start.md"
 
 
 def names(length=LENGTH):
-    """What the texts speak of as the reader's own: small arrays of the shapes that they say."""
+    """The reader's variables that the texts mention: small arrays of the documented shapes."""
     rng = np.random.default_rng(0)
 
     def tensor(*shape):
@@ -79,8 +79,8 @@ def around():
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
 def test_page(page, monkeypatch):
-    """Its blocks in order: a later one goes on from an earlier one."""
-    monkeypatch.setattr(ffi, "ext", Extension)  # of a machine with all kernels
+    """Runs its blocks in order, in one namespace."""
+    monkeypatch.setattr(ffi, "ext", Extension)  # as on a machine with all kernels
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
     space = names_of(page)
     for number, block in enumerate(BLOCKS[page]):
@@ -100,7 +100,7 @@ def test_page(page, monkeypatch):
 
 
 def _run_step(space):
-    """The loop steps that the texts define, called as they say."""
+    """Calls the steps that the texts define, as the texts describe."""
     step = space["step"]
     query, key, value = space["query"], space["key"], space["value"]
     if "key_cache" in inspect.signature(step).parameters:
@@ -134,7 +134,7 @@ EXAMPLES = examples()
 
 
 def _of_a_batch(query, key, value, mask):
-    """The arguments of a model of one row, as a batch of one."""
+    """The arguments for a model of one row, as a batch of one."""
     return query[None], key[None], value[None], mask
 
 

@@ -1,4 +1,4 @@
-"""The examples run, each in a separate process, and what they train gets better."""
+"""The examples run, each in a separate process, and training lowers the loss."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_generate():
 
 @pytest.mark.exhaustive
 def test_windows_and_global():
-    """On four fake devices: as one device, and windows fetch less."""
+    """On four fake devices: equals one device, and windows fetch less."""
     shown = run("windows_and_global.py", "--cpu")
     fetched = dict(re.findall(r"(window|global): a rank fetches (\d+) keys", shown))
     assert 0 < int(fetched["window"]) < int(fetched["global"])

@@ -23,7 +23,8 @@ SHOWN_BY = {
 
 
 def tables():
-    """The heading of each section with a table -> its rows as lists of cells, the head first."""
+    """The heading of each section with a table, its header row, and its other rows, as lists of
+    cells."""
     for name, text in (section for page in PAGES for section in sections(page)):
         for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             head, _, *rows = ([x.strip() for x in re.split(r" \| ", line.strip("| \n"))]
@@ -33,7 +34,7 @@ def tables():
 
 @functools.cache
 def functions_of(file):
-    """Name -> text of the file, of the tests in a file."""
+    """Maps each function in a test file to the text of the file."""
     (path,) = TESTS.rglob(file)
     functions = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef)]
     return {x.name: path.read_text() for x in functions}

@@ -1,4 +1,4 @@
-"""The lists that docs/internals/generate.py makes of the sources are whole."""
+"""The lists that docs/internals/generate.py generates from the sources are complete."""
 
 import importlib.util
 import re
@@ -42,7 +42,7 @@ def test_every_kernel_has_a_grid():
 
 
 def test_a_binding_is_read_as_it_stands():
-    """A signature that goes on with another, comments of two lines, attributes."""
+    """A signature that extends another one, comments of two lines, attributes."""
     text = """auto BaseSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len)

@@ -52,7 +52,8 @@ def test_block(number, page):
 
 
 def test_equinox_rows_of_documents(namespace):
-    """The Equinox block: a document does not see the one before it, and padding gives nothing."""
+    """The Equinox block: no document depends on the one before it, and the output of padding is
+    0."""
     pytest.importorskip("equinox")
     run, layer, ids = (namespace[name] for name in ("run", "layer", "segment_ids"))
     x = jax.random.normal(jax.random.key(1), (2, 100, 32))
@@ -64,8 +65,7 @@ def test_equinox_rows_of_documents(namespace):
 
 
 def test_equinox_is_its_own_attention(namespace):
-    """Output and gradients of equinox.nn.MultiheadAttention, whose weights the block's module
-    takes."""
+    """Output and gradients equal those of equinox.nn.MultiheadAttention with the same weights."""
     eqx = pytest.importorskip("equinox")
     theirs = eqx.nn.MultiheadAttention(4, 32, qk_size=8, vo_size=8, key=jax.random.key(2))
     ours = namespace["Attention"](32, heads=4, kv_heads=4, head_dim=8, key=jax.random.key(3))
@@ -101,7 +101,7 @@ def test_equinox_is_its_own_attention(namespace):
 
 
 def test_keras_rows_of_documents(namespace):
-    """The Keras block: a document does not see the one before it."""
+    """The Keras block: no document depends on the one before it."""
     pytest.importorskip("keras")
     model, text, ids = (namespace[name] for name in ("model", "text", "ids"))
     out = model.predict([text, ids], verbose=0)
@@ -113,7 +113,7 @@ def test_keras_rows_of_documents(namespace):
 
 
 def test_keras_is_its_own_attention(namespace):
-    """Output and gradients of keras.layers.MultiHeadAttention with the dense mask."""
+    """Output and gradients equal those of keras.layers.MultiHeadAttention with the dense mask."""
     keras = pytest.importorskip("keras")
     ids = jnp.asarray([[0] * 7 + [1] * 13] * 2)
     x = jax.random.normal(jax.random.key(0), (2, 20, 32))
@@ -139,7 +139,7 @@ def test_keras_is_its_own_attention(namespace):
 
 
 def test_keras_layers_as_they_are(monkeypatch):
-    """The page's function at jax.nn's name: a layer with a dense mask runs on packax."""
+    """With the page's function in place of jax.nn's, a layer with a dense mask runs on packax."""
     keras = pytest.importorskip("keras")
     monkeypatch.setenv("PACKAX_FALLBACK", "error")
     calls = []
@@ -154,11 +154,12 @@ def test_keras_layers_as_they_are(monkeypatch):
     expected = layer(x, x, **mask)[:, :15]
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     np.testing.assert_allclose(layer(x, x, **mask)[:, :15], expected, rtol=1e-4, atol=1e-5)
-    assert calls == ["xla"]  # which alone would have been jax.nn's own path
+    assert calls == ["xla"]  # which would otherwise select jax.nn's own path
 
 
 def test_easydel_is_its_own_attention(namespace):
-    """Logits and gradients of a tiny Llama with EasyDeL's plain attention, without padding."""
+    """Logits and gradients of a tiny Llama equal those with EasyDeL's plain attention, without
+    padding."""
     pytest.importorskip("easydel")
     from flax import nnx
 

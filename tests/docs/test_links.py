@@ -1,4 +1,4 @@
-"""Links and paths of the documentation, and pages that the code names, are there."""
+"""Links and paths in the documentation, and pages that the code names, exist."""
 
 import re
 
@@ -18,17 +18,17 @@ SOURCES = [
     if path.suffix in (".py", ".cc", ".h", "")
     and path.is_file()
     and "results" not in path.parts
-    and path.name != "test_check_columns.py"  # names of files that it makes
+    and path.name != "test_check_columns.py"  # has names of files that it creates
 ]
 
 
-def is_there(name):
+def exists(name):
     base = ROOT / "python" / "packax" if name.startswith("_src/") else ROOT
     return bool(list(base.glob(name)))
 
 
 def anchors(page):
-    """Of its headings, as GitHub makes them."""
+    """Anchors of its headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings}
 
@@ -49,7 +49,7 @@ def test_links(name):
 def test_paths_that_a_page_names(name):
     for code in re.findall(r"`([^`\n]+)`", (ROOT / name).read_text()):
         for path in PATH.findall(code):
-            assert is_there(path), f"{name} names {path}"
+            assert exists(path), f"{name} names {path}"
 
 
 def test_pages_that_the_code_names():
@@ -57,7 +57,7 @@ def test_pages_that_the_code_names():
     for source in SOURCES:
         text = source.read_text(errors="ignore")
         for path in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|py|svg|png)", text):
-            if not is_there(path):
+            if not exists(path):
                 missing.append(f"{source.relative_to(ROOT)}: {path}")
     assert not missing, "\n".join(missing)
 
@@ -69,7 +69,7 @@ def test_the_reference_has_every_public_name():
 
 
 def test_the_architecture_has_every_file():
-    """Its tables "in FOLDER" name what is there, and nothing else."""
+    """Its tables "in FOLDER" name the existing files, and nothing else."""
     text = (DOCS / "internals" / "architecture.md").read_text()
     tables = re.findall(
         r"^\| in `([\w/]+)` \| job \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE

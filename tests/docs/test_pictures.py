@@ -1,4 +1,4 @@
-"""The pictures of the pages are what their scripts draw, and small."""
+"""The pages' pictures are what their scripts draw, and small."""
 
 import importlib
 import sys

@@ -1,23 +1,23 @@
-"""Run sanitize.py under a tool of compute-sanitizer and count what it found, by kernel:
+"""Runs sanitize.py under a tool of compute-sanitizer and counts the reports by kernel:
 
     python tests/gpu/hazards.py memcheck|racecheck|synccheck
         [options of compute-sanitizer ...] [-- program ...]
 
-The program runs once without the tool, under which XLA compiles slowly, into a cache for the run
-that counts. A program after -- takes the place of sanitize.py, as in -- tests/gpu/sanitize.py
---dims 128x128. The kernels alone, in a fraction of the time:
+XLA compiles slowly under the tool, so the program first runs once without it, into a compilation
+cache for the run that counts. A program after -- replaces sanitize.py, as in
+-- tests/gpu/sanitize.py --dims 128x128. To run only the kernels, in a fraction of the time:
 
     python tests/gpu/hazards.py racecheck --kernel-name kernel_substring=sm90
         -- benchmarks/tune/tune.py check FOLDER
 
-The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the
-first reports of each. Counts leave nothing out, kernels that are not packax's included. Exit status
-1: a report, a wrong result, or no closing line of the tool.
+The tool's whole output goes to $OUT/TOOL.txt. This program prints the results, a count by kernel,
+and the first reports of each. The counts include kernels that are not packax's. Exit status 1: a
+report, a wrong result, or no closing line of the tool.
 
-racecheck watches shared memory. What it knows of mbarriers and TMA differs by release (its release
-notes list false reports and misses), so a report on a kernel with TMA is a question, and silence no
-proof; the version is printed for that. It reports what Triton hands to the warps of a partition
-(docs/experiments.md), so its exit status is 1 for the kernels as they are.
+racecheck watches shared memory. Its support of mbarriers and TMA differs by release (the release
+notes list false reports and misses), so a report about a kernel with TMA may be false, and silence
+proves nothing; the version is printed for this reason. It reports the arguments that Triton passes
+to the warps of a partition (docs/experiments.md), so its exit status is 1 for the current kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 TOOLS = {
     "memcheck": ["--print-limit", "1000"],
-    # Barriers of a block; the tool's own guess can be too small, and then it breaks the context.
+    # Barriers in a block: the tool's guess can be too small, which breaks the context.
     "racecheck": ["--racecheck-report", "analysis", "--print-limit", "1000", "--num-cuda-barriers",
         "64"],
     "synccheck": ["--print-limit", "1000", "--num-cuda-barriers", "64"],
@@ -44,12 +44,12 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-SHOWN = 3  # reports of a kernel
-LINES = 8  # of a report
+SHOWN = 3  # reports per kernel
+LINES = 8  # lines per report
 PREFIX = "========= "
 CLOSING = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
-# "... access at void name<int>(float*)+0x1a0 in file.py:3" in CUDA 12 and 13, "... at 0x1a0 in
-# file.cu:3:name(float*)" before
+# CUDA 12 and 13: "... access at void name<int>(float*)+0x1a0 in file.py:3"; before: "... at 0x1a0
+# in file.cu:3:name(float*)".
 KERNEL = re.compile(
     r"(?:\b(?:at|in) |[\s:])(?:void )?([A-Za-z_]\w*(?:::\w+)*)[^\s+]*(?:\([^)]*\))?\+0x[0-9a-f]+"
 )
@@ -58,13 +58,13 @@ HAZARDS = re.compile(r"\[(\d+) hazards?\]")
 
 
 def reports(text: str) -> list[list[str]]:
-    """The tool's reports: runs of its lines, each from one that is not indented to the next empty
-    one."""
+    """The tool's reports. A report begins at a line of the tool that is not indented and ends at an
+    empty one."""
     found: list[list[str]] = []
     inside = False
     for line in text.splitlines():
         if not line.startswith(PREFIX.rstrip()):
-            continue  # the program's own
+            continue  # a line of the program
         body = line[len(PREFIX) :]
         if not body.strip():
             inside = False
@@ -86,12 +86,12 @@ def kernel_of(report: list[str]) -> str:
 
 
 def weight(report: list[str]) -> int:
-    """Hazards that a report stands for; 1 where it does not say."""
+    """The number of hazards in a report, or 1 if it states none."""
     return sum(int(n) for line in report for n in HAZARDS.findall(line)) or 1
 
 
 def summary(text: str) -> tuple[str, bool]:
-    """(what to print, whether the tool ended and found nothing)."""
+    """(text to print, whether the tool finished without reports)."""
     found = reports(text)
     by_kernel: dict[str, list[list[str]]] = defaultdict(list)
     for report in found:
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def watched(tool: str, sanitizer: str, options: list[str], script: list[str]) -> int:
-    """The program under the tool; 0 if it ended and nothing was found."""
+    """Runs the program under the tool. Returns 0 if it finished without reports."""
     command = [sanitizer, "--tool", tool, *TOOLS[tool], *options, *script]
     log = Path(os.environ.get("OUT", ".")) / f"{tool}.txt"
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True)

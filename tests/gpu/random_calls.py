@@ -1,14 +1,14 @@
-"""Random calls of flash_attention on a GPU, forward and backward, against float64:
+"""Checks random calls of flash_attention on a GPU, forward and backward, against float64:
 
     python tests/gpu/random_calls.py [--seconds 300] [--seed 0] [--workers 1]
 
-A case draws the dtype, head dims, heads, lengths, a mask (causal, windows, chunks, prefixes,
-ranges, packed documents with padding, ids that reappear, positions) and options (scale, soft cap,
-sinks, ALiBi, a bias with -inf and finfo.min, dropout, determinism), from a seed that its line
-prints. Memory that results will use is filled with NaN first. An error may be four times that of
-plain attention in the same dtype, or eight times in float32: of thousands of draws some are far
-more than twice it by luck, and exp2 on a GPU is right to two units. Prints wrong cases and a count;
-exit status 1: a case was wrong. `--seed S --seconds 0` runs one seed.
+A case draws the dtype, head dims, heads, lengths, a mask (causal, windows, chunks, ranges, packed
+documents with padding, ids that reappear, positions) and options (scale, soft cap, sinks, ALiBi, a
+bias with -inf and finfo.min, dropout, determinism) from a seed, which its line prints. Memory for
+the results is filled with NaN first. The accepted error is four times that of plain attention in
+the same dtype, or eight times in float32: among thousands of draws, some exceed twice the error by
+chance, and exp2 on a GPU has an error of two ulp. Prints wrong cases and a count; exit status 1: a
+case was wrong. `--seed S --seconds 0` runs one seed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ import score_oracle
 LENGTHS = (1, 5, 63, 64, 65, 127, 128, 130, 200, 257, 333, 500, 700)
 DIMS = (8, 16, 24, 40, 64, 64, 72, 80, 96, 128, 128, 128, 136, 192, 200, 256, 264, 320, 512)
 IMPLEMENTATION = "cuda"
-PADDED = (64, 128, 256, 512)  # head dims and lengths of the oracle, so that it compiles rarely
+PADDED = (64, 128, 256, 512)  # head dims of the oracle: few, so that it compiles rarely
 
 
 def draw_mask(rng: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, np.ndarray, str]:
-    """An expression, what it allows (batch, q_len, kv_len), and its name."""
+    """An expression, the pairs it allows (batch, q_len, kv_len), and its name."""
     i, j = np.arange(q_len)[None, :, None], np.arange(kv_len)[None, None, :]
     expression, names = packax.full(), []
     allowed = np.ones((batch, q_len, kv_len), bool)
@@ -140,7 +140,7 @@ def draw(seed: int) -> tuple[str, str, Any]:
         options["soft_cap"] = float(rng.choice([0.5, 5, 50]))
     if rng.random() < 0.2:
         arrays["sinks"] = jnp.asarray(rng.standard_normal(heads), jnp.float32)
-    widest = 128 if dtype == "float32" else 256  # with a bias array or dropout
+    widest = 128 if dtype == "float32" else 256  # limit with a bias array or dropout
     if rng.random() < 0.15:
         arrays["slopes"] = jnp.asarray(2.0 ** -rng.integers(1, 9, heads), jnp.float32)
     elif rng.random() < 0.25 and max(qk_dim, v_dim) <= widest:
@@ -200,9 +200,9 @@ def check(
 
 
 def allow_rounding(x: Any, arrays: dict[str, Any], fixed: float, true: Any, plain: Any) -> None:
-    """A query with one key has gradients of 0. The kernels compute them as the difference of two
-    products (numerics.md), one of which is of the rounded output; plain attention subtracts a
-    number from itself."""
+    """Adds rounding error to the allowed error for queries with one key, whose gradients are 0. The
+    kernels compute them as the difference of two products (numerics.md), one of which uses the
+    rounded output; plain attention subtracts a number from itself."""
     if x.query.dtype == jnp.float32:
         error = additive_masks.rounding_of_products(x.dout, x.value)
     else:
@@ -220,7 +220,7 @@ def allow_rounding(x: Any, arrays: dict[str, Any], fixed: float, true: Any, plai
 def reference(
     x: Any, arrays: dict[str, Any], fixed: float, allowed: Any, soft_cap: Any, factors: Any
 ) -> Any:
-    """True and plain results, of operands padded with zeros to a few shapes."""
+    """True and plain results for operands that are padded with zeros to one of a few shapes."""
     q_len, kv_len = x.query.shape[1], x.key.shape[1]
     length = 128 if max(q_len, kv_len) <= 128 else 704
     dims = [next(n for n in PADDED if n >= y.shape[3]) for y in (x.query, x.value)]
@@ -244,11 +244,11 @@ def reference(
 
 
 def cut(results: Any, x: Any, arrays: dict[str, Any]) -> Any:
-    """Results without the padding, by the arrays' own shapes."""
+    """Results without the padding, in the shapes of the arrays."""
     gradients = {}
     for name, array in arrays.items():
         gradient = results.gradients[name]
-        if name == "bias":  # the sum over what was broadcast
+        if name == "bias":  # sum over the broadcast axes
             gradient = gradient[:, :, : x.query.shape[1], : x.key.shape[1]]
             axes = tuple(a for a in range(4) if array.shape[a] < gradient.shape[a])
             gradient = np.asarray(gradient, np.float64).sum(axes, keepdims=True)
@@ -285,7 +285,7 @@ def run_seeds(first: int, step: int, seconds: float) -> int:
 
 
 def run_workers(asked: argparse.Namespace) -> Counter[str]:
-    """The sum of the workers' counts; worker n uses GPU n modulo the number of GPUs."""
+    """The sum of the workers' counts. Worker n uses GPU n modulo the number of GPUs."""
     gpus = len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines())
     started = []
     for n in range(asked.workers):

@@ -2,14 +2,15 @@
 
     python tests/gpu/hazards.py memcheck | racecheck | synccheck
 
-hazards.py starts this under the tool and counts.
+hazards.py runs this program under the tool and counts its reports.
 
-`--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every
-ring of buffers wrap, for the tools that are slow.
+`--dims 128x128`: only these head dims. `--small`, for slow tools: only bfloat16 and few cases; they
+still let every ring of buffers wrap.
 
-Every buffer gets a separate allocation, so that a read or write past its end is an error and not
-a neighbour in jax's pool. Lengths are odd, ids reappear, padding is in the middle and at the end,
-one case has Sq != Skv and no cotangent of the LSE. Results are compared with NumPy in float64.
+Every buffer gets a separate allocation, so that an access past its end is an error instead of
+reaching a neighbour in jax's pool. Lengths are odd, ids reappear, padding is in the middle and at
+the end, and one case has Sq != Skv. The LSE has no cotangent. Results are compared with numpy in
+float64.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ import numpy as np  # noqa: E402
 import packax  # noqa: E402
 from packax import _ext  # noqa: E402
 
+# ‖x - reference‖ / ‖reference‖; float32 includes TF32.
 LIMIT = {
     "bfloat16": 3e-2,
     "float16": 4e-3,
     "float32": 4e-3,
-}  # (of TF32) ‖x - reference‖ / ‖reference‖
+}
 
 
 def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes, bias):
-    """Output and gradients in float64; attends is (batch, queries, keys), bias (1, heads, queries,
+    """Output and gradients in float64. attends: (batch, queries, keys); bias: (1, heads, queries,
     keys) or None."""
     batch, q_len = query.shape[:2]
     kv_heads = key.shape[2]
     q, do = (x.reshape(batch, q_len, kv_heads, -1, x.shape[-1]) for x in (query, cotangent))
     scores = np.einsum("bqhgd,bkhd->bhgqk", q, key) * scale
-    fade = 1.0
+    dtanh = 1.0
     if soft_cap is not None:
         scores = np.tanh(scores / soft_cap)
-        scores, fade = soft_cap * scores, 1 - scores**2
+        scores, dtanh = soft_cap * scores, 1 - scores**2
     if slopes is not None:
         far = np.abs(np.arange(q_len)[:, None] - np.arange(key.shape[1]))
         scores = scores - slopes.reshape(1, kv_heads, -1, 1, 1) * far
@@ -58,7 +60,7 @@ def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes, bi
     out = np.einsum("bhgqk,bkhd->bqhgd", p, value)
     dp = np.einsum("bqhgd,bkhd->bhgqk", do, value)
     dlogits = p * (dp - np.sum(p * dp, -1, keepdims=True))
-    ds = dlogits * fade * scale
+    ds = dlogits * dtanh * scale
     dq = np.einsum("bhgqk,bkhd->bqhgd", ds, key).reshape(query.shape)
     dk = np.einsum("bhgqk,bqhgd->bkhd", ds, q)
     dv = np.einsum("bhgqk,bqhgd->bkhd", p, do)
@@ -75,7 +77,7 @@ def run(
     shapes = [(q_len, heads, qk), (kv_len, kv_heads, qk), (kv_len, kv_heads, v), (q_len, heads, v)]
     arrays = [jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes]
     slopes = 2.0 ** -np.arange(1, heads + 1, dtype=np.float32) if alibi else None
-    biases = []  # an array that all batch rows share
+    biases = []  # one array shared by all batch rows
     if bias_dtype is not None:
         biases = [jnp.asarray(rng.normal(size=(1, heads, q_len, kv_len)), bias_dtype)]
 
@@ -102,7 +104,7 @@ def run(
 
     results = [np.asarray(x, np.float64) for x in both(*arrays, *biases)]
     attends = np.asarray(expression.as_array(q_len, kv_len))
-    attends = attends.reshape(-1, q_len, kv_len)  # a map may have an axis of heads, of one
+    attends = attends.reshape(-1, q_len, kv_len)  # a block mask has a head axis, here of size 1
     attends = np.broadcast_to(attends, (batch, q_len, kv_len))
     bias = np.asarray(biases[0], np.float64) if biases else None
     exact = reference(
@@ -119,8 +121,8 @@ def run(
 
 
 def decode(dims, dtype, page_size) -> bool:
-    """Both tiles of rows; a length of the whole cache, and entries of the table that are no page
-    behind the others."""
+    """Both query tiles, a sequence that fills the cache, and invalid block table entries after the
+    pages in use."""
     rng = np.random.default_rng(1)
     lengths, room, kv_heads = np.array([200, 0, 3, 131], np.int32), 200, 2
     table = None
@@ -136,7 +138,7 @@ def decode(dims, dtype, page_size) -> bool:
         query = jnp.asarray(rng.normal(size=(4, q_len, heads, dims[0])), dtype)
         arrays = query, key, value
         got = packax.decode_attention(*arrays, lengths, block_table=table, implementation="cuda")
-        # on the CPU: what XLA compiles for the GPU takes minutes under the tool
+        # On the CPU, because XLA's program for the GPU takes minutes under the tool.
         arrays = jax.device_put(arrays, jax.devices("cpu")[0])
         want = packax.decode_attention(*arrays, lengths, block_table=table, implementation="xla")
         outs = [np.asarray(x, np.float64) for x in (got, want)]
@@ -152,7 +154,7 @@ def decode(dims, dtype, page_size) -> bool:
 
 
 def packed(*lengths: int) -> np.ndarray:
-    """Segment ids of runs: a positive length is a new document, a negative one padding."""
+    """Segment ids of runs: a positive length starts a document, a negative length is padding."""
     ids, document = [], 0
     for length in lengths:
         document += length > 0
@@ -161,7 +163,7 @@ def packed(*lengths: int) -> np.ndarray:
 
 
 def head_dims() -> list[tuple[int, int]]:
-    """The pairs that this build has 16-bit kernels for."""
+    """The (query/key, value) head dims for which this build has 16-bit kernels."""
     kernels = ("forward", "forward_sm90")
     found = (r for r in _ext.variants() if r["kernel"] in kernels and r["dtype"] in ("bf16", "f16"))
     return sorted({(r["qk_dim"], r["v_dim"]) for r in found})
@@ -180,12 +182,13 @@ def main() -> int:
     causal = packax.causal()
     tested = causal & packax.documents(shuffled, positions=positions)
     good = True
-    # 700 rows: more blocks than any ring has stages, masked ones and a core; two heads a program
+    # 700 rows: more blocks than any ring has stages, both masked and unmasked; two query heads per
+    # key/value head.
     long = causal & packax.documents(packed(90, -3, 550, 57)[None])
     documents = causal & packax.documents(packed_rows)
-    # keys that are a multiple of 8, which Hopper's kernels for a bias alone need
+    # The number of keys is a multiple of 8, which Hopper's bias kernels need.
     eights = causal & packax.documents(packed(90, -3, 150, 29)[None])
-    # rows that choose blocks of keys; the first half of a block of rows chooses none
+    # Rows choose blocks of keys, except the first half of one block of rows, which chooses none.
     chosen = np.random.default_rng(2).random((1, 1, 700, 11)) < 0.4
     chosen[..., :350, :] |= chosen[..., 350:, :]
     chosen[..., 448:480, :] = False
@@ -197,7 +200,7 @@ def main() -> int:
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16", deterministic=True)
         good &= run("tested", tested, 1, 137, 137, 2, 2, dims, "bfloat16")
-        for cap in (3.0, 50.0):  # scores past half of a cap, and below
+        for cap in (3.0, 50.0):  # scores above half of the cap, and below
             good &= run(f"cap {cap}", long, 1, 700, 700, 2, 1, dims, "bfloat16", soft_cap=cap)
         good &= run("cap", documents, 3, 213, 213, 4, 2, dims, "bfloat16", True, soft_cap=3.0)
         good &= run("alibi", long, 1, 700, 700, 2, 1, dims, "bfloat16", alibi=True)
@@ -205,7 +208,7 @@ def main() -> int:
             for kind in ("bfloat16", "float32"):
                 good &= run("bias", tested, 1, 137, 137, 2, 2, dims, "bfloat16", bias_dtype=kind)
             good &= run("bias", eights, 1, 272, 272, 2, 1, dims, "bfloat16", bias_dtype="bfloat16")
-        # at head dim 64 few tiles have a separate forward kernel
+        # At head dim 64, calls with few tiles use another forward kernel than calls with many.
         good &= run("many heads", long, 1, 700, 700, 48, 12, dims, "bfloat16")
         good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= decode(dims, "bfloat16", 16)

@@ -1,5 +1,5 @@
-"""What only a GPU can show: the cubins' numbers, small and past 2^31 elements. `pytest -m gpu`;
-more in test_gpu_*.py."""
+"""Results of the cubins on a GPU, for small calls and past 2^31 elements. `pytest -m gpu`; more in
+test_gpu_*.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WIDE_KINDS = itertools.cycle((dtype, dims) for dims in WIDE for dtype in DTYPES)
     ],
 )
 def test_wide_cases(case, kind):
-    """Every case once, with the pairs and dtypes in turns."""
+    """Every case once, cycling through the head dims and dtypes."""
     check_case(case, *kind)
 
 
@@ -60,7 +60,7 @@ def test_wide_cases(case, kind):
     ids=("gqa1", "gqa4", "gqa8", "more tiles than multiprocessors"),
 )
 def test_three_rows_of_different_documents(heads, kv_heads, kind):
-    """At head dim 64 few tiles have a separate forward kernel (csrc/launch/select.cc)."""
+    """At head dim 64, calls with few tiles use another forward kernel (csrc/launch/select.cc)."""
     dtype, dims = kind
     x = tensors(3, 500, 500, heads, kv_heads, dims, dtype)
     expression = causal_documents(THREE_ROWS)
@@ -69,7 +69,7 @@ def test_three_rows_of_different_documents(heads, kv_heads, kind):
 
 @pytest.mark.parametrize("length,heads,kv_heads", ((1100, 8, 1), (2049, 6, 2)))
 def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
-    """So few programs that the backward divides groups (ops/lowering.py)."""
+    """There are so few programs that the backward splits groups of heads (ops/lowering.py)."""
     dtype, dims = kind
     x = tensors(1, length, length, heads, kv_heads, dims, dtype)
     assert lowering.parts_of_group(x.query, x.key) > 1
@@ -80,7 +80,7 @@ def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
 @pytest.mark.parametrize("q_len,kv_len", ((1, 1), (49, 49), (7, 100)))
 @pytest.mark.parametrize("own", (False, True), ids=("one for all", "one each"))
 def test_many_short_rows_of_a_batch(q_len, kv_len, own, kind):
-    """Which are one row of documents to the kernels (ops/lowering.py)."""
+    """The kernels get them as one row of documents (ops/lowering.py)."""
     dtype, dims = kind
     batch = 257
     x = tensors(batch, q_len, kv_len, 4, 2, dims, dtype)
@@ -144,8 +144,7 @@ def test_ids_and_positions_of_any_shape(kind):
 
 @pytest.mark.parametrize("ordered", (False, True), ids=("tested", "ordered"))
 def test_two_limits_of_positions(kind, ordered, deterministic):
-    """Windows of positions in several tiles: the segment check with a lower limit, and without
-    one."""
+    """Windows of positions over several tiles: the segment check with and without a lower limit."""
     dtype, dims = kind
     rng = np.random.default_rng(7)
     ids = np.stack([packed(300, 1, -40, 359), packed(-7, 64, 200, 429)])
@@ -169,11 +168,11 @@ def test_xla_and_cubin_agree_on_the_gpu():
         assert difference <= 1e-2 * np.linalg.norm(expected[finite])
 
 
-# --- Size.
+# --- Size
 
 
 def test_offsets_past_two_to_the_31():
-    """2 x 132,096 x 64 x 128 elements: the last document, last heads, against the same alone."""
+    """2 x 132,096 x 64 x 128 elements: the last document and heads equal a call with only these."""
     free = jax.devices()[0].memory_stats()["bytes_limit"]
     if free < 60e9:
         pytest.skip(f"needs 60 GB of GPU memory, there are {free / 1e9:.0f}")

@@ -1,5 +1,5 @@
-"""ALiBi on a GPU. Positions that are indices have dedicated kernels on Hopper, those that are
-arrays the general ones. `pytest -m gpu`."""
+"""ALiBi on a GPU. For positions that are indices Hopper has dedicated kernels; positions in arrays
+use the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.gpu
 DIMS = (64, 128)
 KINDS = [(dtype, dim) for dim in DIMS for dtype in DTYPES]
 MASKS = {
-    "documents": lambda: causal_documents(THREE_ROWS),  # padding: rows that attend nothing
+    "documents": lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend nothing
     "window": lambda: packax.sliding_window(90, 20) & packax.documents(THREE_ROWS),
     "full": lambda: packax.documents(np.zeros((1, 500), int)),  # keys on both sides: |i - j|
 }
 
 
 def slopes_of(heads):
-    """As the paper has them, but one for keys far away, and one that is none."""
+    """The paper's slopes, except for one that is zero and one that favours keys far away."""
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
     slopes[-1] = -0.01
     slopes[0] = 0.0
@@ -96,7 +96,7 @@ def test_documents(dtype, dim, mask, deterministic):
     ],
 )
 def test_cases(name, dim):
-    """Other lengths of rows and keys; the places are indices whatever positions the mask has."""
+    """Different lengths of rows and keys; ALiBi uses indices whatever positions the mask has."""
     case = cases.BY_NAME[name]
     x = Tensors(*case.tensors("bfloat16", dim, dim))
     judged(x, run(x, case.expression()), case.allowed())
@@ -111,7 +111,7 @@ def test_scales_and_head_dims(dim, scale):
 
 @pytest.mark.parametrize("dtype,dim", KINDS)
 def test_both_kinds_of_kernels(dtype, dim):
-    """They agree far closer than either has to. On Hopper they are not the same kernels."""
+    """They agree much closer than required. On Hopper they are different kernels."""
     x, expression = tensors(3, 500, 500, 4, 2, dim, dtype), MASKS["documents"]()
     got, general = (run(x, expression, indices=indices) for indices in (True, False))
     assert_agree(got, general)
@@ -136,7 +136,7 @@ def test_garbage_in_padding_changes_nothing(dtype, dim):
 
 
 def test_long_rows():
-    """Far from the diagonal the bias is thousands; one row's keys are what it says, to float32."""
+    """Far from the diagonal the bias is in the thousands; the LSE stays right in float32."""
     length = 40_000
     x = tensors(1, length, length, 2, 1, 64, "bfloat16")
     got = run(x, packax.causal())
@@ -154,7 +154,7 @@ def test_long_rows():
 
 
 def test_the_gradient_of_slopes():
-    """It takes the general backward behind the forward of Hopper."""
+    """It uses the general backward after Hopper's forward."""
     x, mask = tensors(3, 500, 500, 4, 2, 64, "bfloat16"), MASKS["documents"]()
     mask = build(mask, x)
 
@@ -164,6 +164,8 @@ def test_the_gradient_of_slopes():
         )
         return (out * x.dout).astype(jnp.float32).sum()
 
-    here = jax.jit(jax.grad(loss))(slopes_of(4))
-    there = jax.jit(lambda s: jax.grad(functools.partial(loss, positions=jnp.arange(500)))(s))
-    np.testing.assert_allclose(here, there(slopes_of(4)), rtol=2e-2, atol=0.05 * np.abs(here).max())
+    indexed = jax.jit(jax.grad(loss))(slopes_of(4))
+    placed = jax.jit(lambda s: jax.grad(functools.partial(loss, positions=jnp.arange(500)))(s))
+    np.testing.assert_allclose(
+        indexed, placed(slopes_of(4)), rtol=2e-2, atol=0.05 * np.abs(indexed).max()
+    )

@@ -1,4 +1,4 @@
-"""A bias that is an array, and dropout, on a GPU: the oracle, and the same bits as XLA.
+"""An array bias and dropout on a GPU: results against the oracle, dropout bits against XLA.
 `pytest -m gpu`."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KEY = jax.random.key(11)
 
 
 def check(name, dtype, dims, axes, bias_dtype, rate, soft_cap=None):
-    """`axes`: whether the bias has the batch, heads and rows; None: there is none."""
+    """`axes`: whether the bias has the axes batch, heads and rows; None: no bias."""
     case = cases.BY_NAME[name]
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)
     if axes is not None:
-        own = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
+        shape = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
         rng = np.random.default_rng(0)
-        arrays["bias"] = jnp.asarray(rng.standard_normal((*own, case.kv_len)), bias_dtype)
+        arrays["bias"] = jnp.asarray(rng.standard_normal((*shape, case.kv_len)), bias_dtype)
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
     def attention(arrays):
@@ -72,7 +72,7 @@ def test_options(name, dims, axes, bias_dtype, rate, soft_cap, dtype):
 
 
 def packed_case(kind):
-    """Documents that begin at no multiple of 8, and as many keys as one."""
+    """Documents that start at no multiple of 8, with a number of keys that is a multiple of 8."""
     ids = {"odd": cases.ODD, "padding": cases.PADDED, "reappear": cases.BACK}.get(kind)
     if ids is None:
         return cases.Case(kind, "full blocks", packax.full, 131, 264, batch=3, heads=4, kv_heads=2)
@@ -92,14 +92,14 @@ def packed_case(kind):
     ],
 )
 def test_a_bias_alone(kind, axes, dims, dtype):
-    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it.
-    With all axes the kernel of dK and dV writes the bias's gradient."""
+    """Only a bias, and a scale that is a number: Hopper has kernels for this. With all axes, the
+    kernel of dK and dV writes the bias's gradient."""
     case = packed_case(kind)
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)
-    own = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
+    shape = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
     rng = np.random.default_rng(1)
-    arrays["bias"] = jnp.asarray(rng.standard_normal((*own, case.kv_len)), dtype)
+    arrays["bias"] = jnp.asarray(rng.standard_normal((*shape, case.kv_len)), dtype)
     scale = float(arrays.pop("scale"))
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
@@ -127,7 +127,7 @@ def test_float32(axes, rate, precision):
 
 @pytest.mark.parametrize("length,dim", [(500, 64), (4097, 64), (500, 256)])
 def test_the_bits_are_those_of_xla(length, dim):
-    """Rows of zeros keep sums of ones: a bit that differs is a difference of 1 / length."""
+    """Each output is a mean of ones: a dropout bit that differs changes it by 1 / length."""
     query = jnp.zeros((2, length, 3, dim), jnp.float16)
     value = jnp.ones_like(query)
 
@@ -170,7 +170,7 @@ HIDDEN = {"full": packax.full(), "packed": packax.causal() & packax.documents(ID
 
 DIMS = [(64, 64), (96, 96), (128, 128), (40, 72)]
 DTYPES = [
-    ("bfloat16", "bfloat16", {}),  # the kernels with a bias alone on Hopper
+    ("bfloat16", "bfloat16", {}),  # Hopper's kernels for a bias alone
     ("float16", "float16", {}),
     ("bfloat16", "float32", {}),
     ("bfloat16", "bfloat16", {"soft_cap": 5.0}),
@@ -190,13 +190,13 @@ DTYPES = [
     "name,axes,times", [("full", (1, 1), 1), ("packed", (2, 264), 0), ("packed", (1, 264), 1)]
 )
 def test_additive_masks(name, axes, times, dims, dtype, bias_dtype, options):
-    """Keys and rows at -inf, the least number, -1e9, -1e4, also all that a row has, and left
-    padding; queries times 0: the softmax of equal logits."""
+    """Keys and rows hidden by -inf, the lowest finite number, -1e9 or -1e4, up to whole rows, and
+    left padding. Queries times 0 give the softmax of equal logits."""
     expression = HIDDEN[name]
     case = cases.Case(name, "additive masks", lambda: expression, 264, 264, heads=2, kv_heads=1)
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims, bias=None)
     arrays["query"] *= times
-    scale = float(arrays.pop("scale"))  # an array's takes other kernels
+    scale = float(arrays.pop("scale"))  # an array would select other kernels
     mask = packax.create_attention_mask(expression, q_len=264, kv_len=264)
 
     def attention(arrays):
@@ -245,7 +245,7 @@ def test_one_number_on_all_keys_shifts_nothing(dim, dtype, value):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype,logit", [("bfloat16", 1e3), ("bfloat16", 1e5), ("float16", 1e5)])
 def test_large_logits_without_a_bias(dim, dtype, logit):
-    """The bound of docs/guide/numerics.md, and the rounding of probabilities."""
+    """Within the bound of docs/guide/numerics.md plus the rounding of probabilities."""
     each = float(jnp.asarray(np.sqrt(logit / np.sqrt(dim)), dtype))
     query = jnp.full((1, 256, 1, dim), each, dtype)
     value = jnp.ones_like(query)
@@ -260,7 +260,7 @@ def test_large_logits_without_a_bias(dim, dtype, logit):
 
 
 def test_rows_of_logits_far_below_zero():
-    """Below -1e30 in base 2: still the mean."""
+    """For logits below -1e30 in base 2, the result is still the mean."""
     query = jnp.ones((1, 256, 1, 64), jnp.bfloat16)
 
     def run(value):

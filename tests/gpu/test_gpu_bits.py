@@ -1,5 +1,5 @@
-"""What must be the same bit for bit on a GPU: results under what must not matter, masks and
-their XLA versions. `pytest -m gpu`."""
+"""Results on a GPU that must be equal bit for bit: with changes that must not matter, and mask
+arrays compared with XLA's. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_same_bits_every_time(kind, deterministic):
         assert_identical(again, first, "second run: ")
 
 
-# --- Masks: the CUDA kernels against their XLA versions, integer for integer.
+# --- Masks: the arrays from CUDA equal those from XLA, integer for integer
 
 
 def id_patterns(length: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -112,7 +112,7 @@ def id_patterns(length: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("length", (1, 2, 63, 64, 65, 127, 129, 1000, 1024, 1025, 5000, 131072))
-def test_mask_arrays_equal_the_xla_twins(length):
+def test_mask_arrays_equal_those_of_xla(length):
     rng = np.random.default_rng(length)
     cpu = jax.devices("cpu")[0]
     patterns = id_patterns(length, rng)

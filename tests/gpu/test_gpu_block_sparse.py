@@ -1,8 +1,8 @@
 """Block masks on a GPU. `pytest -m gpu`.
 
-`test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases`
-runs the fallback kernels. Up to head dim 256 a call with nothing but the block mask runs
-Hopper's own where the sizes of a block are powers of two.
+`score_checks.check` requests the largest logits and passes the scale as an array, so `test_cases`
+runs the fallback kernels. Up to head dim 256, a call with only a block mask runs Hopper's dedicated
+kernels if the block sizes are powers of two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpu_runs import (
 from score_checks import check
 
 pytestmark = pytest.mark.gpu
-WIDE = (128, 128), (192, 128), (256, 256)  # kernels of their own for dK and dV
+WIDE = (128, 128), (192, 128), (256, 256)  # each has its own kernel for dK and dV
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_cases(name, dtype, dims, options):
     ],
 )
 def test_long_sequences_equal_xla_and_every_time(size, share, dims, garbage):
-    """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in
-    each run.
+    """Long lists with full and partial blocks, and garbage in rows that attend nothing; every run
+    gives the same bits.
 
-    The fallback kernels keep NaNs out there, those of Hopper what docs/guide/numerics.md
-    says: finite numbers."""
+    The fallback kernels ignore NaNs in such rows. Those of Hopper ignore finite numbers
+    (docs/guide/numerics.md)."""
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
     chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend nothing
@@ -121,7 +121,7 @@ def test_cases_with_nothing_else(name, dtype, dims):
 
 
 Q_LEN, KV_LEN = 777, 1301
-# (rows, keys) of a block, the share of them in the block mask, its batch rows and heads
+# (rows, keys) of a block, the share of blocks in the block mask, its batch rows and heads
 SELECTIONS = [
     ((1, 512), 0.4, (2, 4)),  # MoBA
     ((1, 1), 0.1, (2, 1)),  # an indexer
@@ -149,7 +149,7 @@ JOINED = (
 
 
 def selection(n, joined=None):
-    """Random, with rows, a tile of rows and a tile of keys that have nothing."""
+    """A random block mask in which some rows, a whole tile of rows and a tile of keys are empty."""
     size, share, shape = SELECTIONS[n]
     chosen, _ = cases.random_map(n, size, share, shape, (Q_LEN, KV_LEN))
     for axis, block, (begin, end) in ((2, size[0], (256, 384)), (3, size[1], (640, 768))):
@@ -167,8 +167,8 @@ def selection(n, joined=None):
 )
 @pytest.mark.parametrize("dims", WIDE)
 def test_odd_lengths(n, joined, dims):
-    """Every size joined with every mask, a map for each head and batch row or one for all;
-    dtypes in turns."""
+    """Every size is combined with every mask, with a block mask per head and batch row or a shared
+    one; dtypes alternate."""
     x = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, DTYPES[(n + joined) % 2], seed=n)
     got = run_checked(x, selection(n, JOINED[joined]))
     if SELECTIONS[n][0][0] <= 128:
@@ -184,7 +184,7 @@ def test_odd_lengths(n, joined, dims):
 @pytest.mark.parametrize("q_len,kv_len", [(1, 1), (63, 65), (64, 640), (129, 1), (128, 128)])
 @pytest.mark.parametrize("dims", WIDE)
 def test_short_sequences(q_len, kv_len, group, dims):
-    """A map for each head; blocks that are longer than all there is."""
+    """A block mask per head, with blocks longer than the sequences."""
     x = tensors(2, q_len, kv_len, 8, 8 // group, dims, "bfloat16")
     for size in ((1, 2), (512, 4096)):
         chosen, _ = cases.random_map(q_len, size, 0.5, (2, 8), (q_len, kv_len))
@@ -193,7 +193,7 @@ def test_short_sequences(q_len, kv_len, group, dims):
 
 @jax.jit
 def of_an_array(x: Tensors, mask, scale):
-    """The fallback kernels."""
+    """Runs the fallback kernels, because the scale is an array."""
 
     def attention(query, key, value):
         return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
@@ -206,7 +206,7 @@ def of_an_array(x: Tensors, mask, scale):
 @pytest.mark.parametrize("n", (0, 1, 4))
 @pytest.mark.parametrize("dims", WIDE)
 def test_both_kinds_of_kernels(n, dtype, dims):
-    """They agree far closer than either has to. On Hopper they are not the same kernels."""
+    """They agree much closer than required. On Hopper they are different kernels."""
     x = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, dtype, seed=7)
     mask = jax.block_until_ready(build(selection(n, JOINED[3]), x))
     poison(x)
@@ -218,16 +218,16 @@ def test_both_kinds_of_kernels(n, dtype, dims):
 
 
 def test_a_negative_scale():
-    """Its sign goes into the query."""
+    """The sign is applied to the query."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(3)
     got = run(x, expression, -0.2)
     assert_close(x, got, expression.as_array(Q_LEN, KV_LEN), -0.2)
 
 
 @pytest.mark.parametrize("dims", WIDE)
-def test_gradients_in_one_order(dims):
-    """The same bits twice, with `deterministic=True` too, and in a call that wants only some of
-    them."""
+def test_gradients_have_the_same_bits_in_every_run(dims):
+    """The gradients have the same bits in a second run, with `deterministic=True`, and in a call
+    that requests only some of them."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, "bfloat16"), selection(0, JOINED[1])
     mask = build(expression, x)
     first = run_checked(x, expression)
@@ -250,7 +250,7 @@ def test_gradients_in_one_order(dims):
 @pytest.mark.parametrize("n", (0, 3, 4))
 @pytest.mark.parametrize("dims", WIDE)
 def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype, dims):
-    """In rows and keys that the block mask leaves alone, of every head: scores there overflow to
+    """Garbage in the rows and keys that the mask excludes in all heads: scores there overflow to
     infinities and NaNs."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, dims, dtype), selection(n, JOINED[1])
     allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
@@ -270,7 +270,7 @@ def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype, dims):
 
 
 def test_nan_stays_where_numerics_md_says():
-    """Beyond blocks of 64 for which the block mask has something it does not come."""
+    """NaNs do not spread beyond the blocks of 64 that the block mask visits."""
     x = tensors(1, 896, 896, 4, 2, 128, "bfloat16")
     chosen = np.zeros((7, 7), bool)
     chosen[:3, :3] = chosen[3:, 3:] = True

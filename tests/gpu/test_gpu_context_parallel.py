@@ -1,7 +1,7 @@
 """Context parallelism with the cubins and NCCL, on 2 and 4 GPUs of one host. `pytest -m gpu`.
 
-tests/context/test_context_parallel.py has the combinations; here are what fake devices cannot show:
-kernels inside shard_map on every GPU, real collectives, and what XLA's GPU compiler makes of them.
+tests/context/test_context_parallel.py tests the combinations. These tests cover what fake devices
+cannot show: kernels inside shard_map on every GPU, real collectives, and XLA's GPU compiler.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "
 
 
 def mesh_of(*sizes: int, kind: str = "Auto"):
-    """Axes data, context, tensor."""
+    """A mesh with the axes data, context and tensor."""
     count = int(np.prod(sizes))
     devices = jax.devices("cuda")
     if len(devices) < count:
@@ -55,7 +55,7 @@ def truth(dim: int, dtype: str):
 
 
 def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
-    """Out, lse and gradients in the order of the sequence, from the cubins."""
+    """out, lse and gradients from the cubins, in sequence order."""
     x, true, plain = truth(dim, dtype)
     ranks = mesh.shape["context"]
     if plan == "local":
@@ -77,7 +77,7 @@ def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
     got = [np.asarray(y) for y in got]
     if plan is not None:
         got = [plan.unpermute(y, 2 if n == 1 else 1) for n, y in enumerate(got)]
-    lse = np.where(np.isfinite(true.lse), got[1], -np.inf)  # results() has 0 for rows of nothing
+    lse = np.where(np.isfinite(true.lse), got[1], -np.inf)  # results(): 0 in empty rows
     return oracle.Results(got[0], lse, *got[2:]), true, plain
 
 
@@ -89,8 +89,8 @@ def test_context(count, plan, dim, groups):
 
 
 def test_passes_of_one_row_alone_with_a_local_plan():
-    """The update of rows that are shared ends each program, and is contiguous: XLA may join it to
-    the kernel."""
+    """The update of shared rows ends each program and is contiguous, so XLA may fuse it with the
+    kernel."""
     x = tensors(1, LENGTH, LENGTH, 4, 2, 128, "bfloat16")[:4]
     expression = packax.causal() & packax.documents(IDS[:1])
     plan = greedy(IDS[:1], 2, shared=64)
@@ -107,8 +107,8 @@ def test_passes_of_one_row_alone_with_a_local_plan():
                 lambda *y, of=of: jax.vjp(lambda *z: packax.flash_attention(*z, of), *y)[1]
             )
             back = jax.jit(lambda pullback, dout: pullback(dout))
-            made = attend(*inputs, of), *back(pull(*inputs), dout)
-            found.append([np.asarray(in_order(np.asarray(y)), np.float32) for y in made])
+            returned = attend(*inputs, of), *back(pull(*inputs), dout)
+            found.append([np.asarray(in_order(np.asarray(y)), np.float32) for y in returned])
     for name, got, wanted in zip(("out", "dq", "dk", "dv"), *found, strict=True):
         size = np.abs(wanted).max()
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2.0**-7 * size, err_msg=name)
@@ -131,7 +131,7 @@ def test_combined_with_data_and_tensor(sizes, sharding, kind):
 
 
 def test_float16_and_deterministic():
-    """Twice the same bits: all sums, those between the GPUs too, come in one order."""
+    """Two runs give the same bits: all sums, also those between GPUs, have a fixed order."""
     mesh = mesh_of(1, 2, 1)
     first, true, plain = run(mesh, CONTEXT, "balanced", dtype="float16", deterministic=True)
     oracle.check(first, true, plain)
@@ -141,15 +141,16 @@ def test_float16_and_deterministic():
 
 
 def collective_shapes(text, name):
-    """dtype[shape] of every array that the collectives of a kind make: XLA may join several in
-    one."""
+    """dtype[shape] of every result of one kind of collective; XLA may combine several into one
+    operation."""
     found = []
-    for made in re.findall(rf" = \(.*?\), (.*?) {name}-start\(", text):  # behind the operands
-        found += re.findall(r"\w+\[[\d,]+\]", made)
+    # The result types follow the operand types.
+    for types in re.findall(rf" = \(.*?\), (.*?) {name}-start\(", text):
+        found += re.findall(r"\w+\[[\d,]+\]", types)
     return found + re.findall(rf" = (\w+\[[\d,]+\])\S* {name}\(", text)
 
 
-def test_what_is_compiled():
+def test_the_compiled_collectives():
     """Forward and backward gather keys and values, gradients are reduce-scattered in their dtype,
     and nothing is all-reduced."""
     mesh = mesh_of(1, 2, 1)

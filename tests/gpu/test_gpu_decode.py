@@ -1,4 +1,4 @@
-"""The cubins of decoding on a GPU: `pytest -m gpu tests/gpu/test_gpu_decode.py`."""
+"""The decoding cubins on a GPU: `pytest -m gpu tests/gpu/test_gpu_decode.py`."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_shares_dealt_out_by_length(name, page_size):
 
 @pytest.mark.parametrize("dims,q_len", [((128, 128), 1), ((64, 64), 16)], ids=str)
 def test_scores_beyond_31_bits(dims, q_len):
-    """One key has the whole sum; where a fused multiply-add keeps what rounding the largest took,
-    powers of 2 overflow."""
+    """One key has all the weight. Powers of 2 overflow if a fused multiply-add keeps the part that
+    rounding removed from the maximum."""
     case = Case((3000, 700), q_len=q_len, capacity=3008, heads=8, kv_heads=2, dims=dims)
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
     x = x._replace(query=x.query * 2.0**20, key_cache=x.key_cache * 2.0**20, key=x.key * 2.0**20)
@@ -108,7 +108,7 @@ def test_scores_beyond_31_bits(dims, q_len):
     ],
 )
 def test_float32(name, dims, precision):
-    """The yardstick is plain jax.numpy in float32, of operands as exact."""
+    """The yardstick is plain jax.numpy in float32; for TF32 with equally rounded operands."""
     case = (CASES | LONG)[name]._replace(dims=dims)
     with jax.default_matmul_precision(precision):
         check(case, jnp.float32, tf32=precision == "tensorfloat32")
@@ -119,7 +119,7 @@ FP8_LONG = {name: case for name, case in LONG.items() if name != "two tiles and 
 
 
 def check_fp8(case, kind, dtype):
-    """The yardstick is plain attention in the query's dtype of what the bytes stand for."""
+    """The yardstick is plain attention on the dequantized caches, in the query's dtype."""
     x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
     got = decoding.run(case, x, SCALE, "cuda")
     assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
@@ -140,15 +140,15 @@ def test_fp8_cases(name, kind):
 @pytest.mark.parametrize("dims", FP8_DIMS, ids=str)
 @pytest.mark.parametrize("name", FP8_LONG)
 def test_fp8_split_over_the_gpu(name, dims):
-    """With scales of every sequence and of every page, what no row attends NaN."""
+    """With scales per sequence or page; what no row attends is NaN."""
     check_fp8(FP8_LONG[name]._replace(dims=dims), "rows", jnp.float16)
 
 
 def test_every_byte_of_fp8():
-    """A sequence of one key has its value: NaN in its row alone, -0, subnormal numbers, 448."""
+    """A sequence of one key returns its value: NaN only in its row, -0, subnormals and 448."""
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
     value = jnp.asarray(np.repeat(every, 64).reshape(256, 1, 1, 64))
-    for q_len in (1, 16):  # tiles of either kind
+    for q_len in (1, 16):  # both query tiles
         out = jax.jit(functools.partial(packax.decode_attention, implementation="cuda"))(
             jnp.ones((256, q_len, 2, 64), jnp.float16),
             jnp.zeros_like(value),
@@ -159,7 +159,7 @@ def test_every_byte_of_fp8():
         np.testing.assert_array_equal(np.asarray(out[:, -1], np.float32), want)
 
 
-def test_what_cannot_be_is_nan_in_its_row_alone():
+def test_invalid_pages_and_lengths_give_nan_only_in_their_row():
     case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8, dims=(64, 64))
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
     good = decoding.run(case, x, SCALE, "cuda")
@@ -175,7 +175,7 @@ def test_what_cannot_be_is_nan_in_its_row_alone():
 
 
 def test_the_same_bits_every_run_and_under_a_graph():
-    """A loop of steps, which XLA records as one CUDA graph, is what the steps are one by one."""
+    """A loop of steps, which XLA records as one CUDA graph, equals the steps one by one."""
     case = Case((4000, 70), capacity=4096, heads=8, kv_heads=2, dims=(128, 128))
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""What C++ refuses on a GPU, past every Python check, and what it says. `pytest -m gpu`."""
+"""Errors from C++ on a GPU, with Python's checks bypassed. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
 
 
 def forward_call(**changes):
-    """packax_forward_v1 past every Python check, one operand or attribute replaced."""
+    """Calls packax_forward_v1 without Python's checks, with changed operands or attributes."""
     x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
     mask = build(packax.causal() & packax.documents(IDS), x)
     unread = dict.fromkeys(("q_pos", "kv_pos"), mask.kv_start)
@@ -82,7 +82,7 @@ def test_cpp_refuses(changes, message):
     assert "INVALID_ARGUMENT" in str(caught.value)
 
 
-def test_no_kernel_says_what_there_is():
+def test_without_a_kernel_the_error_lists_the_available_ones():
     x = tensors(1, 64, 64, 2, 2, 520, "bfloat16")
     with pytest.raises(NotImplementedError, match=r"available: .*bfloat16 64/64"):
         packax.flash_attention(*x[:3], packax.causal())

@@ -1,7 +1,7 @@
-"""Head dims between those of the general kernels, which are padded or have kernels of their own:
+"""Head dims between those of the general kernels, which are padded or have dedicated kernels:
 `pytest -m gpu`.
 
-Guards against a scale of the padded head dim, padding in results, and columns of another head.
+Guards against a scale from the padded head dim, padding in results, and columns of another head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_documents(dims, dtype, deterministic):
 
 
 @pytest.mark.parametrize("dims", ((24, 24), (96, 96), (160, 160), (320, 320), (512, 512)), ids=str)
-def test_a_scale_of_ones_own(dims):
+def test_a_scale_other_than_the_default(dims):
     x = tensors(2, 129, 300, 6, 3, dims, "bfloat16")
     mask = packax.sliding_window(40)
     assert_close(x, run(x, mask, 0.3), mask.as_array(129, 300), 0.3)
@@ -43,7 +43,7 @@ def test_a_scale_of_ones_own(dims):
 @pytest.mark.parametrize("dims", ((24, 24), (96, 96), (136, 128), (160, 160)), ids=str)
 @pytest.mark.parametrize("option", ("soft cap", "alibi", "sinks", "block mask"))
 def test_options_equal_xla(dims, option):
-    """To what bfloat16 rounds: kernels and XLA round in other places."""
+    """To bfloat16 rounding: the kernels and XLA round in different places."""
     x = tensors(3, 500, 500, 8, 2, dims, "bfloat16")
     expression, options = causal_documents(THREE_ROWS), {}
     if option == "soft cap":
@@ -87,8 +87,8 @@ WIDE_MASKS = {
 @pytest.mark.parametrize("name", WIDE_MASKS)
 @pytest.mark.parametrize("heads", ((4, 4), (4, 2), (8, 1)), ids=str)
 def test_head_dim_512(name, heads):
-    """In two runs the same bits: its kernels add nothing to memory, and a barrier that lets go too
-    early would show."""
+    """Two runs give the same bits: these kernels do not accumulate in memory, and a barrier that
+    releases too early would show."""
     expression, q_len, kv_len = WIDE_MASKS[name]
     x = tensors(3, q_len, kv_len, *heads, 512, "bfloat16")
     got, again = run(x, expression), run(x, expression)
@@ -99,7 +99,7 @@ def test_head_dim_512(name, heads):
 
 @pytest.mark.parametrize("which", (0, 1, 2))
 def test_one_gradient_of_head_dim_512(which):
-    """The same bits as with all three."""
+    """It has the same bits as in a call for all three."""
     x = tensors(1, 500, 500, 4, 2, 512, "bfloat16")
     mask = build(packax.causal(), x)
 
@@ -112,15 +112,15 @@ def test_one_gradient_of_head_dim_512(which):
 
 
 def test_long_rows_of_head_dim_512():
-    """Hundreds of steps of a program, more programs than run at once: the same bits in five runs,
-    and the mean of dK and dV that the mathematics gives."""
+    """Hundreds of steps per program and more programs than run at once: five runs give the same
+    bits, and dV has the right sum."""
     x = tensors(1, 8192, 8192, 8, 2, 512, "bfloat16")
     mask = build(causal_documents(packed(5000, 3192)[None]), x)
     first = run(x, mask)
     for _ in range(4):
         for one, other in zip(first, run(x, mask), strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    # the rows of P sum to 1: dV of all keys is the sum of dout
+    # The rows of P sum to 1, so dV summed over all keys is the sum of dout.
     of_heads = x.dout.astype(jnp.float32).reshape(1, 8192, 2, 4, 512).sum((1, 3))
     np.testing.assert_allclose(
         np.asarray(first.dv.astype(jnp.float32).sum(1)), np.asarray(of_heads), atol=3.0
@@ -132,5 +132,5 @@ def test_no_gpu_runs_the_fallback_kernels():
     mask = build(packax.causal(), x)
     lowered = passes.lower(x, mask, None, "cuda")
     dims = {operands[0].split("x")[3] for _, _, operands, _ in calls(lowered.as_text())}
-    own = (96, 96) in ffi.common_dims(("forward",), "bfloat16")
-    assert dims == ({"96"} if own else {"128"})
+    native = (96, 96) in ffi.common_dims(("forward",), "bfloat16")
+    assert dims == ({"96"} if native else {"128"})

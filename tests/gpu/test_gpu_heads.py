@@ -1,7 +1,7 @@
-"""Groups of heads on one GPU, one after the other into one output: `pytest -m gpu`.
+"""Groups of heads on one GPU, computed one after another into one output: `pytest -m gpu`.
 
-Guards against a group that writes or reads another's heads, or rows at another distance, and
-against copies of the output between two groups.
+Guards against a group that reads or writes another's heads or uses a wrong row stride, and against
+copies of the output between groups.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import pytest
 from gpu_kinds import THREE_ROWS, causal_documents
 from gpu_runs import assert_identical, build, poison, tensors
 from packax._src.core.spec import AttentionSpec
-from packax._src.ops import head_groups as some_heads
+from packax._src.ops import head_groups
 from primitive_calls import ALL, arrays_of, backward, forward, of_pass
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
 
-GROUPS = (range(4), range(4, 16), range(16, 24))  # of 24 query heads, four to a key/value head
+GROUPS = (range(4), range(4, 16), range(16, 24))  # of 24 query heads, four per key/value head
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @functools.partial(jax.jit, static_argnames=("groups", "deterministic"))
 def results(x, mask, groups, deterministic):
-    """Of groups of heads, or, without any, of all at once by the plain primitives."""
+    """Results by groups of heads; without groups, of all heads by the plain primitives."""
     spec = AttentionSpec(
         scale=0.125,
         mask_mode=mask.mask_mode,
@@ -42,25 +42,27 @@ def results(x, mask, groups, deterministic):
         out, lse = forward(*x[:3], operands, spec)
         return out, lse, *backward((*x[:3], out, lse, x.dout, x.dlse), operands, spec)
     out, lses = None, []
-    for own in groups:
-        keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
+    for group in groups:
+        keys, values = (y[:, :, group.start // 4 : group.stop // 4] for y in (x.key, x.value))
         tensors = {"query": x.query, "key": keys, "value": values, "init": out}
-        out, lse = some_heads.run("forward", own, spec, of_pass("forward", operands, **tensors))
+        out, lse = head_groups.run("forward", group, spec, of_pass("forward", operands, **tensors))
         lses.append(lse)
     lse = jnp.concatenate(lses, 1)
     dq, parts = None, []
-    for own in groups:
-        keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
-        own_lse, own_dlse = (y[:, own.start : own.stop] for y in (lse, x.dlse))
+    for group in groups:
+        keys, values = (y[:, :, group.start // 4 : group.stop // 4] for y in (x.key, x.value))
+        group_lse, group_dlse = (y[:, group.start : group.stop] for y in (lse, x.dlse))
         tensors = {"query": x.query, "key": keys, "value": values, "init": dq}
-        tensors |= {"out": out, "lse": own_lse, "dout": x.dout, "dlse": own_dlse}
-        dq, *part = some_heads.run("backward", own, spec, of_pass("backward", operands, **tensors))
+        tensors |= {"out": out, "lse": group_lse, "dout": x.dout, "dlse": group_dlse}
+        dq, *part = head_groups.run(
+            "backward", group, spec, of_pass("backward", operands, **tensors)
+        )
         parts.append(part)
     return out, lse, dq, *(jnp.concatenate(y, 2) for y in zip(*parts, strict=True))
 
 
-def test_groups_are_the_whole(kind, deterministic):
-    """Bit by bit but for dq, where its sum comes in any order; of rows of padding, too."""
+def test_groups_of_heads_equal_the_whole_call(kind, deterministic):
+    """Bit for bit, also in padding, except for a dq that is summed in varying order."""
     dtype, dims = kind
     x = tensors(3, 500, 500, 24, 6, dims, dtype)
     mask = build(causal_documents(THREE_ROWS), x)
@@ -75,8 +77,8 @@ def test_groups_are_the_whole(kind, deterministic):
             assert_identical((got,), (want,), name)
 
 
-def test_one_output():
-    """No copy of the output or of dq between two groups, none of query or dout into slices."""
+def test_groups_share_one_output_without_copies():
+    """No copy of the output or of dq between groups, and no slices of query or dout."""
     x = tensors(1, 1024, 1024, 24, 6, 128, jnp.bfloat16)
     mask = packax.create_attention_mask(packax.causal(), q_len=1024, kv_len=1024)
     text = results.lower(x, mask, GROUPS, False).compile().as_text()

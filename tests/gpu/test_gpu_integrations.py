@@ -1,4 +1,4 @@
-"""The calls of other projects on a GPU: that they reach the kernels, and what comes out."""
+"""The integrations with other projects on a GPU: calls reach the kernels, with right results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensors(dtype=jnp.bfloat16):
 
 
 def check(attention, allowed, scale=DIM**-0.5):
-    """Output and gradients by the rule of oracle.py."""
+    """Check output and gradients with oracle.check."""
     q, k, v, dout = tensors()
 
     def both(q, k, v):
@@ -76,7 +76,7 @@ def test_maxtext():
 
 
 def test_maxtext_decoding():
-    """A cache whose tokens are a ring that went round and a hole; the others hold NaN."""
+    """A cache whose tokens are a ring buffer that wrapped, with a hole; other entries are NaN."""
     pytest.importorskip("flax")
     from packax.integrations.maxtext import AttentionOp
 
@@ -104,7 +104,7 @@ def test_flash_attention_jax():
 
 
 def test_flash_attention_jax_in_float32():
-    """By the kernels whose products are those of float32, as jax is set here."""
+    """With the kernels for float32 products, which the precision set here selects."""
     q, k, v, _ = (x.swapaxes(1, 2) for x in tensors(jnp.float32))
     with jax.default_matmul_precision("highest"):
         out = jax.jit(flash_attention_jax.causal_flash_attention)(q, k, v)

@@ -1,5 +1,4 @@
-"""packax.kvax on a GPU: the kernels run, and give what packax's own call and dense attention
-give."""
+"""packax.kvax on a GPU: the kernels run, and equal packax.flash_attention and dense attention."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ POSITIONS = np.stack([positions_of(ids) for ids in IDS])
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_equals_dense_attention_and_packaxs_own_call(sequential):
+def test_equals_dense_attention_and_flash_attention(sequential):
     rng = np.random.default_rng(0)
     query, key, value, dout = (
         jnp.asarray(rng.standard_normal((2, 900, heads, 64)), jnp.bfloat16)
@@ -50,8 +49,8 @@ def test_equals_dense_attention_and_packaxs_own_call(sequential):
     with attention_specs((None,) * 4, (None,) * 4):
         out, *gradients = run(query, key, value, dout)
     expression = packax.causal() & packax.documents(IDS)
-    own = packax.flash_attention(query, key, value, expression, scale=0.125)
-    np.testing.assert_array_equal(out.astype(jnp.float32), own.astype(jnp.float32))
+    direct = packax.flash_attention(query, key, value, expression, scale=0.125)
+    np.testing.assert_array_equal(out.astype(jnp.float32), direct.astype(jnp.float32))
     dense = (query, key, value, np.asarray(expression.as_array(900, 900)), 0.125, dout)
     true, yardstick = oracle.exact(*dense), oracle.plain(*dense)
     oracle.check(oracle.Results(out, yardstick.lse, *gradients), true, yardstick)
@@ -70,8 +69,8 @@ def test_the_program_for_kvax_trains(monkeypatch, capsys):
 
 
 def test_the_flow_of_its_readme_trains():
-    """The lines that test_kvax_readme.py runs on CPUs, in bfloat16: on the kernels, and the loss
-    goes down."""
+    """The code that test_kvax_readme.py runs on CPUs, in bfloat16: it uses the kernels, and the
+    loss goes down."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     readme = importlib.import_module("kvax_readme")

@@ -59,7 +59,8 @@ def test_jit_grad_vmap_scan_remat():
 
 
 def test_results_that_a_scan_keeps_are_made_once():
-    """XLA's fusion with the copy that keeps them must not run the forward kernel again."""
+    """XLA may fuse the forward kernel with the copy that saves its results, but must not repeat
+    it."""
     x = tensors(1, 512, 512, 4, 2, 128, "bfloat16")
     mask = packax.create_attention_mask(packax.causal(), q_len=512, kv_len=512)
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
@@ -77,7 +78,7 @@ def test_results_that_a_scan_keeps_are_made_once():
         return sum("custom-call(" in line and "packax_forward" in line for line in lines)
 
     assert calls(keep) == 1
-    assert calls(None) >= 2  # the count counts: without the names it runs again
+    assert calls(None) >= 2  # without the names it runs again, so the count is meaningful
 
 
 def test_two_threads():
@@ -111,8 +112,8 @@ def test_every_gpu():
     mask = build(causal_documents(THREE_ROWS[:2, :300]), x)
     expected = run(x, mask, None, True)
     for device in jax.devices()[1:]:
-        there = jax.device_put((x, mask), device)
-        assert_identical(passes(*there, None, "cuda", True), expected, f"{device}: ")
+        operands = jax.device_put((x, mask), device)
+        assert_identical(passes(*operands, None, "cuda", True), expected, f"{device}: ")
 
 
 COMMAND_BUFFERS = """

@@ -1,4 +1,4 @@
-"""The fallback kernels on a GPU: what changes scores, and head dims between the compiled ones.
+"""The fallback kernels on a GPU: score parameters, and head dims between the compiled ones.
 `pytest -m gpu`."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_head_dims(name, dims):
     ],
 )
 def test_float32(name, dims, options, precision, close):
-    """The yardstick is plain jax.numpy in float32, at the same precision."""
+    """The yardstick is plain jax.numpy in float32 at the same precision."""
     case = cases.BY_NAME[name]
     with jax.default_matmul_precision(precision):
         check(case, "float32", dims, close=close, **options)
@@ -69,7 +69,7 @@ def test_float32(name, dims, options, precision, close):
 )
 @pytest.mark.parametrize("name", ["causal_long", "padding", "ids_reappear", "gqa_4"])
 def test_largest_logits(name, dims):
-    """With nothing else that changes a score: dedicated kernels on Hopper."""
+    """Without other score parameters: Hopper has dedicated kernels."""
     case = cases.BY_NAME[name]
     query, key, value, *_ = case.tensors("bfloat16", *dims)
     mask = case.expression()
@@ -83,11 +83,11 @@ def test_largest_logits(name, dims):
     _, want = largest(*wide, implementation="xla")
     np.testing.assert_allclose(np.asarray(top), np.asarray(want), rtol=1e-5, atol=1e-5)
     x, y = (np.asarray(x, np.float32) for x in (plain, out))
-    np.testing.assert_allclose(x, y, rtol=2.0**-7, atol=2.0**-7)  # one unit of bfloat16
+    np.testing.assert_allclose(x, y, rtol=2.0**-7, atol=2.0**-7)  # one bfloat16 ulp
 
 
-def test_plain_requests_are_what_they_were():
-    """Where nothing changes a score, fallback kernels agree with the plain ones to rounding."""
+def test_fallback_kernels_agree_with_the_plain_ones():
+    """Without score parameters, both agree to rounding."""
     query, key, value, *_ = cases.BY_NAME["causal_long"].tensors("bfloat16", 128, 128)
     plain = packax.flash_attention(query, key, value, packax.causal())
     general, top = packax.flash_attention(

@@ -1,5 +1,5 @@
-"""Soft caps on a GPU. With a number as scale, Hopper has dedicated kernels; an array's scale takes
-the general ones. `pytest -m gpu`."""
+"""Soft caps on a GPU. For a scale that is a number, Hopper has dedicated kernels; an array as scale
+uses the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ pytestmark = pytest.mark.gpu
 DIMS = (64, 128, 256)
 KINDS = [(dtype, dim) for dim in DIMS for dtype in DTYPES]
 CAPS = (2.0, 50.0, 1024.0)
-# How much larger some rows are: a warp of theirs takes the exponential for tanh, the others the
+# The factor on some rows (ROWS): their warps compute tanh from the exponential, the others from the
 # polynomial.
 LOUD = {2.0: 4, 50.0: 30, 1024.0: 600}
 ROWS = np.r_[20:46, 200:203, 499]
 BACK = np.stack([packed(90, 40, 370), packed(500), packed(64, 436)])
-BACK[0, 300:], BACK[2, 400:] = BACK[0, 0], BACK[2, 0]  # ids that come back: segment-checked rows
+BACK[0, 300:], BACK[2, 400:] = BACK[0, 0], BACK[2, 0]  # ids reappear: segment-checked rows
 BACK[1, 460:] = packax.PADDING_SEGMENT_ID
 MASKS = (
-    lambda: causal_documents(THREE_ROWS),  # padding: rows that attend nothing
+    lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend nothing
     lambda: packax.sliding_window(90, 20) & packax.documents(THREE_ROWS),
     lambda: causal_documents(BACK, positions=np.stack([cases.positions_of(ids) for ids in BACK])),
 )
 
 
 def packed_tensors(dtype, dim, loud=1, seed=0) -> Tensors:
-    """For MASKS: both ways to tanh in one tile of rows, and in the blocks of a tile of keys."""
+    """Inputs for MASKS: a tile of rows, and the blocks of a tile of keys, use both ways to tanh."""
     x = tensors(3, 500, 500, 4, 2, dim, dtype, seed)
     gain = np.where(np.isin(np.arange(500), ROWS), loud, 1)[:, None, None]
     return x._replace(query=x.query * jnp.asarray(gain, dtype))
 
 
 def judged(x, got, expression, soft_cap, scale=None):
-    """By the oracle's rule; again without the loud rows, whose errors would hide theirs."""
+    """Check by the oracle's rule, and again without the loud rows, whose errors hide others."""
     scale = x.query.shape[-1] ** -0.5 if scale is None else scale
     arrays = {"query": x.query, "key": x.key, "value": x.value, "scale": jnp.float32(scale)}
     allowed = expression.as_array(x.query.shape[1], x.key.shape[1])
@@ -81,7 +81,7 @@ def check(x, expression, soft_cap, scale=None, deterministic=False):
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: f"{KINDS[i][0]}-d{KINDS[i][1]}")
 @pytest.mark.parametrize("loud", (False, True), ids=("", "loud"))
 def test_packed_documents(kind, cap, loud):
-    """Every head dim, dtype and cap, on masks in turns."""
+    """Every head dim, dtype and cap, cycling through the masks."""
     x = packed_tensors(*KINDS[kind], LOUD[CAPS[cap]] if loud else 1)
     check(x, MASKS[(kind + cap + loud) % len(MASKS)](), CAPS[cap])
 
@@ -100,7 +100,7 @@ def test_cases(name, dim):
 
 @jax.jit
 def of_an_array(x: Tensors, mask, scale):
-    """The fallback kernels: the cap is that of `test_both_kinds_of_kernels`."""
+    """Runs the fallback kernels with the cap of `test_both_kinds_of_kernels`."""
 
     def attention(query, key, value):
         return packax.flash_attention(
@@ -113,7 +113,7 @@ def of_an_array(x: Tensors, mask, scale):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-d{kind[1]}")
 def test_both_kinds_of_kernels(kind):
-    """They agree far closer than either has to. On Hopper they are not the same kernels."""
+    """They agree much closer than required. On Hopper they are different kernels."""
     x, expression = packed_tensors(*kind, LOUD[50.0]), MASKS[0]()
     mask = jax.block_until_ready(build(expression, x))
     poison(x)
@@ -126,9 +126,9 @@ def test_both_kinds_of_kernels(kind):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_gradients_in_one_order(dim):
-    """`deterministic=True`: right, the same bits twice, and those of a call that wants only some of
-    them."""
+def test_deterministic_gradients_have_the_same_bits(dim):
+    """With `deterministic=True` they are right and have the same bits in a second run, and in a
+    call that requests only some of them."""
     x, expression = packed_tensors("bfloat16", dim, LOUD[50.0]), MASKS[0]()
     first = check(x, expression, 50.0, deterministic=True)
     assert_identical(run(x, expression, None, True, 50.0), first, "second run: ")
@@ -170,10 +170,10 @@ def test_sinks(dtype, dim):
 @pytest.mark.parametrize(
     "dims,soft_cap,scale",
     [
-        (128, 2.0, -0.3),  # a sign, which goes into the query
+        (128, 2.0, -0.3),  # the sign is applied to the query
         (64, 2.0, 0.0),
-        (64, 1e-3, None),  # all of tanh is 1 or -1
-        (128, 5000.0, None),  # from here on the fallback kernels
+        (64, 1e-3, None),  # tanh is 1 or -1 everywhere
+        (128, 5000.0, None),  # this and the next use the fallback kernels
         ((192, 128), 50.0, None),
         (72, 50.0, None),
     ],
@@ -185,7 +185,7 @@ def test_other_caps_scales_and_head_dims(dims, soft_cap, scale):
 @pytest.mark.parametrize("deterministic", (False, True), ids=("", "deterministic"))
 @pytest.mark.parametrize("dtype,dim", [("float16", 64), ("bfloat16", 128), ("bfloat16", 256)])
 def test_garbage_in_padding_changes_nothing(dtype, dim, deterministic):
-    """Scores there overflow to infinities and NaNs, on both sides of the cap."""
+    """Scores in padding overflow to infinities and NaNs, at both ends of the cap."""
     padding = (THREE_ROWS == packax.PADDING_SEGMENT_ID)[..., None, None]
     most = float(jnp.finfo(dtype).max)
     clean = packed_tensors(dtype, dim, LOUD[50.0])

@@ -1,5 +1,4 @@
-"""What jax's transformations need of the kernels, on a GPU. `pytest -m gpu`;
-test_transformations.py is the rest."""
+"""jax's transformations of kernels on a GPU, beyond test_transformations.py. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def operands(length=cases.LENGTH):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (1, 2)], ids=str)
 def test_frozen_operands(argnums, deterministic):
-    """The same gradients as when all are needed: no kernel left out computes part of them."""
+    """The gradients equal those of a call for all: no omitted kernel computes a part of them."""
     x, dout = operands()
     mask = packax.create_attention_mask(causal_documents(IDS))
 
@@ -40,7 +39,7 @@ def test_frozen_operands(argnums, deterministic):
     every = jax.jit(jax.grad(loss, (0, 1, 2)))(*x)
     some = jax.jit(jax.grad(loss, argnums))(*x)
     for n, got in zip(argnums, some, strict=True):
-        if n == 0 and not deterministic:  # on Hopper the order of its sum is open
+        if n == 0 and not deterministic:  # on Hopper its summation order varies
             np.testing.assert_allclose(
                 *(np.float32(y) for y in (got, every[n])), rtol=0.02, atol=0.02
             )
@@ -49,7 +48,7 @@ def test_frozen_operands(argnums, deterministic):
 
 
 def test_forward_mode_and_second_derivatives_with_the_kernels():
-    """As with implementation="xla": the tangents are XLA's, of residuals that kernels made."""
+    """Equal to implementation="xla": XLA computes the tangents, from residuals of the kernels."""
     x, dout = operands()
 
     def results(implementation):
@@ -67,7 +66,7 @@ def test_forward_mode_and_second_derivatives_with_the_kernels():
 
 
 def test_exported_programs():
-    """One program of symbolic sizes, read back, gives jit's bits at every size."""
+    """One deserialized program with symbolic sizes gives the same bits as jit at every size."""
 
     def step(query, key, value, ids, dout):
         def out(*x):
@@ -95,7 +94,7 @@ def test_exported_programs():
 
 
 def test_exported_decoding():
-    """Also: its workspace has room for the shares of the largest size."""
+    """The workspace also has room for the shares of the largest size."""
 
     def step(query, key, value, lengths):
         return packax.decode_attention(query, key, value, lengths, return_lse=True)

@@ -1,7 +1,7 @@
 """Packed trees on a GPU. `pytest -m gpu`.
 
-At head dims that have them, Hopper's kernels for block lists run: a plain request. Others run the
-fallback kernels, and `soft_cap` and sinks with it.
+At head dims that have kernels for block lists, plain calls run these on Hopper. Other head dims,
+soft caps and sinks use the fallback kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_against_the_oracle(kind, joined):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_trees(seed):
-    """Many shapes of trees at head dims of models, with grouped heads, and deterministic."""
+    """Random trees at common head dims, with grouped heads, also with `deterministic=True`."""
     dims = (128, 128), (192, 128), (256, 256)
     x = tensors(3, LENGTH, LENGTH, 8, 2, dims[seed % 3], "bfloat16", seed)
     expression = expression_of(seed, 3, list(trees.JOINED)[seed % len(trees.JOINED)])
@@ -70,14 +70,14 @@ def test_soft_cap(dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_what_siblings_hold_changes_nothing(dim):
+def test_other_branches_do_not_change_results(dim):
     lengths, parents = [300, 200, 177, 100], [-1, 0, 0, 2]
     tree = trees.of_lengths(lengths, parents)
     expression = packax.masks.tree(*tree) & packax.causal()
     x = tensors(1, LENGTH, LENGTH, 4, 2, dim, "bfloat16")
     clean = run(x, expression, deterministic=True)
     changed = (tree.ids == 1)[None, :, None, None]
-    # large, but a branch's own results stay finite: how far a NaN reaches is docs/guide/numerics.md
+    # Large, but the branch's results stay finite; docs/guide/numerics.md says how far NaNs spread.
     dirty = [jnp.where(changed, 100 * y.astype(jnp.float32), y).astype(y.dtype) for y in x[:4]]
     got = run(Tensors(*dirty, x.dlse), expression, deterministic=True)
     for name, a, b in zip(got._fields, clean, got, strict=True):
@@ -100,7 +100,7 @@ def both_passes(x, mask, implementation):
 @pytest.mark.parametrize("name", trees.LARGE)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_large_trees_equal_xla(name, dims):
-    """Long lists, mostly full; and the kernels that build masks make the same integers."""
+    """Long lists of mostly full blocks; the mask kernels also produce the same integers as XLA."""
     tree = trees.LARGE[name]()
     length = len(tree.ids)
     x = tensors(1, length, length, 2, 1, dims, "bfloat16")
@@ -116,7 +116,7 @@ def test_large_trees_equal_xla(name, dims):
 
 
 def test_documents_as_trees_are_documents():
-    """Trees of one segment each: the same as documents, which other kernels run."""
+    """Trees of one segment each equal documents, which other kernels compute."""
     ids = np.repeat(np.arange(5), [200, 77, 300, 1, 199])
     x = tensors(1, LENGTH, LENGTH, 8, 2, 128, "bfloat16")
     got = run(x, packax.masks.tree(ids, np.full(5, -1)) & packax.causal())
@@ -126,7 +126,7 @@ def test_documents_as_trees_are_documents():
 
 
 def test_mapped():
-    """vmap over trees of one program."""
+    """vmap over trees equals one call for all of them."""
     batch = trees.batch_of_trees(9, 4, LENGTH, 14)
     x = tensors(4, LENGTH, LENGTH, 4, 2, 128, "bfloat16")
 

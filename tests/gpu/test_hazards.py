@@ -1,4 +1,4 @@
-"""What compute-sanitizer says is counted whole, and a run that did not end is no clean run."""
+"""hazards.py counts all reports of compute-sanitizer, and an unfinished run is not clean."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_counts_by_kernel_and_first_reports():
     assert rest[-1] == "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
 
 
-def test_older_words_and_errors_without_a_kernel():
+def test_the_older_format_and_errors_without_a_kernel():
     text, clean = hazards.summary(OLD)
     assert not clean
     assert (
@@ -88,18 +88,18 @@ def test_the_tool_is_started_on_small_cases_and_its_log_kept(tmp_path: Path):
     )
     assert result.returncode == 1, result.stderr
     assert "backward_sm90: 1 reports" in result.stdout
-    assert "long bfloat16 64x64" in result.stdout  # the program's own lines, as they come
+    assert "long bfloat16 64x64" in result.stdout  # the program's own output
     assert RACES in (tmp_path / "racecheck.txt").read_text()
-    # first without the tool, which fails where there is no GPU
+    # The first run is without the tool; it fails on a machine without a GPU.
     assert "without the tool: " in result.stdout and "exit status " in result.stdout
     arguments = (tmp_path / "arguments").read_text()
     assert arguments.startswith("--tool racecheck ") and "--kernel-name kne=x" in arguments
     assert arguments.rstrip().endswith("sanitize.py --small")
 
 
-def test_what_is_compiled_without_the_tool_is_there_under_it(tmp_path: Path):
-    """Both runs have the one cache, which goes with them; a failure without the tool is one,
-    whatever the tool says."""
+def test_both_runs_share_one_compilation_cache(tmp_path: Path):
+    """Both runs use one cache, which is deleted afterwards. A failure without the tool counts,
+    whatever the tool reports."""
     tool, program = tmp_path / "compute-sanitizer", tmp_path / "program.py"
     tool.write_text(
         f'#!/bin/sh\ncase "$*" in *version*) exit;; esac\n{sys.executable} {program} watched\n'

@@ -1,13 +1,12 @@
-"""The fallback handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes
-are all there is.
+"""The handlers with ALiBi of indices on Hopper, which has dedicated kernels for calls whose only
+option is ALiBi.
 
-Guards against a bias that a kernel does not know and gets all the same, places that it would not
-read, and arguments in another place than the kernels have them. On a fake libcuda, as
-test_soft_cap_handlers.py.
+Guards against calls that reach a kernel which ignores their linear bias or its positions, and
+against arguments in the wrong order. Runs on a fake libcuda, as test_soft_cap_handlers.py.
 """
 
 import pytest
-from cpp.calls import MAP, Array, backward_alibi, forward_alibi
+from cpp.calls import BLOCKS, Array, backward_alibi, forward_alibi
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, expect_one_backward
@@ -28,7 +27,7 @@ def machine_of(tmp_path, driver, qk_dim=None):
 
 
 @pytest.fixture
-def biased(tmp_path, driver):
+def alibi(tmp_path, driver):
     return machine_of(tmp_path, driver)
 
 
@@ -49,28 +48,28 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     expect_one_backward(machine, s, call, "backward_sm90_alibi", has_dlse)
 
 
-# Of slopes alone: what leaves them to the fallback kernels.
+# Changes that make a call with only ALiBi take the fallback kernels.
 OTHERS = {
     "places that are arrays": {"has": (1, 1)},
     "slopes for every row of the batch": {"batches": (1, 2)},
     "a soft cap": {"soft_cap": 30.0},
-    "a block mask": {"blocks": MAP},
+    "a block mask": {"blocks": BLOCKS},
     "other head dims": {"dims": (56, 56)},
 }
 
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_takes_the_fallback_kernels(biased, direction, what):
-    assert kernels_of(biased, MAKE[direction](biased)) == biased.kernels(f"{direction}_alibi")
-    got = kernels_of(biased, MAKE[direction](biased, **OTHERS[what]))
+def test_what_takes_the_fallback_kernels(alibi, direction, what):
+    assert kernels_of(alibi, MAKE[direction](alibi)) == alibi.kernels(f"{direction}_alibi")
+    got = kernels_of(alibi, MAKE[direction](alibi, **OTHERS[what]))
     assert got == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_the_gradient_of_slopes_take_the_fallback_kernels(biased):
-    assert kernels_of(biased, forward_alibi(biased, needs_row_max=1)) == KERNELS["forward_fallback"]
-    call = backward_alibi(biased, score_grads=1)
-    assert kernels_of(biased, call) == KERNELS["backward_fallback"]
+def test_largest_logits_and_the_gradient_of_slopes_take_the_fallback_kernels(alibi):
+    assert kernels_of(alibi, forward_alibi(alibi, needs_row_max=1)) == KERNELS["forward_fallback"]
+    call = backward_alibi(alibi, score_grads=1)
+    assert kernels_of(alibi, call) == KERNELS["backward_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -85,26 +84,26 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
     assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]
 
 
-def test_the_algorithm_says_which_kernels(biased):
-    """There is one for all gradients alone; gradients in one order take the fallback kernels."""
+def test_the_algorithm_says_which_kernels(alibi):
+    """There is only a fused ALiBi kernel; the other algorithms take the fallback kernels."""
     for algorithm, kernels in (
-        ("sm90_fused", biased.kernels("backward_alibi")),
+        ("sm90_fused", alibi.kernels("backward_alibi")),
         ("sm90_separate", KERNELS["backward_fallback"]),
         ("portable", KERNELS["backward_fallback"]),
     ):
-        assert kernels_of(biased, backward_alibi(biased, algorithm=algorithm)) == kernels
+        assert kernels_of(alibi, backward_alibi(alibi, algorithm=algorithm)) == kernels
 
 
 @pytest.mark.parametrize("needs_grad", [1, 2])
-def test_one_kernel_writes_all_gradients(biased, needs_grad):
-    call = backward_alibi(biased, needs_grad=needs_grad)
+def test_one_kernel_writes_all_gradients(alibi, needs_grad):
+    call = backward_alibi(alibi, needs_grad=needs_grad)
     finish = ["backward_postprocess"] if needs_grad & 1 else []
-    assert kernels_of(biased, call) == ["backward_preprocess", "backward_sm90_alibi", *finish]
+    assert kernels_of(alibi, call) == ["backward_preprocess", "backward_sm90_alibi", *finish]
 
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_refusals(shared_machine, direction):
-    """Of places too, although nothing reads them here."""
+    """Bias positions are checked, too, although these kernels do not read them."""
     for changes, text in (
         ({"bias_of_indices": ("int32", 2)}, "attribute bias_of_indices is 2, expected 0 to 1"),
         ({"bias_of_indices": ("int32", -1)}, "attribute bias_of_indices is -1, expected 0 to 1"),

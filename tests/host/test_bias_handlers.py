@@ -1,6 +1,7 @@
-"""packax_forward_v1 and packax_backward_v1: kernels, grids, every argument, what they refuse.
+"""packax_forward_v1 and packax_backward_v1 with a bias array or dropout: kernels, grids, every
+argument, errors.
 
-On a fake libcuda, as test_handlers.py.
+Runs on a fake libcuda, as test_handlers.py.
 """
 
 import struct
@@ -16,7 +17,7 @@ from cpp.bias_calls import (
     forward_bias,
 )
 from cpp.call_frame import INITIALIZE
-from cpp.calls import MAP, Array, Sizes, of_head_group
+from cpp.calls import BLOCKS, Array, Sizes, of_head_group
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, maps_of, sm90_sections
@@ -30,7 +31,7 @@ def as_float32(x):
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1, blocks=MAP):
+def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1, blocks=BLOCKS):
     of_map = ("block_mask_batch", "block_mask_heads", "q_block", "kv_block")
     return {
         **attention(s, 0.125, 2, has_dlse=1),
@@ -50,13 +51,13 @@ def has(kernel):
 
 @pytest.fixture
 def hopper(tmp_path, driver):
-    """A machine with the kernels for a bias alone."""
+    """A machine with the kernels for calls whose only option is a bias (Hopper)."""
     return make_machine(tmp_path, driver, choose=has("forward_bias_alone"))
 
 
 @pytest.fixture
 def portable(tmp_path, driver):
-    """A machine with the general kernels for biases, and head dims that they take."""
+    """A machine that has only the general bias kernels, with head dims that they support."""
     return make_machine(
         tmp_path,
         driver,
@@ -70,7 +71,7 @@ def portable(tmp_path, driver):
 
 @pytest.fixture
 def wide(tmp_path, driver):
-    """A machine with kernels for biases above head dim 128."""
+    """A machine with bias kernels for head dims above 128."""
     return make_machine(
         tmp_path,
         driver,
@@ -79,7 +80,7 @@ def wide(tmp_path, driver):
 
 
 def grids_of(s, direction, axes=ALL_AXES, suffix=""):
-    """Those of calls in which a kernel of its own makes the bias's gradient."""
+    """The grids of calls in which a separate kernel computes the bias gradient."""
 
     def rows(m):
         return [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]
@@ -101,7 +102,7 @@ def grids_of(s, direction, axes=ALL_AXES, suffix=""):
 
 
 def grids_of_alone(s, direction, axes=ALL_AXES):
-    """Those of the kernels for a bias alone."""
+    """The grids of the kernels for a bias as the only option."""
     grids = grids_of(s, direction, axes, "_alone")
     if direction == "backward" and axes == ALL_AXES:
         del grids["backward_dbias_alone"]
@@ -136,7 +137,7 @@ def test_a_bias_of_the_querys_dtype(machine, direction):
 @pytest.mark.parametrize("axes", [0, 3, 6, 7])
 def test_a_bias_alone_on_hopper(hopper, direction, axes):
     s, dims = Sizes(kv_len=704), (32, 24)
-    hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which serve these
+    hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which cover `dims`
     call = bias_alone(direction, hopper, s, axes=axes)
     scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": axes, "qk_dim": dims[0],
         "v_dim": dims[1]}  # fmt: skip
@@ -146,7 +147,7 @@ def test_a_bias_alone_on_hopper(hopper, direction, axes):
 @pytest.mark.parametrize("qk_dim", [64, 128, 256])
 @pytest.mark.parametrize("s,axes", [(Sizes(kv_len=704), axes) for axes in (4, 5, 6, 7)])
 def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, qk_dim):
-    """At its own head dims, the forward has a kernel that loads the bias through a tensor map."""
+    """At exactly these head dims, the forward has a kernel that loads the bias by a tensor map."""
     machine = make_machine(
         tmp_path,
         driver,
@@ -170,7 +171,7 @@ def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, 
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("needs_grad", [2, 3])
 def test_a_bias_with_an_element_for_every_pair_on_sm90(tmp_path, driver, needs_grad, dim):
-    """At these head dims, the kernel of dK and dV loads and stores tiles through tensor maps."""
+    """At these head dims, the dK/dV kernel loads the bias and stores dbias by tensor maps."""
     machine = make_machine(
         tmp_path,
         driver,
@@ -235,7 +236,7 @@ def test_a_bias_with_an_element_for_every_pair(hopper, s, axes):
         {"has": (1, 0)},
         {"has": (0, 1)},
         {"soft_cap": 30.0},
-        {"blocks": MAP},
+        {"blocks": BLOCKS},
     ],
     ids=lambda more: next(iter(more)),
 )
@@ -249,9 +250,9 @@ def test_a_bias_and_more_on_hopper(hopper, direction, more):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("dims", [(136, 64), (192, 128), (72, 200), (256, 248)], ids=str)
 def test_above_head_dim_128(wide, direction, dims, alone):
-    """All of them take the kernels of 256, on Hopper those of a bias alone, too."""
+    """They take kernels for head dim 256, on Hopper also those for a bias as the only option."""
     s, (dtype, cc) = Sizes(kv_len=704), (wide.variant[name] for name in ("dtype", "cc"))
-    wide.variant = wide.variant | {"qk_dim": 256, "v_dim": 256}  # which serve these
+    wide.variant = wide.variant | {"qk_dim": 256, "v_dim": 256}  # which cover `dims`
     kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
     kernels, grids = KERNELS[f"{direction}_bias"], grids_of(s, direction)
     if not alone:

@@ -1,9 +1,9 @@
-"""The fallback handlers with a block mask on a GPU of Hopper: its own kernels where the mask is
-all there is.
+"""The handlers with a block mask on Hopper, which has dedicated kernels for calls whose only option
+is a block mask.
 
-Guards against a mask that the kernels cannot read (they find blocks by shifts) or that one of them
-does not get, and against arguments in another place than the kernels have them. On a fake libcuda,
-as test_soft_cap_handlers.py.
+Guards against a block mask that these kernels cannot read (they locate blocks by shifts) or that is
+not passed to one of them, and against arguments in the wrong order. Runs on a fake libcuda, as
+test_soft_cap_handlers.py.
 """
 
 from math import ceil
@@ -27,13 +27,13 @@ pytestmark = [needs_extension, needs_compiler]
 
 MAKE = {"forward": forward_block_lists, "backward": backward_block_lists}
 GIVEN = {"scale": ("float32", 0.375), "mask_mode": ("int32", 1)}
-# (rows, keys) of a block: all powers of two, up to the largest of 31 bits
+# (rows, keys) of a block: powers of two, up to the largest of 31 bits
 SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
 
 
 @pytest.fixture(params=[64, 128, 192, 256])
-def mapped(tmp_path, driver, request):
-    """A machine whose build has the kernels with a map for its head dims."""
+def sparse(tmp_path, driver, request):
+    """A machine with the block-list kernels for its head dims."""
     return make_machine(
         tmp_path,
         driver,
@@ -41,51 +41,50 @@ def mapped(tmp_path, driver, request):
     )
 
 
-def of_a_map(blocks):
+def block_scalars(blocks):
     return dict(
         zip(("block_mask_batch", "block_mask_heads", "q_block", "kv_block"), blocks, strict=True)
     )
 
 
 def blocks_of(s, n, size):
-    """Maps of one head or of all, of one batch row or of all, in turns."""
+    """Block masks with one head or all, and one batch row or all, depending on `n`."""
     return (s.mask_batch if n % 2 else 1, s.heads if n % 3 else 1, *size)
 
 
 @pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS)))
 @pytest.mark.parametrize("s", SIZES)
-def test_forward(mapped, s, n, size):
-    """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is
-    cleared."""
-    assert mapped.row("forward_sm90_block_lists", mapped.variant["cc"])["block"] == 128
+def test_forward(sparse, s, n, size):
+    """The lists and the order have tiles of 128 rows. The counter is cleared before the launch."""
+    assert sparse.row("forward_sm90_block_lists", sparse.variant["cc"])["block"] == 128
     blocks = blocks_of(s, n, size)
-    call = forward_block_lists(mapped, s, blocks).change(**GIVEN)
-    maps = maps_of(mapped, "forward_sm90_block_lists", {**call.operands, **call.results})
+    call = forward_block_lists(sparse, s, blocks).change(**GIVEN)
+    maps = maps_of(sparse, "forward_sm90_block_lists", {**call.operands, **call.results})
     tiles = s.heads * s.batch * ceil(s.q_len / 128)
     grids = {"forward_sm90_block_lists": lambda m: [min(MULTIPROCESSORS, tiles)]}
-    expect_launches(mapped, call, attention(s, 0.375, 1) | maps | of_a_map(blocks), grids)
-    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": mapped.xla.stream}
-    assert mapped.record()[0] == clear and len(mapped.record()) == 2
-    assert mapped.calls("cuLibraryLoadData") == 1  # not the general one
+    expect_launches(sparse, call, attention(s, 0.375, 1) | maps | block_scalars(blocks), grids)
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": sparse.xla.stream}
+    assert sparse.record()[0] == clear and len(sparse.record()) == 2
+    assert sparse.calls("cuLibraryLoadData") == 1  # not the fallback kernel
 
 
 @pytest.mark.parametrize(
     "s,of_blocks,needs_grad", once_each(SIZES, enumerate(SIZES_OF_BLOCKS[1:4]), range(4)), ids=str
 )
-def test_backward(mapped, s, of_blocks, needs_grad):
-    """No sums in memory; a tile of keys has the lists of keys, one of rows those of rows."""
+def test_backward(sparse, s, of_blocks, needs_grad):
+    """Nothing is accumulated in memory. dK and dV use the lists of keys, dQ those of rows."""
     n, size = of_blocks
     blocks = blocks_of(s, n, size)
-    call = backward_block_lists(mapped, s, blocks, needs_grad=needs_grad, has_dlse=n % 2)
+    call = backward_block_lists(sparse, s, blocks, needs_grad=needs_grad, has_dlse=n % 2)
     call = call.change(**GIVEN)
     for kernel in ("backward_dkdv_sm90_block_lists", "backward_dq_sm90_block_lists"):
-        half = "dkdv" in kernel and mapped.variant["qk_dim"] == 256
-        assert mapped.row(kernel, mapped.variant["cc"])["block"] == (64 if half else 128)
-    more = of_a_map(blocks) | {"has_dlse": n % 2}
-    expect_separate_backward(mapped, s, call, needs_grad, "_block_lists", **more)
+        half = "dkdv" in kernel and sparse.variant["qk_dim"] == 256
+        assert sparse.row(kernel, sparse.variant["cc"])["block"] == (64 if half else 128)
+    more = block_scalars(blocks) | {"has_dlse": n % 2}
+    expect_separate_backward(sparse, s, call, needs_grad, "_block_lists", **more)
 
 
-# Of a plain call with a map: what leaves it to the fallback kernels.
+# Changes that make a call with only a block mask take the fallback kernels.
 OTHERS = {
     "rows of a block by threes": {"blocks": (1, 6, 3, 32)},
     "keys of a block by twenties": {"blocks": (1, 6, 4, 20)},
@@ -100,31 +99,31 @@ OTHERS = {
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_takes_the_fallback_kernels(mapped, direction, what):
-    assert kernels_of(mapped, MAKE[direction](mapped)) == mapped.kernels(f"{direction}_block_lists")
-    got = kernels_of(mapped, MAKE[direction](mapped, **OTHERS[what]))
+def test_what_takes_the_fallback_kernels(sparse, direction, what):
+    assert kernels_of(sparse, MAKE[direction](sparse)) == sparse.kernels(f"{direction}_block_lists")
+    got = kernels_of(sparse, MAKE[direction](sparse, **OTHERS[what]))
     assert got == KERNELS[f"{direction}_fallback"]
 
 
-def test_without_a_block_mask_it_is_a_plain_call(mapped):
-    assert kernels_of(mapped, forward_block_lists(mapped, blocks=None)) == mapped.kernels("forward")
-    call = backward_block_lists(mapped, blocks=None)
-    assert kernels_of(mapped, call) == mapped.kernels("backward_apart")
+def test_without_a_block_mask_it_is_a_plain_call(sparse):
+    assert kernels_of(sparse, forward_block_lists(sparse, blocks=None)) == sparse.kernels("forward")
+    call = backward_block_lists(sparse, blocks=None)
+    assert kernels_of(sparse, call) == sparse.kernels("backward_separate")
 
 
-def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(mapped):
+def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(sparse):
     assert (
-        kernels_of(mapped, forward_block_lists(mapped, needs_row_max=1))
+        kernels_of(sparse, forward_block_lists(sparse, needs_row_max=1))
         == KERNELS["forward_fallback"]
     )
-    call = backward_block_lists(mapped, score_grads=1)
-    assert kernels_of(mapped, call) == KERNELS["backward_fallback"]
+    call = backward_block_lists(sparse, score_grads=1)
+    assert kernels_of(sparse, call) == KERNELS["backward_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("dims", [(192, 192), (512, 512)])
 def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
-    """Hopper has plain kernels of these head dims."""
+    """Hopper has only plain kernels for these head dims."""
     machine = make_machine(
         tmp_path,
         driver,
@@ -135,30 +134,30 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
 
 
 @pytest.mark.parametrize("direction", MAKE)
-def test_float32(mapped, direction):
-    if not any(v["dtype"] == "f32" for v in mapped.ext.variants()):
+def test_float32(sparse, direction):
+    if not any(v["dtype"] == "f32" for v in sparse.ext.variants()):
         pytest.skip("this build has no such kernel")
-    call = MAKE[direction](mapped, dtype="float32", float32=1)
-    assert kernels_of(mapped, call) == KERNELS[f"{direction}_fallback"]
+    call = MAKE[direction](sparse, dtype="float32", float32=1)
+    assert kernels_of(sparse, call) == KERNELS[f"{direction}_fallback"]
 
 
 @pytest.mark.parametrize("needs_grad", [1, 2, 3])
-def test_the_algorithm_says_which_kernels(mapped, needs_grad):
-    """Room for a sum of dQ makes no difference: none is made."""
+def test_the_algorithm_says_which_kernels(sparse, needs_grad):
+    """A workspace with the sum of dQ changes nothing, since no kernel uses the sum."""
 
     def kept(kernels):
-        """Without those whose results are not needed."""
+        """The kernels whose results are needed."""
         shared = ("backward_preprocess", "backward_delta_fallback")
         return [k for k in kernels if k in shared or needs_grad & (1 if "_dq_" in k else 2)]
 
-    own, fallback = mapped.kernels("backward_block_lists"), KERNELS["backward_fallback"]
+    own, fallback = sparse.kernels("backward_block_lists"), KERNELS["backward_fallback"]
     for algorithm, kernels in (
         ("sm90_fused", own),
         ("sm90_separate", own),
         ("portable", fallback),
     ):
-        call = backward_block_lists(mapped, needs_grad=needs_grad, algorithm=algorithm)
-        assert kernels_of(mapped, call) == kept(kernels), algorithm
+        call = backward_block_lists(sparse, needs_grad=needs_grad, algorithm=algorithm)
+        assert kernels_of(sparse, call) == kept(kernels), algorithm
 
 
 REFUSALS = {
@@ -179,23 +178,23 @@ REFUSALS = {
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("text", REFUSALS)
-def test_refusals(mapped, direction, text):
-    """On a machine that has the kernels: what the general ones refuse."""
-    call = MAKE[direction](mapped).change(**REFUSALS[text])
+def test_refusals(sparse, direction, text):
+    """The checks are the same on a machine with dedicated kernels."""
+    call = MAKE[direction](sparse).change(**REFUSALS[text])
     for stage in (INITIALIZE, EXECUTE):
-        failure = mapped.run(call, stage)
+        failure = sparse.run(call, stage)
         assert failure.code == "InvalidArgument"
         assert failure.message == f"{call.target}: {text}"
-    assert mapped.launches() == []
+    assert sparse.launches() == []
 
 
-def test_refusals_of_the_backward(mapped):
-    call = backward_block_lists(mapped, Sizes(), needs_grad=3)
+def test_refusals_of_the_backward(sparse):
+    call = backward_block_lists(sparse, Sizes(), needs_grad=3)
     for name, array in (
         ("kv_block_lists", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
         ("dq", Array("bfloat16", (0,))),
         ("dk", Array("bfloat16", (0,))),
     ):
-        failure = mapped.run(call.change(**{name: array}))
+        failure = sparse.run(call.change(**{name: array}))
         assert f"{call.target}: {name} is " in failure.message
-    assert mapped.launches() == []
+    assert sparse.launches() == []

@@ -1,11 +1,11 @@
-"""`python -m packax check`: all right on a CPU, and it says so where something is wrong."""
+"""`python -m packax check` passes on a CPU, and reports what is wrong."""
 
 import pytest
 from packax import check
 from packax.__main__ import main
 from tiers import some
 
-# Each time: documents at a head dim that is padded on Hopper, and the case that runs twice.
+# Always run: documents at a head dim that is padded on Hopper, and the case that runs twice.
 NAMES = [case[0] for case in check.CASES]
 EACH_TIME = {"documents, head dim 96", "deterministic"}
 

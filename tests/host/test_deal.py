@@ -1,4 +1,4 @@
-"""Documents dealt by C++ (csrc/plan/deal.cc) get the owners that Python finds."""
+"""C++ (csrc/plan/deal.cc) assigns documents to the same ranks as Python."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""packax_decode_v1 with good buffers and bad ones: kernels, grids, arguments, the number of shares,
-every message.
+"""packax_decode_v1 with valid and invalid buffers: kernels, grids, arguments, the number of shares,
+every error message.
 
-Guards against an argument in the wrong place, more shares than the workspace or the merging kernel
-has room for, and a launch after a check that failed. Runs on a fake libcuda (tests/support/cpp):
+Guards against arguments in the wrong order, more shares than fit in the workspace or the merging
+kernel supports, and a launch after a failed check. Runs on a fake libcuda (tests/support/cpp):
 needs the built extension and a C compiler.
 """
 
@@ -19,7 +19,7 @@ from cpp.refusals import check_refusal
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/launch/decode_shares.cc has it
+AT_ONCE = 2 * MULTIPROCESSORS  # programs, as in csrc/launch/decode_shares.cc
 I32, F32 = "int32", "float32"
 
 
@@ -30,15 +30,15 @@ def f32(x):
 def expect(
     machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, sink_batch=1, scale_rows=0
 ):
-    """`splits`: how many shares of a sequence must have been chosen, or the most where `dealt` are
-    dealt out to all."""
+    """`splits`: the shares per sequence that must be chosen, or if `dealt` is not 0, the most per
+    sequence when about `dealt` shares are dealt to all sequences."""
     group = s.heads // s.kv_heads
     kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
     if scale_rows:
         v, pages_ = machine.variant, "_pages" if page_size else ""
         kernel = f"{kernel}_fp8{pages_}"
         if machine.ext.find(kernel, v["cc"], "e4m3", v["qk_dim"], v["v_dim"]) is None:
-            kernel = f"decode_fp8{pages_}"  # most GPUs have no tall one
+            kernel = f"decode_fp8{pages_}"  # most GPUs have no tall kernel
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
     scalars = {
         **{n: f32(call.attributes[n][1]) for n in ("scale", "soft_cap")},
@@ -68,17 +68,17 @@ def expect(
 
 
 SHARES = [
-    # sizes, shares: 128 keys at least; as many programs as the multiprocessors take, in whole turns
+    # sizes, splits, dealt: at least 128 keys a share, and programs that fill whole waves
     (Sizes(1, 1, 1, 100, 8, 2), 1, 0),
     (Sizes(1, 1, 1, 700, 8, 2), 6, 0),
     (Sizes(1, 1, 1, 1 << 17, 8, 2), AT_ONCE // 2, 0),
-    (Sizes(1, 1, 1, 1 << 17, 8, 8), 5, 0),  # 40 programs, two turns: 2 would be four fifths of one
-    (Sizes(19, 19, 1, 4096, 1, 1), 32, 19),  # dealt out: one long sequence may have up to 32
-    (Sizes(64, 64, 1, 1 << 14, 8, 8), 64, 64),  # of 26 turns
-    (Sizes(65, 65, 1, 1 << 14, 8, 8), 3, 0),  # too many to deal to; balanced: of 20 / 8 programs
+    (Sizes(1, 1, 1, 1 << 17, 8, 8), 5, 0),  # 40 programs, two waves; 2 shares fill 4/5 of one
+    (Sizes(19, 19, 1, 4096, 1, 1), 32, 19),  # dealt: one long sequence may get up to 32
+    (Sizes(64, 64, 1, 1 << 14, 8, 8), 64, 64),  # 26 waves
+    (Sizes(65, 65, 1, 1 << 14, 8, 8), 3, 0),  # too many to be dealt; 20 / 8 shares fill the GPU
     (Sizes(2, 2, 1, 2560, 8, 2), 20, 10),
-    (Sizes(2, 2, 1, 2559, 8, 2), 5, 0),  # too short to deal out
-    (Sizes(20, 20, 16, 1 << 14, 8, 1), 1, 0),  # 128 rows, tiles of 64: two turns; sums cost more
+    (Sizes(2, 2, 1, 2559, 8, 2), 5, 0),  # too short to be dealt
+    (Sizes(20, 20, 16, 1 << 14, 8, 1), 1, 0),  # two waves; partial sums of 128 rows cost more
     (Sizes(20, 20, 16, 1 << 15, 8, 1), 64, 20),
     (Sizes(1, 1, 16, 1 << 14, 8, 1), AT_ONCE // 2, 0),
 ]
@@ -93,7 +93,7 @@ def test_shares(machine, s, splits, dealt):
 
 @pytest.mark.parametrize("room,splits,dealt", [(1, 1, 0), (2, 2, 4), (9, 9, 10)])
 def test_dealt_shares_have_room(machine, room, splits, dealt):
-    """No sequence has more than the workspace holds, whatever the lengths."""
+    """No sequence gets more shares than fit in the workspace, whatever the lengths are."""
     s = Sizes(2, 2, 1, 1 << 17, 8, 2)
     expect(machine, decode(machine, s, room=room), s, splits, dealt)
 
@@ -105,7 +105,7 @@ def test_no_more_shares_than_the_workspace_has_room_for(machine, room, splits):
 
 
 def test_no_more_shares_than_are_merged(machine):
-    """The kernel's block says how many those are."""
+    """The `block` of decode_combine is the most shares that it merges."""
     machine.cuda.fake_set_multiprocessors(100)
     s = Sizes(1, 1, 1, 1 << 29, 1, 1)
     expect(machine, decode(machine, s, room=1000), s, 128)
@@ -132,7 +132,7 @@ def machine_of_fp8(tmp_path, driver):
 @pytest.mark.parametrize("q_len", [2, 16])
 @pytest.mark.parametrize("page_size,rows", [(0, 1), (0, 3), (48, 1), (48, 99)])
 def test_a_cache_in_fp8(machine_of_fp8, page_size, rows, q_len):
-    """Scales of all, of a sequence, of a page; queries of both dtypes."""
+    """Scales for all keys, per sequence, or per page; queries in both dtypes."""
     s = Sizes(3, 3, q_len, 1000, 6, 2)
     layout = {"pages": 99, "page_size": 48, "width": 21} if page_size else {}
     for dtype in ("bfloat16", "float16"):
@@ -147,7 +147,7 @@ def test_a_cache_in_fp8(machine_of_fp8, page_size, rows, q_len):
         tall = m.ext.find("decode_tall_fp8", v["cc"], "e4m3", v["qk_dim"], v["v_dim"])
         tile = next((r["block"] for r in m.ext.variants() if r["name"] == tall), 16)
         tiles = -(-3 * q_len // tile) if q_len == 16 else 1
-        # 18 programs, of 3 tiles or of 1, or 60 of 2, which keep 10 multiprocessors as busy as any
+        # 18 programs with 3 tiles or 1, 60 with 2: these keep 10 multiprocessors busy enough.
         splits = {1: 3, 2: 5, 3: 1}[tiles]
         expect(m, call, s, splits, **layout, scale_rows=rows)
 
@@ -176,7 +176,7 @@ def test_what_no_kernel_takes_over_fp8(machine, options, text):
 
 
 def test_dims_in_between(tmp_path, driver):
-    """The smallest compiled pair that has room for both."""
+    """The smallest compiled pair of head dims that covers both."""
     machine = make_machine(tmp_path, driver, choose=lambda m: m.variant["qk_dim"] == 128)
     small = machine.ext.find("decode", machine.variant["cc"], machine.variant["dtype"], 64, 64)
     for dims, room in (((72, 64), 128), ((8, 128), 128), ((64, 64), 64), ((8, 24), 64)):
@@ -197,7 +197,7 @@ def test_dims_in_between(tmp_path, driver):
 @pytest.mark.parametrize("q_len", [2, 16])
 @pytest.mark.parametrize("dims", [(512, 512), (8, 320)])
 def test_dims_above_256(tmp_path, driver, dims, q_len):
-    """They have no tall tiles: many rows take more tiles of the others."""
+    """There are no tall tiles for them: many rows take several of the small tiles."""
 
     def serves(m):
         return m.ext.find("decode", m.variant["cc"], m.variant["dtype"], 512, 512) is not None
@@ -222,13 +222,13 @@ def test_dims_above_256(tmp_path, driver, dims, q_len):
     "q_len,exact,short,kernel",
     [
         *((2, exact, short, "decode") for exact, short in ((0, "tf32"), (1, "f32"))),
-        (9, 0, "tf32", "decode"),  # it has no tall tiles
+        (9, 0, "tf32", "decode"),  # TF32 has no tall tiles
         (9, 1, "f32", "decode_tall"),
     ],
 )
 def test_float32(machine, exact, short, q_len, kernel):
-    """Kernels of the precision asked for, of the smallest pair that has room; merging has no
-    products."""
+    """Kernels of the requested precision for the smallest head dims that cover the call's. Merging
+    has no matrix products, so its kernel serves both."""
     asked, cc = (56, 24), machine.variant["cc"]
     pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
     pairs = sorted(pair for pair in pairs if pair[0] >= asked[0] and pair[1] >= asked[1])
@@ -245,7 +245,7 @@ def test_float32(machine, exact, short, q_len, kernel):
         rows += [r for r in machine.ext.variants() if r["name"] == name]
         assert launch["shared"] == rows[-1]["shared"], launch
     programs = ceil(q_len * 3 / rows[0]["block"]) * s.kv_heads * s.batch
-    assert launches[0]["grid"] == [programs * 5, 1, 1]  # 4 programs: one whole turn, 8: two
+    assert launches[0]["grid"] == [programs * 5, 1, 1]  # 4 programs fill one wave, 8 two
     assert launches[1]["grid"] == [s.batch * q_len * s.heads, 1, 1]
 
 
@@ -274,7 +274,7 @@ def test_empty_batch_launches_nothing(machine):
 
 
 def refusals():
-    """As in test_refusals.py; the numbers are those of decode()."""
+    """As in test_refusals.py; the sizes are those of decode()."""
     paged = {"page_size": 16}
     flag = "float32_products"
     yield {}, {flag: (I32, 2)}, f"attribute {flag} is 2, expected 0 to 1"

@@ -1,4 +1,4 @@
-"""No C++ exception leaves a target: XLA's FFI is a C interface.
+"""No C++ exception escapes a target: XLA's FFI is a C interface.
 
 Compiles csrc/ffi/stages.h with jaxlib's headers: needs a C++ compiler, but no build of packax.
 """
@@ -20,7 +20,7 @@ def test_exceptions_become_errors(tmp_path):
     program = tmp_path / "exceptions"
     includes = (f"-I{x}" for x in (ROOT / "csrc", tmp_path / "out", jax.ffi.include_dir()))
     source = ROOT / "tests/support/cpp/exceptions.cc"
-    # What it calls of the driver is never reached, and not linked.
+    # Its calls of the driver are unreachable, and are not linked.
     flags = ["-std=c++20", "-O1", "-ffunction-sections", "-Wl,--gc-sections"]
     subprocess.run([COMPILER, *flags, *includes, source, "-o", program], check=True)
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout

@@ -1,8 +1,8 @@
-"""The extension module, and what it says of this build and machine.
+"""The extension module, and what it reports about this build and machine.
 
-Guards against a driver opened at import, and a module that is not what its stub, this jax or the
-table say. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler,
-no GPU.
+Guards against a driver that is opened at import, and against a module that disagrees with its stub,
+this jax or the table. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C
+compiler, but no GPU.
 """
 
 import ast
@@ -38,7 +38,7 @@ pytestmark = needs_extension
 
 
 def test_import_opens_no_driver():
-    """In a separate process: an importing one must neither need nor touch libcuda."""
+    """Runs in a separate process, which must neither need nor open libcuda."""
     code = (
         "import sys, importlib.util as u\n"
         "spec = u.spec_from_file_location('_ext', sys.argv[1])\n"
@@ -66,7 +66,7 @@ def test_stub_matches_module():
 
 
 def test_registers_with_this_jax():
-    """The FFI API that the module was built against must not be newer than this jaxlib's."""
+    """The module must not be built against a newer FFI API than this jaxlib's."""
     code = (
         "import jax\n"
         "from packax import _ext\n"
@@ -98,7 +98,7 @@ def test_handlers_declare_themselves():
 
 
 def test_variants_are_complete():
-    """Every row has its cubin, and every architecture has all kernels."""
+    """Every row has a cubin, and every architecture has all of its kernels."""
     from packax import _ext
 
     rows = _ext.variants()
@@ -108,15 +108,16 @@ def test_variants_are_complete():
     for arch in {r["arch"] for r in rows}:
         kernels = {r["kernel"] for r in rows if r["arch"] == arch}
         sm90 = {name for names in SM90.values() for name in names}
-        # one for all GPUs that run the same cubin and have the same tile, not of every head dim
+        # Bias kernels: one cubin serves all GPUs that can run it with the same tile, and not every
+        # head dim has them.
         biased = {k for k in POINTERS if k.endswith("bias")} - sm90
         of_86 = {"backward_dkdv_bias", "backward_dq_bias"} if arch == "sm_86" else set()
         assert kernels & biased in (biased, of_86, set())
-        alone = {k for k in POINTERS if k.endswith("bias_alone")}  # of Hopper, and not of float32
+        alone = {k for k in POINTERS if k.endswith("bias_alone")}  # only on Hopper, not in float32
         assert kernels & alone in ((alone, set()) if arch == "sm_90a" else (set(),))
-        fp8 = {k for k in POINTERS if "_fp8" in k}  # 10.x has no tall ones
+        fp8 = {k for k in POINTERS if "_fp8" in k}  # 10.x has no tall kernels
         assert kernels & fp8 in (fp8, {k for k in fp8 if "tall" not in k}, set())
-        sm80 = {k for k in POINTERS if "sm80" in k}  # of GPUs between the others
+        sm80 = {k for k in POINTERS if "sm80" in k}  # not on every architecture
         assert kernels & sm80 in (sm80, set())
         others = sm90 - {"backward_preprocess"} if kernels & sm80 else sm90 | sm80
         wanted = {k for k in POINTERS if k not in (sm80 if arch == "sm_90a" else others)}
@@ -131,7 +132,7 @@ def test_variants_are_complete():
 def test_find():
     from packax import _ext
 
-    by_key = collections.defaultdict(list)  # rows that differ in arch and driver, if at all
+    by_key = collections.defaultdict(list)  # rows that differ at most in arch and driver
     for r in _ext.variants():
         by_key[r["kernel"], r["cc"], r["dtype"], r["qk_dim"], r["v_dim"]].append(r)
 
@@ -153,7 +154,7 @@ def test_find():
 
 
 def test_copies_for_tests_are_small(tmp_path):
-    """Whole ones once filled CI's disk: 46 GB in a run."""
+    """Full copies would fill CI's disk with 46 GB per run."""
     from packax import _ext
 
     copy = tmp_path / "copy.so"

@@ -1,7 +1,7 @@
-"""The fallback handlers: the smallest kernel that covers the head dims, its arguments, what they
-refuse.
+"""Calls that take the fallback kernels: the smallest kernel that covers the head dims, its
+arguments, errors.
 
-On a fake libcuda, as test_handlers.py.
+Runs on a fake libcuda, as test_handlers.py.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from math import ceil
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import (
-    MAP,
+    BLOCKS,
     Array,
     Sizes,
     backward_block_lists,
@@ -28,7 +28,7 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 
-def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0, blocks=MAP):
+def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0, blocks=BLOCKS):
     return {
         **attention(s, 0.125, 2, has_dlse=1),
         "soft_cap": soft_cap,
@@ -66,10 +66,10 @@ MAKE = {"forward": forward_fallback, "backward": backward_fallback}
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize(
     "smaller,batches,blocks",
-    [(0, (1, 1), MAP), (8, (2, 2), (2, 1, 1, 1)), (24, (2, 1), (1, 1, 512, 999))],
+    [(0, (1, 1), BLOCKS), (8, (2, 2), (2, 1, 1, 1)), (24, (2, 1), (1, 1, 512, 999))],
 )
 def test_launches(machine, direction, smaller, batches, blocks):
-    """A multiple of 8 just below the compiled dims runs on them."""
+    """Multiples of 8 just below the compiled head dims use the same kernels."""
     s = Sizes()
     v = machine.variant
     dims = v["qk_dim"] - smaller, v["v_dim"] - smaller
@@ -81,8 +81,8 @@ def test_launches(machine, direction, smaller, batches, blocks):
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
 def test_float32(machine, direction, exact, short):
-    """Kernels of the precision asked for, of the smallest pair that has room; delta has no
-    products."""
+    """Kernels of the requested precision for the smallest head dims that cover the call's. Delta
+    has no matrix products, so its kernel serves both."""
     s = Sizes()
     cc, asked = machine.variant["cc"], (56, 24)
     pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
@@ -104,7 +104,7 @@ def test_float32(machine, direction, exact, short):
 
 @pytest.mark.parametrize("needs_grad,score_grads", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
 def test_backward_of_some(machine, needs_grad, score_grads):
-    """Kernels whose results are not needed are not launched; that of dq also makes score_grads."""
+    """Kernels whose results are not needed are not launched. That of dq also writes score_grads."""
     s = Sizes()
     dims = machine.variant["qk_dim"], machine.variant["v_dim"]
     call = backward_fallback(machine, s, dims, needs_grad=needs_grad, score_grads=score_grads)
@@ -118,7 +118,7 @@ def test_backward_of_some(machine, needs_grad, score_grads):
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_what_is_absent(machine, direction):
-    """The kernels get batches and heads of 0."""
+    """For absent operands, kernels receive batches and heads of 0."""
     s = Sizes(batch=1, mask_batch=1, q_len=1, kv_len=129, heads=8, kv_heads=1)
     dims = machine.variant["qk_dim"] - 8, machine.variant["v_dim"] - 8
     call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0, blocks=None)
@@ -137,7 +137,7 @@ def test_without_options_it_is_a_plain_call(portable, direction):
 
 @pytest.mark.parametrize("make", [forward_fallback, backward_fallback])
 def test_some_of_the_heads(portable, make):
-    """The fallback kernels have all heads of their rows."""
+    """The fallback kernels compute all heads of the query."""
     failure = portable.run(of_head_group(make(portable, blocks=None, has=(0, 0)), 6, 12))
     assert failure.code == "Unimplemented"
     assert "first_head and heads are 6 and 6, but the fallback kernels take all of the query's 12" \
@@ -232,10 +232,10 @@ def test_other_head_dims_are_refused(shared_machine, dims, text):
 
 
 def wide_machine(tmp_path, driver, cc):
-    """One for that capability, if the build has the kernels of head dims up to 512."""
+    """A machine with this compute capability, if the build has kernels for head dims up to 512."""
 
     def serves(machine):
-        kernels = ("decode", "forward_fallback")  # a build for 8.0 alone has only the first for 8.6
+        kernels = ("decode", "forward_fallback")  # a build for only 8.0 lacks the second for 8.6
         dtype = machine.variant["dtype"]
         return all(machine.ext.find(name, cc, dtype, 512, 512) is not None for name in kernels)
 
@@ -245,7 +245,7 @@ def wide_machine(tmp_path, driver, cc):
 @pytest.mark.parametrize("dims", [(512, 512), (320, 264), (264, 8)])
 @pytest.mark.parametrize("cc", [80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
 def test_head_dims_above_256(tmp_path, driver, cc, dims):
-    """Plain calls, and those with every option, take the fallback kernels for 512."""
+    """Plain calls and calls with every option take the fallback kernels for 512."""
     machine = wide_machine(tmp_path, driver, cc)
     machine.cuda.fake_set_version(13000)
     s, dtype = Sizes(), machine.variant["dtype"]

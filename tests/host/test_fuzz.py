@@ -1,8 +1,8 @@
-"""FFI calls made up at random, on every capability and drivers of five versions: none crashes.
+"""Random FFI calls, on every compute capability and five driver versions: none crashes.
 
-Shapes, dtypes and attributes of a good call are changed, sizes to near 2^31 among others. A handler
-answers with an error that has a code and a text, or launches; what *initialize* refuses is never
-launched. More of them:
+Shapes, dtypes and attributes of a valid call are changed, some sizes to values near 2^31. A handler
+either returns an error with a code and a message, or launches; a call that *initialize* rejects is
+never launched. To run more calls:
 
     PACKAX_FUZZ_CALLS=200000 python -m pytest tests/host/test_fuzz.py
 """
@@ -18,7 +18,7 @@ import pytest
 from cpp.call_frame import CODES, EXECUTE, INITIALIZE, Xla
 from cpp.calls import Call
 from cpp.machine import Machine, make_machine, needs_compiler, needs_extension
-from cpp.made_up import FORWARDS, made_up
+from cpp.made_up import FORWARDS, random_call
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -29,7 +29,7 @@ DRIVERS = (12000, 12040, 12080, 12090, 13000)
 
 
 def check(machine: Machine, call: Call, stage: int) -> bool:
-    """Whether it was accepted."""
+    """Runs a call. Returns whether it was accepted."""
     failure = machine.run(call, stage)
     assert failure is None or (failure.code in CODES.values() and failure.message), (call, failure)
     return failure is None
@@ -38,7 +38,7 @@ def check(machine: Machine, call: Call, stage: int) -> bool:
 def run(machine: Machine, seed: int, count: int) -> int:
     rng, accepted = random.Random(seed), 0
     for _ in range(count):
-        call = made_up(rng, machine)
+        call = random_call(rng, machine)
         machine.cuda.fake_set_current(rng.randrange(4))
         machine.cuda.fake_clear()
         initialized = check(machine, call, INITIALIZE)
@@ -63,12 +63,12 @@ def test_calls_made_up(tmp_path, driver, capabilities, driver_version):
     kind = (row["dtype"], row["qk_dim"], row["v_dim"], driver_version)
     served = [cc for cc in capabilities if machine.ext.find("forward", cc, *kind)]
     accepted = run(machine, seed, count)
-    # The generator is of use only if many of its calls reach the launches, where there are kernels.
+    # The generator is useful only if many of its calls are launched, on devices that have kernels.
     assert accepted >= count * len(served) // (25 * len(capabilities)), f"{accepted} of {count}"
 
 
 def test_threads(tmp_path, driver):
-    """Twelve at once on four devices, from the first load of a kernel on."""
+    """Twelve threads at once on four devices, starting before any kernel is loaded."""
     machine = make_machine(tmp_path, driver, ccs=(None,) * 4)
     problems = []
 
@@ -78,7 +78,7 @@ def test_threads(tmp_path, driver):
         machine.cuda.fake_set_current(number % 4)
         try:
             for _ in range(max(CALLS_IN_ALL // 120, 5)):
-                call = made_up(rng, own)
+                call = random_call(rng, own)
                 for stage in (INITIALIZE, EXECUTE):
                     check(own, call, stage)
         except BaseException as error:

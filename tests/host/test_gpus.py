@@ -1,7 +1,7 @@
-"""Which cubin each GPU takes with each driver: what docs/guide/gpus.md says is what happens.
+"""Which cubin each GPU uses with each driver, as documented in docs/guide/gpus.md.
 
-Asks the lookup of the built extension for every kernel, and runs a forward on the fake driver. A
-build without the architecture of a row skips it.
+Looks up every kernel in the built extension, and runs a forward on the fake driver. Rows whose
+architecture the build lacks are skipped.
 """
 
 import re

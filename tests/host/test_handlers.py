@@ -1,9 +1,8 @@
-"""The four FFI handlers with good buffers: which kernels in which order, grids, every argument.
+"""FFI handlers with valid buffers: which kernels in which order, grids, every argument.
 
-The portable kernels and those of masks; test_sm90_handlers.py has Hopper's. Guards against an
-argument in the wrong place of a kernel's parameter list, a grid that misses rows and a size that
-wraps around. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C
-compiler.
+Covers the portable kernels and the mask kernels; test_sm90_handlers.py covers Hopper's. Guards
+against arguments in the wrong order, a grid that misses rows, and a size that overflows. Runs on a
+fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
 """
 
 from math import ceil
@@ -29,14 +28,14 @@ def test_forward(portable, s):
 @pytest.mark.parametrize("has_dlse", [0, 1])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(machine, s, has_dlse):
-    """The small workspace: these kernels also where there are those of Hopper."""
+    """With the small workspace, these kernels are also used on Hopper."""
     call = backward(machine, s, scale=1.5, has_dlse=has_dlse, algorithm="portable")
     expect_portable_backward(machine, call, s, has_dlse)
 
 
 @pytest.mark.parametrize("needs_grad", [0, 1, 2])
 def test_backward_of_some(machine, needs_grad):
-    """Frozen keys or a frozen query: the kernels of the others are not launched."""
+    """Kernels for gradients that are not needed (frozen keys or query) are not launched."""
     s = SIZES[0]
     call = backward(machine, s, algorithm="portable", needs_grad=needs_grad)
     expect_portable_backward(machine, call, s, 1, needs_grad)
@@ -45,7 +44,7 @@ def test_backward_of_some(machine, needs_grad):
 @pytest.mark.parametrize("algorithm", ["sm90_fused", "sm90_separate"])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_elsewhere_with_a_large_workspace(portable, s, algorithm):
-    """The lowering does not always know the GPU."""
+    """The lowering may choose an algorithm that this GPU lacks, since it may not know the GPU."""
     expect_portable_backward(portable, backward(portable, s, algorithm=algorithm), s)
 
 
@@ -106,7 +105,7 @@ def test_empty_batch_launches_nothing(machine, name, mask_batch):
     [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ()), (3, ())],
 )
 def test_unread_operands_may_be_anything(machine, mask_mode, unread):
-    """What a mask does not have arrives as kv_start once more."""
+    """Arrays that a mask lacks are passed as placeholders (kv_start again) and not read."""
     call = forward(machine, mask_mode=mask_mode)
     call = call.change(**dict.fromkeys(unread, call.operands["kv_start"]))
     assert machine.run(call) is None

@@ -1,9 +1,9 @@
-"""The handlers of forward and backward for some of the query's heads: what a call of those heads
-alone launches, but for where its rows begin and how far apart they are.
+"""Calls of forward and backward for some of the query's heads launch the same kernels as a call
+with only those heads; only the address and the stride of rows differ.
 
-Guards against another head read or written, a row of another length, and results that would not be
-where the other heads are. Runs on a fake libcuda (tests/support/cpp): needs the built extension and
-a C compiler.
+Guards against reading or writing another head, a wrong row stride, and results outside the array of
+the other heads. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C
+compiler.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ MAKERS = {
 
 
 def moved(call):
-    """The plain call, its rows where those heads begin."""
+    """The plain call, with its rows at the address of the first head."""
 
     def at_first_head(arrays):
         return {
@@ -46,7 +46,7 @@ def moved(call):
 
 
 def widened(params):
-    """Arguments of a launch for those heads alone -> those for the same heads among ALL."""
+    """Converts a launch's arguments for only those heads to those for the same heads among ALL."""
     params = dict(params)
     if "row_heads" in params:
         assert params["row_heads"] == S.heads
@@ -65,36 +65,36 @@ def widened(params):
     return params
 
 
-@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("is_first_group", [0, 1])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("kind", ["sm90", "portable"])
 @pytest.mark.parametrize("s", [S, replace(S, batch=3, mask_batch=1, q_len=1, kv_len=1)])
-def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
+def test_launches_are_those_of_the_heads_alone(request, kind, maker, is_first_group, s):
     machine = request.getfixturevalue(kind)
     plain = MAKERS[maker](machine, s)
     assert machine.run(moved(plain)) is None
     want = machine.launches()
     clears = [r for r in machine.record() if "memset" in r]
     machine.cuda.fake_clear()
-    call = of_head_group(plain, FIRST, ALL, begins)
+    call = of_head_group(plain, FIRST, ALL, is_first_group)
     assert machine.run(call, INITIALIZE) is None
     assert machine.run(call) is None
     got = machine.launches()
     assert [r for r in machine.record() if "memset" in r] == clears
     assert len(want) == len(got) > 0
-    told = 0
+    differing = 0
     for a, b in zip(want, got, strict=True):
         names = arguments(a["kernel"])
         params = [dict(zip(names, x["params"], strict=False)) for x in (a, b)]
         assert params[1] == widened(params[0]), a["kernel"]
         assert {**a, "params": b["params"]} == b
-        told += params[1] != params[0]
-    assert told > 0
+        differing += params[1] != params[0]
+    assert differing > 0
 
 
 def test_the_edge_of_small_tensors(tmp_path, driver):
-    """Of rows that are apart: 128 KiB up to the last element that is the call's, a row less, a row
-    more."""
+    """Sizes at and around 128 KiB, counted up to the last element of the call's heads, with rows
+    that are not contiguous."""
     machine = make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
     dim = machine.variant["qk_dim"]
     rows = 128 * 1024 // (2 * dim * ALL)
@@ -145,9 +145,12 @@ def test_other_heads_elsewhere(shared_machine, make, result):
 
 
 def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
-    """There is no result that could take their place."""
+    """An init without a result, whose memory it would share, is rejected."""
     call = of_head_group(
-        backward(shared_machine, S, algorithm="sm90_separate", needs_grad=2), FIRST, ALL, begins=1
+        backward(shared_machine, S, algorithm="sm90_separate", needs_grad=2),
+        FIRST,
+        ALL,
+        is_first_group=1,
     )
     assert call.results["dq"].shape == call.operands["dq_init"].shape == (0,)
     call.operands["dq_init"] = replace(call.operands["dout"], address=call.results["dq"].address)
@@ -161,7 +164,7 @@ def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
     [(forward, "out"), (forward, "lse"), (backward, "lse"), (backward, "dout"), (backward, "dlse")],
 )
 def test_shapes(shared_machine, make, name):
-    """Rows of all heads, sums of the call's own: one that has the other's is refused."""
+    """Rows have all heads of the query, row statistics only the call's; others are rejected."""
     call = of_head_group(make(shared_machine, S), FIRST, ALL)
     array = {**call.operands, **call.results}[name]
     axis = 2 if name in ROWS else 1

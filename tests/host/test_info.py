@@ -1,4 +1,4 @@
-"""`packax info`: every situation says what would run and why not the cubins, if not."""
+"""`packax info` reports, in every situation, what would run, and why cubins would not."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_part_of_the_kernels():
 
 
 def test_float32():
-    """A line of what the wheel has, and one for every GPU and precision."""
+    """One line lists what the wheel has, and there is one for every GPU and precision."""
     rows = VARIANTS + FLOAT32
     shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
     assert "float32, float32 in TF32; head dims up to 64" in shown
@@ -104,7 +104,7 @@ def test_faster_kernels():
 
 
 def test_head_dims_that_are_padded():
-    """Those that other GPUs have are named (packax/_src/ops/lowering.py)."""
+    """The head dims that other GPUs have are listed (packax/_src/ops/lowering.py)."""
     of_96 = ("forward", "backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
     own = {"dtype": "bf16", "qk_dim": 96, "v_dim": 96}
     rows = (*VARIANTS, *(VARIANTS[0] | own | {"kernel": k, "name": f"{k}_96"} for k in of_96))
@@ -155,7 +155,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
         ),
         (
             {"versions": {"jax": "0.11.2"}, "platforms": ("cpu",)},
-            ["has no CUDA plugin: pip install 'packax[cuda13]'", "jax uses no GPU"],
+            ["has no CUDA plugin: pip install 'jax[cuda13]'", "jax uses no GPU"],
         ),
         (
             {
@@ -163,7 +163,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
                 "platforms": ("cpu",),
                 "driver": {"version": 12080, "devices": [H200]},
             },
-            ["has no CUDA plugin: pip install 'packax[cuda12]'"],
+            ["has no CUDA plugin: pip install 'jax[cuda12]'"],
         ),
         (
             {
@@ -174,7 +174,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
             [
                 "cannot start: Unable to initialize backend 'cuda'",
                 "needs a driver that supports CUDA 13.0, and this one supports 12.8",
-                "pip install 'packax[cuda12]'",
+                "pip install 'jax[cuda12]'",
             ],
         ),
         (

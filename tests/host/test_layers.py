@@ -1,8 +1,7 @@
-"""Imports between the layers of the package run one way, and modules import in no circle.
+"""Imports between the layers of the package go one way, and there are no import cycles.
 
-Guards against a helper of a high layer that a low one begins to use, against modules that only make
-sense together, and against names that a module keeps to itself. Sources are read, nothing is
-imported.
+Guards against low layers that use helpers of higher ones, against modules that only make sense
+together, and against imports of private names. Reads sources and imports nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 from paths import ROOT
 
 PACKAGE = ROOT / "python" / "packax"
-LAYERS = (  # from low to high; modules of one entry do not import those of another on its line
+LAYERS = (  # from low to high; entries of one line do not import each other
     ("_src.core",),
     ("_src.segments",),
     ("_src.ops",),
@@ -42,7 +41,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layer_of(module: str) -> tuple[int, str] | None:
-    """The number of its layer and its entry there; None: the public names of the package itself."""
+    """The number of the module's layer and its entry there; None for the public package itself."""
     for number, entries in enumerate(LAYERS):
         for entry in entries:
             if module == f"packax.{entry}" or module.startswith(f"packax.{entry}."):
@@ -56,7 +55,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import of packax's own modules, wherever it stands."""
+    """(module, name) of every import of a packax module, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("packax"):
             for alias in node.names:
@@ -69,7 +68,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def problems_of(module: str, text: str) -> list[str]:
     own, found = layer_of(module), []
-    aliases: dict[str, str] = {}  # of modules, as they are called here
+    aliases: dict[str, str] = {}  # local name -> module
     for source, name in imported(ast.parse(text)):
         whole = f"{source}.{name}"
         target = layer_of(whole) or layer_of(source)
@@ -101,7 +100,7 @@ def test_every_module_has_a_layer():
 
 
 def circle_of(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle, [] if there is none."""
+    """Modules that form an import cycle, [] if there is none."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -118,7 +117,7 @@ def circle_of(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_modules_import_in_no_circle():
-    """Imports for annotations count: a reader follows them."""
+    """Imports for annotations count, too, since a reader follows them."""
     modules = set(map(name_of, SOURCES))
     imports = {
         name_of(path): {
@@ -146,7 +145,7 @@ def test_a_wrong_import_is_found():
     assert problems_of("packax._src.ops.x", "def f():\n    import packax._src.decode") != []
 
 
-CPP_LAYERS = ("runtime", "call", "launch", "ffi")  # from low to high; plan stands apart
+CPP_LAYERS = ("runtime", "call", "launch", "ffi")  # from low to high; plan is separate
 
 
 def test_includes_of_cpp_run_one_way():

@@ -1,9 +1,9 @@
-"""How the extension loads kernels: once, outside of CUDA graph capture, the cubin that the driver
-takes; and what fails.
+"""Kernels are loaded once, outside of CUDA graph capture, from a cubin that the driver can read;
+failures say what failed.
 
-Guards against what no CPU run of JAX reaches: a kernel loaded under CUDA graph capture or twice, a
-function used in another context than its own, a failure that does not say what failed. Runs on a
-fake libcuda (tests/support/cpp): needs the built extension and a C compiler, no GPU.
+Guards against errors that no CPU run of JAX can show: a kernel that is loaded twice or under CUDA
+graph capture, a function that is used in another context, an error that does not say what failed.
+Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler, but no GPU.
 """
 
 import threading
@@ -24,7 +24,7 @@ pytestmark = [needs_extension, needs_compiler]
 
 @pytest.mark.parametrize("name", CALLS)
 def test_initialize_loads_and_execute_launches(machine, name):
-    """Loading is not allowed under CUDA graph capture, which only the execute stage may run in."""
+    """Loading is not allowed under CUDA graph capture, in which only the execute stage may run."""
     call = CALLS[name](machine)
     assert machine.run(call, INITIALIZE) is None
     assert machine.launches() == []
@@ -34,11 +34,11 @@ def test_initialize_loads_and_execute_launches(machine, name):
         machine.fail(function, 1)
     assert machine.run(call) is None
     assert [r["kernel"] for r in machine.launches()] == machine.kernels(name)
-    assert machine.run(call, INITIALIZE) is None  # before every execution: by now a lookup
+    assert machine.run(call, INITIALIZE) is None  # runs before every execution; now only a lookup
 
 
 def test_each_device_loads_for_itself(tmp_path, driver):
-    """One library a process, one function a context, with the shared memory set for each device."""
+    """One library per process, one function per context; shared memory is set for each device."""
     machine = make_machine(tmp_path, driver, ccs=(None, None))
     call = forward(machine)
     for device in (0, 1, 0, 1):
@@ -51,7 +51,7 @@ def test_each_device_loads_for_itself(tmp_path, driver):
 
 
 def test_a_new_context_loads_anew(machine):
-    """The address of a destroyed context may come back; its functions must not."""
+    """A new context may have the address of a destroyed one, but must not use its functions."""
     call = forward(machine)
     assert machine.run(call) is None
     machine.cuda.fake_new_context(0)
@@ -106,7 +106,7 @@ def test_host_times(machine):
 
 
 def launched(machine, call, version, wanted):
-    """(row of the table, launch) of `call` with a driver of that version; `wanted`: the row's."""
+    """(row of the table, launch) of `call` with this driver version; `wanted`: the row's driver."""
     machine.cuda.fake_set_version(version)
     assert machine.run(call, INITIALIZE) is None
     loads = machine.calls("cuLibraryLoadData")
@@ -133,7 +133,7 @@ LOADING = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "c
 @pytest.mark.parametrize("function", LOADING)
 @pytest.mark.parametrize("code", UNREADABLE)
 def test_a_cubin_that_the_driver_cannot_read(assembled_twice, function, code):
-    """Once, then the one for older drivers, for as long as the context lives."""
+    """It is tried once; then the cubin for older drivers is used while the context exists."""
     assembled_twice.cuda.fake_fail_times(function.encode(), code, 1)
     launched(assembled_twice, forward(assembled_twice), 13000, 13000)
     assert assembled_twice.calls("cuLibraryLoadData") == 2
@@ -141,7 +141,7 @@ def test_a_cubin_that_the_driver_cannot_read(assembled_twice, function, code):
 
 @pytest.mark.parametrize("function", LOADING)
 def test_both_cubins_unreadable(assembled_twice, function):
-    """The error is that of the second: any driver that packax runs on should load it."""
+    """The error describes the second, which any driver that packax supports should load."""
     assembled_twice.cuda.fake_set_version(13000)
     assembled_twice.fail(function, 209)
     failure = assembled_twice.run(forward(assembled_twice))
@@ -208,7 +208,7 @@ def test_unknown_gpu(tmp_path, driver):
 
 @pytest.mark.parametrize("cc", [86, 100, 120])
 def test_a_gpu_that_a_part_of_the_kernels_lacks(tmp_path, driver, cc):
-    """As a default build on it: the error names the part and what to type."""
+    """If the build lacks this GPU, the error names what it has and how to build all kernels."""
     machine = make_machine(tmp_path, driver)
     part = machine.ext.part()
     names = ("forward", "backward_dkdv", "backward_dq", "documents_rows")
@@ -218,7 +218,7 @@ def test_a_gpu_that_a_part_of_the_kernels_lacks(tmp_path, driver, cc):
     (tmp_path / "other").mkdir()
     machine = make_machine(tmp_path / "other", driver, ccs=(cc,))
     failure = machine.run(forward(machine), INITIALIZE)
-    if cc == 86 and failure is None:  # what fits of 8.0 runs
+    if cc == 86 and failure is None:  # the kernels of 8.0 that fit run on it
         assert machine.run(forward(machine)) is None
         return
     assert failure.code == "Unimplemented"
@@ -251,14 +251,15 @@ def test_unknown_head_dim(machine):
     ],
 )
 def test_driver_failure(machine, function, more):
-    """Kernel, cubin's architecture, device's capability, the driver's words; then tried again."""
+    """The error has the kernel, its architecture, the device and the driver's error. The next call
+    tries again."""
     call = forward(machine)
     machine.fail(function, 209)
     failure = machine.run(call)
     (kernel,) = machine.kernels("forward")
     v, s = machine.row(kernel, machine.variant["cc"]), Sizes()
     grid = min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / v["block"]))
-    if kernel == "forward":  # parts of tiles of 128
+    if kernel == "forward":  # a program takes part of a tile of 128 rows
         grid = s.heads * s.batch * ceil(s.q_len / 128) * (128 // v["block"])
     assert failure.code == "Internal"
     assert failure.message == (
@@ -283,7 +284,7 @@ def test_driver_failure(machine, function, more):
     ],
 )
 def test_context_failure(machine, function):
-    machine.fail(function, 777)  # a code that the driver has no words for
+    machine.fail(function, 777)  # a code that the driver does not know
     failure = machine.run(forward(machine))
     assert failure.code == "Internal"
     device = ", device 0" if function.startswith("cuDevice") else ""
@@ -312,7 +313,7 @@ def test_a_failed_load_stops_the_backward_before_it_starts(machine, function):
 
 @pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
 def test_grid_too_large(machine, stage):
-    """Said before anything runs."""
+    """The error comes before anything is launched."""
     failure = machine.run(documents(machine, Sizes(batch=70000, mask_batch=70000)), stage)
     assert failure.code == "InvalidArgument"
     name = machine.row("documents_init", machine.variant["cc"])["name"]
@@ -326,7 +327,7 @@ def test_grid_too_large(machine, stage):
     assert f"would need a grid of ({2**45 // block}, 1)" in failure.message
     s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))
-    failure = machine.run(call, stage)  # no wrap-around
+    failure = machine.run(call, stage)  # sizes saturate instead of wrapping around
     assert f"has {2**62} elements, expected {2**63 - 1} for algorithm" in failure.message
     assert machine.launches() == []
 
@@ -334,8 +335,8 @@ def test_grid_too_large(machine, stage):
 @pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
 @pytest.mark.parametrize("algorithm", ["sm90_fused", "sm90_separate"])
 def test_grid_too_large_on_sm90(tmp_path, driver, stage, algorithm):
-    """Of the second kernel of three; the first has not run."""
-    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    """The second of three kernels has too large a grid, so the first is not launched either."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_separate())
     s = Sizes(batch=1 << 10, mask_batch=1, q_len=64, kv_len=1 << 29, heads=1, kv_heads=1)
     failure = machine.run(backward(machine, s, algorithm=algorithm), stage)
     assert failure.code == "InvalidArgument"
@@ -348,7 +349,7 @@ def test_grid_too_large_on_sm90(tmp_path, driver, stage, algorithm):
     ("make", "options"), [(backward, {}), (backward_fallback, {"blocks": None})]
 )
 def test_grid_too_large_of_a_portable_backward(machine, stage, make, options):
-    """Of dK and dV; delta, the first, has not run."""
+    """The dK/dV kernel has too large a grid, so delta, the first kernel, is not launched either."""
     s = Sizes(batch=1 << 10, mask_batch=1, q_len=64, kv_len=1 << 29, heads=1, kv_heads=1)
     failure = machine.run(make(machine, s, algorithm="portable", **options), stage)
     assert failure.code == "InvalidArgument"
@@ -368,8 +369,8 @@ def test_grid_too_large_of_decoding(machine, stage):
 @pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
 @pytest.mark.parametrize("name", ["forward", "sm90_fused", "sm90_separate"])
 def test_array_too_large_for_tensor_maps(tmp_path, driver, stage, name):
-    """Also: keys of 2^40 bytes are none of the first kernel's."""
-    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    """Nothing is launched, although the backward's first kernel does not read the keys."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_separate())
     heads = (1 << 40) // (1 << 29) // (2 * machine.variant["qk_dim"])
     s = Sizes(batch=1, mask_batch=1, q_len=64, kv_len=1 << 29, heads=heads, kv_heads=heads)
     call = forward(machine, s) if name == "forward" else backward(machine, s, algorithm=name)

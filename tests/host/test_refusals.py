@@ -1,8 +1,8 @@
-"""The four FFI handlers with bad buffers: every check, and every word of its message.
+"""FFI handlers with invalid buffers: every check, and its whole message.
 
-Guards against a handler that crashes, or launches, on what XLA should never have sent, and against
-a message that names the wrong argument. Runs on a fake libcuda (tests/support/cpp): needs the built
-extension and a C compiler.
+Guards against a handler that crashes or launches on invalid operands, and against a message that
+names the wrong argument. Runs on a fake libcuda (tests/support/cpp): needs the built extension and
+a C compiler.
 """
 
 import pytest
@@ -18,7 +18,7 @@ I32 = "int32"
 
 
 def refusals():
-    """(call, changes, text): every check, its whole message; the numbers are those of Sizes()."""
+    """(call, changes, message) for every check; the sizes are those of Sizes()."""
     long = (1 << 29) + 1
     at_most = 1 << 29
     yield (
@@ -134,7 +134,7 @@ def refusals():
     for name in ("kv_end", "q_ids", "q_pos"):
         bad = Array(I32, (2, 301))
         yield forward, {name: bad}, f"{name} is int32[2, 301], expected {rows}"
-    yield (  # one limit a row where two are read, and the other way round
+    yield (  # one limit per row where two are read, and the reverse
         forward,
         {"mask_mode": (I32, 3)},
         f"q_pos is int32[2, 300], expected {I32}[mask_batch=2, limits=2, q_len=300]",
@@ -147,7 +147,7 @@ def refusals():
     for name in ("kv_ids", "kv_pos"):
         bad = Array("int64", (2, 700))
         yield forward, {name: bad}, f"{name} is int64[2, 700], expected {keys}"
-    bad = Array(I32, (1, 700))  # read with ids alone, too
+    bad = Array(I32, (1, 700))  # also read if only ids are compared
     yield (
         forward,
         {"mask_mode": (I32, 1), "kv_ids": bad},
@@ -178,7 +178,7 @@ def refusals():
     bad = Array(I32, (2,))
     yield forward, {"counter": bad}, "counter is int32[2], expected int32[words=1]"
 
-    # The backward shares the forward's checks of query, key, value and mask; one of each is enough.
+    # The backward shares the forward's checks of query, key, value and mask: one of each suffices.
     yield (
         backward,
         {"key": Array("D", (2, 700, 4, "QK"))},

@@ -1,7 +1,7 @@
 """Twelve threads on four devices, in a C++ program under a sanitizer; `.ci/sanitize` builds it.
 
-Threads of Python that call a handler are put in order by the interpreter's lock, which hides races
-from ThreadSanitizer; and among Python's leaks AddressSanitizer does not find those of handlers.
+The interpreter's lock orders Python threads that call a handler, which hides races from
+ThreadSanitizer, and AddressSanitizer cannot tell leaks of handlers from Python's.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 from cpp.call_frame import DTYPES
 from cpp.calls import CALLS
 from cpp.machine import POINTERS, layout, make_machine, needs_compiler, needs_extension
-from cpp.made_up import made_up
+from cpp.made_up import random_call
 
 PROGRAM = os.environ.get("PACKAX_REPLAY")
 THREADS, DEVICES, MADE_UP, ROUNDS = 12, 4, 200, 3
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def lines_of(call):
-    """As replay.cc reads them."""
+    """The lines of a call in the format of replay.cc."""
     yield f"call {call.target}"
     for word, arrays in (("operand", call.operands), ("result", call.results)):
         for a in arrays.values():
@@ -45,12 +45,12 @@ def test_threads_of_a_program(tmp_path, driver):
     machine = make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
     rng = random.Random(0)
     calls = [make(machine) for make in CALLS.values()]
-    calls += [made_up(rng, machine) for _ in range(MADE_UP)]
+    calls += [random_call(rng, machine) for _ in range(MADE_UP)]
     lines = [f"device {machine.variant['cc']}"] * DEVICES
     lines += [f"layout {kernel} {layout(kernel)}" for kernel in POINTERS]
     lines += [line for call in calls for line in lines_of(call)]
     (tmp_path / "calls.txt").write_text("\n".join(lines) + "\n")
-    # What is preloaded into Python is linked to the program.
+    # The sanitizer that is preloaded into Python is linked into the program.
     env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     env["ASAN_OPTIONS"] = "detect_leaks=1"
     command = [PROGRAM, driver, tmp_path / "calls.txt", str(THREADS), str(ROUNDS)]

@@ -1,8 +1,8 @@
-"""The handlers where there are kernels of mma.sync: sections of the backward's workspace, which add
-dQ up in memory, every argument, and which calls take other kernels.
+"""The handlers with sm80 kernels (mma.sync): the sections of the backward's workspace, in which dQ
+is accumulated, every argument, and which calls take other kernels.
 
-Guards against a section in another place than the kernels have it. Runs on a fake libcuda
-(tests/support/cpp): needs the built extension and a C compiler.
+Guards against a workspace section in the wrong place. Runs on a fake libcuda (tests/support/cpp):
+needs the built extension and a C compiler.
 """
 
 from math import ceil, prod
@@ -38,7 +38,7 @@ def test_backward(sm80, s, has_dlse):
     values = {**attention(s, 0.375, 1, has_dlse), **pointers, "clear_dq": 1}
     expect_launches(sm80, call, dict.fromkeys(grids, values), grids)
     assert sm80.calls("cuTensorMapEncodeTiled") == 0
-    assert sm80.calls("cuLibraryLoadData") == 3  # not the portable ones
+    assert sm80.calls("cuLibraryLoadData") == 3  # not the portable kernels
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_backward(sm80, s, has_dlse):
     ids=str,
 )
 def test_the_portable_kernels_take_the_others(sm80, call):
-    """No room for the sum, the same bits every run, or dQ alone."""
+    """Without memory for the sum of dQ, for deterministic calls, or for dQ only."""
     s = SIZES[0]
     expect_portable_backward(
         sm80, backward(sm80, s, **call), s, needs_grad=call.get("needs_grad", 3)
@@ -101,7 +101,7 @@ def test_backward_with_a_soft_cap(capped, s):
     ids=str,
 )
 def test_the_fallback_kernels_take_other_soft_caps(capped, other):
-    """Larger ones, with another option, or where there is no room for dQ's sum."""
+    """Larger soft caps, another option, or no memory for the sum of dQ."""
     wanted = list(KERNELS["backward_fallback"])
     if other.get("needs_grad"):
         wanted.remove("backward_dkdv_fallback")
@@ -111,6 +111,6 @@ def test_the_fallback_kernels_take_other_soft_caps(capped, other):
 
 
 def test_a_soft_cap_without_a_gradient_of_the_query(capped):
-    """C++ only checks that dK and dV are needed: there is nothing to finish."""
+    """C++ only checks that dK and dV are needed. Without dQ there is no postprocess kernel."""
     kernels = ["backward_sm80_soft_cap" if "sm80" in k else k for k in SM80_BACKWARD[:2]]
     assert kernels_of(capped, backward_soft_cap(capped, needs_grad=2)) == kernels

@@ -1,9 +1,8 @@
-"""The handlers of forward and backward on a GPU of Hopper: tensor maps, the counter, the workspace,
-which kernels run.
+"""Forward and backward on Hopper: tensor maps, the counter, the workspace, which kernels run.
 
-Guards against a map of another tensor or of a wrong box, a counter that is not cleared, a section
-of the workspace in another place than the kernels have it. Runs on a fake libcuda
-(tests/support/cpp): needs the built extension and a C compiler.
+Guards against a tensor map over the wrong tensor or with the wrong box, a counter that is not
+cleared, and a workspace section in the wrong place. Runs on a fake libcuda (tests/support/cpp):
+needs the built extension and a C compiler.
 """
 
 from dataclasses import replace
@@ -37,7 +36,7 @@ pytestmark = [needs_extension, needs_compiler]
 @pytest.mark.parametrize("qk_dim", [64, 128])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
-    """Tensor maps in the places of query, key, value and out; the order is that of its tiles."""
+    """query, key, value and out are tensor maps; the order matches the tile size."""
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
@@ -49,7 +48,7 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     more = {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]}
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
-    # Before the launch, from which programs draw their tiles.
+    # Before the launch: programs take their tiles from the counter.
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
     assert machine.record()[0] == clear and len(machine.record()) == 2
 
@@ -69,7 +68,7 @@ def test_forward_with_largest_logits(tmp_path, driver, s, qk_dim, block):
 
 
 def wide_machine(folder, driver, kernel):
-    """One of 9.0 for head dim 512, if the build has this kernel."""
+    """A machine of compute capability 9.0 with head dim 512, if the build has this kernel."""
 
     def has_512(m):
         return m.ext.find(kernel, 90, m.variant["dtype"], 512, 512, DRIVER) is not None
@@ -82,8 +81,8 @@ def wide_machine(folder, driver, kernel):
 @pytest.mark.parametrize("kernel", ["forward_sm90", "forward_sm90_max_logits"])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward_of_head_dim_512(tmp_path, driver, s, kernel):
-    """It computes a tile twice, for half of the value columns each, so there are as many programs.
-    No portable kernel has this head dim."""
+    """Each tile is computed twice, for half of the value columns each, so there are twice as many
+    tiles. No portable kernel has this head dim."""
 
     machine = wide_machine(tmp_path, driver, kernel)
     largest = kernel.endswith("max_logits")
@@ -96,8 +95,8 @@ def test_forward_of_head_dim_512(tmp_path, driver, s, kernel):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("q_len", [1, 1536])
 def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
-    """Head dim 64, fewer tiles of 192 rows than multiprocessors: tiles of 128. For some heads it is
-    the kernel of all."""
+    """Tiles of 128 rows, at head dim 64 with fewer tiles of 192 rows than multiprocessors. A call
+    for some heads uses the same kernel as a call for all."""
 
     def choose(m):
         return m.has("forward_low_occupancy") and m.variant["dtype"] == dtype
@@ -117,7 +116,7 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
 
 
 def test_more_tiles_than_the_counter_counts(sm90):
-    """Programs past the last tile draw, too: one number each."""
+    """Each program increments the counter once after the last tile, which must not overflow."""
     block = sm90.row("forward_sm90", sm90.variant["cc"])["block"]
     most = 2**31 - 1 - 4096
     s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=1, heads=1, kv_heads=1)
@@ -143,7 +142,7 @@ def test_a_counter_that_is_not_cleared(sm90):
 
 
 def test_maps_are_encoded_for_each_call(sm90):
-    """The buffers of the next call may be elsewhere, under the same sizes."""
+    """The next call may have other addresses with the same sizes."""
     call = forward(sm90)
     assert sm90.run(call, INITIALIZE) is None
     assert sm90.calls("cuTensorMapEncodeTiled") == 0
@@ -156,7 +155,7 @@ def test_maps_are_encoded_for_each_call(sm90):
 
 @pytest.mark.parametrize(("version", "bit21"), [(12040, 0), (13010, 0), (13020, 1)])
 def test_maps_of_small_tensors(sm90, version, bit21):
-    """Under 128 KiB, drivers up to 13.1 set a bit that has to be cleared; later ones are right."""
+    """Below 128 KiB, drivers up to 13.1 set a bit that must be cleared; later drivers do not."""
     sm90.cuda.fake_set_version(version)
     call = forward(sm90, Sizes(batch=1, mask_batch=1, q_len=64, kv_len=64, heads=1, kv_heads=1))
     assert sm90.run(call) is None
@@ -167,7 +166,7 @@ def test_maps_of_small_tensors(sm90, version, bit21):
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_the_edge_of_small_tensors(sm90, more):
-    """128 KiB, a row less, a row more."""
+    """128 KiB, and a row less or more."""
     kv_len = 128 * 1024 // (2 * sm90.variant["qk_dim"]) + more
     s = Sizes(batch=1, mask_batch=1, kv_len=kv_len, heads=1, kv_heads=1)
     call = forward(sm90, s)
@@ -248,7 +247,7 @@ def test_map_that_the_driver_refuses(sm90):
 @pytest.mark.parametrize("has_dlse", [0, 1])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
-    """The sections of the workspace, in raw pointers and in tensor maps; dQ comes last."""
+    """The sections of the workspace, as pointers and as tensor maps; the sum of dQ is the last."""
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
@@ -266,7 +265,7 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     machine = make_machine(
-        tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
+        tmp_path, driver, choose=lambda m: m.has_separate() and m.variant["qk_dim"] == qk_dim
     )
     call = backward(
         machine, s, scale=0.375, mask_mode=3, algorithm="sm90_separate", needs_grad=needs_grad
@@ -282,9 +281,9 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
 @pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_of_head_dim_512(tmp_path, driver, s, needs_grad, algorithm):
-    """Two programs for 64 keys, one for each half of the columns of dK and dV. Programs of dQ are
-    halves of tiles, also the half past the last row, and take no counter. Boxes of what dK and dV
-    loop over are of 32 rows."""
+    """Two programs per 64 keys, one for each half of the columns of dK and dV. Programs of dQ take
+    half a tile, including the half past the last row, and use no counter. The operands over which
+    dK and dV loop have boxes of 32 rows."""
     machine = wide_machine(tmp_path, driver, "backward_dkdv_sm90_parts")
     call = backward(
         machine, s, scale=0.375, mask_mode=3, algorithm=algorithm, needs_grad=needs_grad
@@ -321,12 +320,12 @@ def test_backward_of_head_dim_512(tmp_path, driver, s, needs_grad, algorithm):
 
 
 def test_the_algorithm_says_which_kernels(tmp_path, driver):
-    """And the workspace is that of the algorithm, to the element."""
-    sm90 = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    """The workspace must have exactly the size of the algorithm."""
+    sm90 = make_machine(tmp_path, driver, choose=lambda m: m.has_separate())
     s = Sizes()
     for algorithm, kernels in (
         ("sm90_fused", sm90.kernels("backward")),
-        ("sm90_separate", sm90.kernels("backward_apart")),
+        ("sm90_separate", sm90.kernels("backward_separate")),
         ("portable", KERNELS["backward"]),
     ):
         call = backward(sm90, s, algorithm=algorithm)
@@ -343,21 +342,21 @@ def test_the_algorithm_says_which_kernels(tmp_path, driver):
 
 @pytest.mark.parametrize("qk_dim", [64, 128, 192, 256])
 def test_a_workspace_for_any_kernels(tmp_path, driver, qk_dim):
-    """The one kernel for all gradients where the build has it; else those apart, which need
-    less."""
+    """The fused kernel if the build has it; otherwise the separate kernels, which need less
+    workspace."""
     sm90 = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
     v = sm90.variant
     one = sm90.ext.find("backward_sm90", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
     assert sm90.run(backward(sm90)) is None
-    expected = sm90.kernels("backward" if one is not None else "backward_apart")
+    expected = sm90.kernels("backward" if one is not None else "backward_separate")
     assert [r["kernel"] for r in sm90.launches()] == expected
 
 
 @pytest.mark.parametrize("past", [False, True])
 def test_the_limit_of_32_bits_on_sm90(sm90, past):
-    """Rows of all heads; dQ's sum may have more cells than that."""
+    """The rows of all heads are limited; the sum of dQ may have more elements than 2^31."""
     batch = 2**31 // 64 - (0 if past else 1)  # of one block of 64 rows
     s = Sizes(batch=batch, mask_batch=1, q_len=64, kv_len=64, heads=1, kv_heads=1)
     call = backward(sm90, s)
@@ -370,7 +369,7 @@ def test_the_limit_of_32_bits_on_sm90(sm90, past):
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "dout", "dk", "dv", "workspace"])
 def test_a_misaligned_buffer_of_the_backward(sm90, name):
-    """Before anything is launched; the workspace is called by its first section of a map."""
+    """The error comes before any launch. For the workspace, it names the first mapped section."""
     call = backward(sm90)
     group = call.operands if name in call.operands else call.results
     group[name] = replace(group[name], address=0x12348)
@@ -384,8 +383,7 @@ def test_a_misaligned_buffer_of_the_backward(sm90, name):
 
 @pytest.mark.parametrize("needs_grad", [1, 2])
 def test_backward_of_some_on_sm90(sm90, needs_grad):
-    """One kernel makes all three, so dk and dv are there; only dq has a separate kernel after
-    it."""
+    """The fused kernel always writes dk and dv; only dq needs a postprocess kernel."""
     call = backward(sm90, needs_grad=needs_grad)
     assert sm90.run(call) is None
     kernels = [launch["kernel"] for launch in sm90.launches()]

@@ -1,15 +1,14 @@
-"""The fallback handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all
-there is.
+"""The handlers with a soft cap on Hopper, which has dedicated kernels for calls whose only option
+is a soft cap.
 
-Guards against a cap or a map of scores that one of the two kinds does not know and gets all the
-same, and against arguments in another place than the kernels have them. On a fake libcuda, as
-test_sm90_handlers.py.
+Guards against calls that reach a kernel which ignores one of their options, and against arguments
+in the wrong order. Runs on a fake libcuda, as test_sm90_handlers.py.
 """
 
 import numpy as np
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
-from cpp.calls import MAP, Array, backward_soft_cap, forward_soft_cap
+from cpp.calls import BLOCKS, Array, backward_soft_cap, forward_soft_cap
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, arguments, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, expect_one_backward, expect_separate_backward
@@ -30,7 +29,7 @@ def machine_of(tmp_path, driver, qk_dim, names="forward_soft_cap"):
 
 @pytest.fixture
 def capped(tmp_path, driver):
-    """A machine whose build has all kernels with a soft cap for its head dims."""
+    """A machine with all soft-cap kernels for its head dims."""
     return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_soft_cap"))
 
 
@@ -55,8 +54,8 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
-    """What `deterministic=True`, only some gradients and head dim 256 take."""
-    machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
+    """Used for `deterministic=True`, for only some of the gradients, and for head dim 256."""
+    machine = machine_of(tmp_path, driver, qk_dim, "backward_separate_soft_cap")
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
     call = backward_soft_cap(
@@ -76,12 +75,12 @@ def test_caps_of_its_own_kernels(capped, direction, soft_cap):
             assert launch["params"][at] == soft_cap
 
 
-# Of a plain call with a soft cap: what leaves it to the fallback kernels.
+# Changes that make a call with only a soft cap take the fallback kernels.
 OTHERS = {
     "a larger cap": {"soft_cap": float(np.nextafter(np.float32(1024), np.float32(2048)))},
     "a scale from a buffer": {"has": (1, 0)},
     "a bias": {"has": (0, 1)},
-    "a block mask": {"blocks": MAP},
+    "a block mask": {"blocks": BLOCKS},
     "other head dims": {"dims": (56, 56)},
 }
 
@@ -96,7 +95,7 @@ def test_what_takes_the_fallback_kernels(capped, direction, what):
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
-    """3e38 / 0.5 is infinite, and times a score of 0 it would be a NaN."""
+    """3e38 / 0.5 is infinite, and its product with a score of 0 would be NaN."""
     scale = ("float32", 3e38)
     call = MAKE[direction](capped, soft_cap=2.0).change(scale=scale)
     assert kernels_of(capped, call) == capped.kernels(f"{direction}_soft_cap")
@@ -119,7 +118,7 @@ def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(
 
 @pytest.mark.parametrize("needs_row_max", [0, 1])
 def test_without_largest_logits_their_address_is_null(capped, needs_row_max):
-    """Their result has no elements then: another array begins at its address."""
+    """Their result then has no elements, and another array may begin at its address."""
     call = forward_soft_cap(capped, needs_row_max=needs_row_max, has=(0, 1))
     assert kernels_of(capped, call) == KERNELS["forward_fallback"]
     (launch,) = capped.launches()
@@ -130,7 +129,7 @@ def test_without_largest_logits_their_address_is_null(capped, needs_row_max):
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_head_dims_without_such_kernels(tmp_path, driver, direction):
-    """192/128 has plain kernels of Hopper and none with a cap."""
+    """Hopper has plain kernels for head dims 192/128, but none with a soft cap."""
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and not m.has("forward_soft_cap")
     )
@@ -152,7 +151,7 @@ def test_float32(capped, direction):
 def test_the_algorithm_says_which_kernels(capped):
     for algorithm, kernels in (
         ("sm90_fused", capped.kernels("backward_soft_cap")),
-        ("sm90_separate", capped.kernels("backward_apart_soft_cap")),
+        ("sm90_separate", capped.kernels("backward_separate_soft_cap")),
         ("portable", KERNELS["backward_fallback"]),
     ):
         assert kernels_of(capped, backward_soft_cap(capped, algorithm=algorithm)) == kernels
@@ -160,7 +159,7 @@ def test_the_algorithm_says_which_kernels(capped):
 
 @pytest.mark.parametrize("needs_grad", [1, 2])
 def test_one_kernel_writes_all_gradients(capped, needs_grad):
-    """With the workspace of dQ's sum, dk and dv are there; only dq has a separate kernel."""
+    """The fused kernel always writes dk and dv; only dq needs a postprocess kernel."""
     call = backward_soft_cap(capped, needs_grad=needs_grad)
     finish = ["backward_postprocess"] if needs_grad & 1 else []
     assert kernels_of(capped, call) == ["backward_preprocess", "backward_sm90_soft_cap", *finish]
@@ -200,7 +199,7 @@ REFUSALS = [
 @pytest.mark.parametrize("soft_cap", [0.0, CAP])
 @pytest.mark.parametrize("make,changes,text", REFUSALS)
 def test_refusals(shared_machine, make, changes, text, soft_cap):
-    """Whatever kernels it would be."""
+    """The checks do not depend on the kernels."""
     call = make(shared_machine, soft_cap=soft_cap).change(**changes)
     for stage in (INITIALIZE, EXECUTE):
         failure = shared_machine.run(call, stage)

@@ -1,7 +1,7 @@
-"""Which files a plain call on one device goes through: docs/internals/walk.md draws it.
+"""Which files a plain call on one device goes through, as shown in docs/internals/walk.md.
 
-Guards against a stage that repacks the request on its way, and against a call on one GPU that
-enters context parallelism.
+Guards against a stage that repacks the request, and against a call on one GPU that enters context
+parallelism.
 """
 
 from __future__ import annotations

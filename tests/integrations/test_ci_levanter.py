@@ -1,4 +1,5 @@
-""".ci/levanter finds the tests in Marin's sources and in Levanter 1.2's, and says what failed."""
+""".ci/levanter finds the tests in Marin's sources and in Levanter 1.2's, and reports what
+failed."""
 
 import os
 import subprocess
@@ -6,7 +7,7 @@ import subprocess
 import pytest
 from paths import ROOT
 
-# In the place of Python: prints what it runs and where it imports from, and fails where FAILS is.
+# Stands in for Python: prints its arguments and import path, and fails if FAILS occurs in them.
 FAKE = """#!/usr/bin/env bash
 [ "$1" != -c ] || exit 0
 echo "$* $PYTHONPATH"
@@ -38,10 +39,10 @@ def test_what_is_run_and_said(tmp_path, folder, fails, runs, imports, last):
         environment["CHECKOUT"] = str(checkout)
     command = ["bash", str(ROOT / ".ci" / "levanter"), "--name", "x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    *said, end = done.stdout.splitlines()
+    *printed, end = done.stdout.splitlines()
     if folder is None:
-        assert said.pop() == "levanter: no CHECKOUT: Levanter's own tests were not run"
+        assert printed.pop() == "levanter: no CHECKOUT: Levanter's own tests were not run"
     assert end == last and done.returncode == bool(fails), done.stdout + done.stderr
-    for line, start in zip(said, runs, strict=True):
+    for line, start in zip(printed, runs, strict=True):
         assert line.startswith(start.format(checkout=checkout))
-    assert said[-1].endswith(imports.format(checkout=checkout))
+    assert printed[-1].endswith(imports.format(checkout=checkout))

@@ -1,4 +1,4 @@
-""".ci/maxtext says what it did not run, and fails if a part of it does."""
+""".ci/maxtext reports what it did not run, and fails if one of its parts does."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from paths import ROOT
 
-# In the place of Python: prints its arguments, and fails where they name FAILS.
+# Stands in for Python: prints its arguments, and fails if FAILS occurs in them.
 FAKE = """#!/usr/bin/env bash
 [ "$1" != -c ] || exit "$ABSENT"
 echo "ran $*"
@@ -56,10 +56,10 @@ def test_what_is_run_and_said(tmp_path, variables, code, lines):
     environment |= {"PYTHON": str(python), "ABSENT": "0", "FAILS": ""} | variables
     command = ["bash", str(ROOT / ".ci" / "maxtext")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = done.stdout.splitlines()
+    printed = done.stdout.splitlines()
     assert done.returncode == code, done.stdout + done.stderr
-    assert len(said) == len(lines)
-    for line, start in zip(said, lines, strict=True):
+    assert len(printed) == len(lines)
+    for line, start in zip(printed, lines, strict=True):
         assert line.startswith(start.format(python=python))
 
 

@@ -1,4 +1,5 @@
-"""packax.dot_product_attention: what jax.nn.dot_product_attention gives, from row ranges."""
+"""packax.dot_product_attention gives the results of jax.nn.dot_product_attention, from row
+ranges."""
 
 import functools
 import warnings
@@ -43,16 +44,18 @@ def run(attention, options, q, k, v):
 
 
 def assert_same(options, q, k, v):
-    """Rows with no key apart: theirs is then the mean of the values, ours 0."""
+    """Except for rows without a key, where jax.nn gives the mean of the values and packax 0."""
     ours, expected = (run(f, options, q, k, v) for f in (packax.dot_product_attention, theirs))
-    some = np.asarray(expected[1]) > -1e30
-    assert some.mean() > 0.4
+    has_key = np.asarray(expected[1]) > -1e30
+    assert has_key.mean() > 0.4
     for x, y in zip(ours, expected, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
     for x, y in zip(ours[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(np.asarray(x)[some], np.asarray(y)[some], rtol=2e-5, atol=2e-6)
-    assert not np.any(ours[0][~some]) and np.all(np.isneginf(ours[1][~some]))
-    if some.all() or "query_seq_lengths" in options:
+        np.testing.assert_allclose(
+            np.asarray(x)[has_key], np.asarray(y)[has_key], rtol=2e-5, atol=2e-6
+        )
+    assert not np.any(ours[0][~has_key]) and np.all(np.isneginf(ours[1][~has_key]))
+    if has_key.all() or "query_seq_lengths" in options:
         for x, y in zip(ours[2:], expected[2:], strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
 
@@ -70,7 +73,7 @@ def test_without_a_batch():
 
 
 def test_residual_has_the_dtype_of_key_and_no_gradient():
-    """As there; in bfloat16 outputs are one rounding of each other apart."""
+    """As in jax.nn; bfloat16 outputs differ by at most one rounding."""
     q, k, v = tensors(dtype=jnp.bfloat16)
     call = functools.partial(packax.dot_product_attention, is_causal=True, return_residual=True)
     out, residual = call(q, k, v)
@@ -85,16 +88,16 @@ def test_residual_has_the_dtype_of_key_and_no_gradient():
 
 def test_only_the_residual_asks_for_the_lse(monkeypatch):
     """Its cotangent costs the backward an operand."""
-    asked = []
+    seen = []
     real = packax.integrations.jax_nn.flash_attention
     monkeypatch.setattr(
         packax.integrations.jax_nn,
         "flash_attention",
-        lambda *x, **options: asked.append(options.get("return_lse")) or real(*x, **options),
+        lambda *x, **options: seen.append(options.get("return_lse")) or real(*x, **options),
     )
     packax.dot_product_attention(*tensors())
     packax.dot_product_attention(*tensors(), return_residual=True)
-    assert asked == [None, True]
+    assert seen == [None, True]
 
 
 def test_windows_beyond_int32():
@@ -108,7 +111,7 @@ def test_windows_beyond_int32():
 
 @pytest.mark.parametrize("dtype", some(["int8", "uint32", "float32", "float16"], 1, 3))
 def test_windows_that_are_traced(dtype):
-    """A scan over layers whose windows differ: on packax's path, as jax.nn takes them."""
+    """A scan over layers with different windows runs on packax's path and equals jax.nn."""
     q, k, v = tensors(keys=T)
     windows = jnp.array([[3, 2], [0, 0], [7, 0], [99, 1]], dtype)
     if jnp.issubdtype(windows.dtype, jnp.floating):
@@ -132,7 +135,8 @@ def test_windows_that_are_traced(dtype):
 
 
 def test_what_python_reads_as_numbers():
-    """As jax.nn: None is no causal mask, True as a scale is 1, NaN keys are near nothing."""
+    """As in jax.nn: is_causal=None is not causal, scale=True is 1, and a NaN window reaches no
+    key."""
     q, k, v = tensors(keys=T)
     for options in (
         {"is_causal": None},
@@ -162,7 +166,7 @@ def test_expressions_and_built_masks():
 
 
 def test_implementations_of_jax_nn():
-    """An explicit choice, which takes all that jax.nn takes, and expressions too."""
+    """An explicit choice, which supports everything that jax.nn does, and expressions too."""
     q, k, v = tensors(keys=T)
     rng = np.random.default_rng(7)
     bias = jnp.asarray(rng.standard_normal((1, HEADS, T, T)), jnp.float32)
@@ -174,7 +178,7 @@ def test_implementations_of_jax_nn():
     expected = packax.dot_product_attention(q, k, v, mask=documents)
     np.testing.assert_allclose(out[0, :17], expected[0, :17], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out[1, 4:], expected[1, 4:], rtol=2e-5, atol=2e-6)
-    chosen = rng.random((2, HEADS, 3, 3)) < 0.5  # maps of heads, also where the batch has none
+    chosen = rng.random((2, HEADS, 3, 3)) < 0.5  # per head; then for batch 1 and without a batch
     for one in (chosen, chosen[:1], chosen[0, 0]):
         blocks = packax.masks.block_sparse(one | np.eye(3, dtype=bool), 7)
         out = packax.dot_product_attention(q, k, v, mask=blocks, implementation="xla")
@@ -186,18 +190,18 @@ def test_implementations_of_jax_nn():
 
 
 def test_cudnn_is_passed_on(monkeypatch):
-    asked = []
+    seen = []
     monkeypatch.setattr(
         packax.integrations.jax_nn,
         "jax_nn_attention",
-        lambda *x, return_residual=False, **options: asked.append(options) or x[0],
+        lambda *x, return_residual=False, **options: seen.append(options) or x[0],
     )
     packax.dot_product_attention(*tensors(), implementation="cudnn", is_causal=True)
-    assert asked[0]["implementation"] == "cudnn" and asked[0]["is_causal"] is True
+    assert seen[0]["implementation"] == "cudnn" and seen[0]["is_causal"] is True
 
 
 def test_dims_as_jax_nn_takes_them():
-    """One row without a length, flags as numbers, integers as a scale, empty batches."""
+    """One row without a length axis, flags as numbers, an integer scale, empty batches."""
     q, k, v = tensors(1)
     one = jax.nn.dot_product_attention(q[0, 0], k[0], v[0])
     np.testing.assert_allclose(
@@ -222,7 +226,7 @@ def test_dims_as_jax_nn_takes_them():
 
 
 def test_the_shape_of_a_mask_says_what_rows_without_keys_give():
-    """0 under a mask of keys, jax.nn's mean under the same one broadcast over rows."""
+    """0 under a mask of keys, jax.nn's mean under the same mask broadcast over rows."""
     q, k, v = tensors(2)
     keys = jnp.stack([jnp.arange(S) < 5, jnp.zeros(S, bool)])[:, None, None]
     mean = jax.nn.dot_product_attention(q, k, v, mask=keys)
@@ -234,20 +238,20 @@ def test_the_shape_of_a_mask_says_what_rows_without_keys_give():
 
 
 def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
-    """On a build whose kernels do not take them."""
-    asked = []
+    """On a build whose kernels do not support them."""
+    seen = []
     real = packax.integrations.jax_nn.flash_attention
     monkeypatch.setattr(
         packax.integrations.jax_nn,
         "flash_attention",
-        lambda *x, **options: asked.append(options["implementation"]) or real(*x, **options),
+        lambda *x, **options: seen.append(options["implementation"]) or real(*x, **options),
     )
     for have in (True, False):
         monkeypatch.setattr(
             packax.integrations.jax_nn, "has_kernels", lambda *x, have=have, options: have
         )
         packax.dot_product_attention(*tensors())
-    assert asked == [None, "xla"]
+    assert seen == [None, "xla"]
 
 
 BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
@@ -308,7 +312,7 @@ def test_errors_of_shapes():
 
 
 def test_a_mask_of_keys_under_x64():
-    """Where plain integers are int64."""
+    """Under x64, plain integers are int64."""
     x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     args = tensors()
     want = packax.dot_product_attention(*args, mask=KEYS)

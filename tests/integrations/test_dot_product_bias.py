@@ -1,7 +1,8 @@
-"""packax.dot_product_attention with biases and dense masks: what jax.nn gives, on packax's kernels.
+"""packax.dot_product_attention with biases and dense masks gives the results of jax.nn, on packax's
+kernels.
 
-Guards against a bias added at the wrong heads or rows, a gradient of another shape, an array
-expanded over the axes it does not have, and a way back into jax.nn's quadratic path.
+Guards against a bias added to the wrong heads or rows, a gradient of another shape, an array
+expanded over its broadcast axes, and a silent use of jax.nn's quadratic path.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from tiers import some
 
 BIAS = np.random.default_rng(3).standard_normal((2, HEADS, T, S)).astype(np.float32)
 SHAPES = ["1111", "0011", "1011", "0111", "0010", "1101", "1001", "0000", "1000"]
-HALF = {  # what goes with them
+HALF = {  # options combined with each shape
     "nothing": {},
     "causal": {"is_causal": True, "scale": 0.3},
     "lengths": {"key_value_seq_lengths": lengths(9, S), "local_window_size": (12, 30)},
@@ -31,14 +32,14 @@ HALF = {  # what goes with them
 
 @pytest.fixture(autouse=True)
 def no_fallback():
-    """And no promotion of ranks, which jax's own tests forbid."""
+    """Also forbids rank promotion, as JAX's own tests do."""
     with warnings.catch_warnings(), jax.numpy_rank_promotion("raise"):
         warnings.simplefilter("error", FallbackWarning)
         yield
 
 
 def cut(array, shape):
-    """Of a shape such as "1011": 0 is an axis of size 1."""
+    """For a shape such as "1011", where 0 is an axis of size 1."""
     return array[tuple(slice(None) if whole == "1" else slice(1) for whole in shape)]
 
 
@@ -61,23 +62,23 @@ def run(attention, q, k, v, bias, residual=True, **options):
 
 
 def assert_same(bias, **options):
-    """With a dense mask everything; else rows with no key apart, where jax.nn gives the mean of
-    the values and packax 0."""
+    """Compares everything with a dense mask; otherwise all but rows without a key, where jax.nn
+    gives the mean of the values and packax 0."""
     q, k, v = tensors()
     ours, expected = (run(f, q, k, v, bias, **options) for f in (packax_nn, theirs))
-    some = np.asarray(expected[1]) > -1e30
-    assert some.mean() > 0.4
+    has_key = np.asarray(expected[1]) > -1e30
+    assert has_key.mean() > 0.4
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
     dense = "mask" in options and options["mask"].shape[1:3] != (1, 1)
-    compared = np.ones_like(some) if dense else some
+    compared = np.ones_like(has_key) if dense else has_key
     for x, y in zip(ours[:2], expected[:2], strict=True):
         x, y = np.asarray(x)[compared], np.asarray(y)[compared]
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
     if not dense:
-        assert not np.any(ours[0][~some]) and np.all(np.isneginf(ours[1][~some]))
+        assert not np.any(ours[0][~has_key]) and np.all(np.isneginf(ours[1][~has_key]))
     for n, (x, y) in enumerate(zip(ours[2], expected[2], strict=True)):
-        if dense or some.all() or n not in (1, 2):  # theirs has parts of such rows in these
+        if dense or has_key.all() or n not in (1, 2):  # jax.nn's include rows without a key
             np.testing.assert_allclose(x, y, rtol=5e-5, atol=2e-5)
 
 
@@ -86,7 +87,7 @@ def packax_nn(*x, **options):
 
 
 def each_time(first):
-    """Every fourth shape, each with another of HALF."""
+    """Every fourth shape, each with another option of HALF."""
     return [4 * i * len(HALF) + (i + first) % len(HALF) for i in range(3)]
 
 
@@ -103,7 +104,7 @@ def test_every_shape_of_a_bias(shape, half):
     some(itertools.product(SHAPES, HALF), *each_time(0)),
 )
 def test_every_shape_of_a_mask(shape, half):
-    """Some of them leave whole rows without a key: all have one such row."""
+    """Some masks leave whole rows without a key: all with a row axis have one."""
     mask = cut(DENSE if shape[3] == "1" else DENSE[..., 1:], shape).copy()
     if shape[2] == "1":
         mask[:, :, 3] = False
@@ -119,11 +120,11 @@ def test_a_bias_and_a_mask(of_bias, of_mask):
 
 @pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16, jnp.int32], 2))
 def test_bfloat16_with_biases_of_every_dtype(dtype):
-    """As near to the truth as jax.nn in the same dtype; integers have no gradient."""
+    """As close to the exact result as jax.nn in the same dtype; an integer bias has no gradient."""
     bias = jnp.asarray(3 * cut(BIAS, "0111"), dtype)
     floating = jnp.issubdtype(dtype, jnp.floating)
 
-    def of(attention, tensors, bias):
+    def results_of(attention, tensors, bias):
         def call(q, k, v, added, **more):
             return attention(q, k, v, added if floating else bias, **more)
 
@@ -132,16 +133,18 @@ def test_bfloat16_with_biases_of_every_dtype(dtype):
 
     half = tensors(dtype=jnp.bfloat16)
     wide = tuple(x.astype(jnp.float32) for x in half)
-    true = of(jax.nn.dot_product_attention, wide, bias.astype(jnp.float32) if floating else bias)
-    plain = of(jax.nn.dot_product_attention, half, bias)
-    for x, y, z in zip(of(packax_nn, half, bias), plain, true, strict=True):
+    true = results_of(
+        jax.nn.dot_product_attention, wide, bias.astype(jnp.float32) if floating else bias
+    )
+    plain = results_of(jax.nn.dot_product_attention, half, bias)
+    for x, y, z in zip(results_of(packax_nn, half, bias), plain, true, strict=True):
         assert x.dtype == y.dtype
         errors = [np.abs(np.asarray(one, np.float32) - z).max() for one in (x, y)]
         assert errors[0] <= 2 * errors[1]
 
 
 def test_rows_that_a_bias_leaves_no_key():
-    """0, also in gradients, where jax.nn gives NaN; the others are as a mask leaves them."""
+    """0, also in gradients, where jax.nn gives NaN; other rows equal those under a mask."""
     q, k, v = tensors()
     bias = BIAS.copy()
     bias[:, 1, 4] = -np.inf
@@ -198,14 +201,14 @@ def text_of(q, k, v, **options):
 
 @pytest.mark.parametrize("dim", [64, 256])
 def test_kernels_that_are_called(extension, dim):
-    """Both passes of the kernels with a bias, and the bias is never expanded over the batch."""
+    """Both passes use kernels with a bias, and the bias is never expanded over the batch."""
     text = text_of(*lowered.abstract(dim=dim, v_dim=dim), is_causal=True)
     assert {"packax_forward_v1", "packax_backward_v1"} <= set(re.findall(r"packax_\w+_v1", text))
     assert "2x8x300x300" not in text and "8x300x300" in text
 
 
 def test_no_kernels_for_a_bias(extension, monkeypatch):
-    """Above head dim 256: jax.nn's own, with one warning, with its gradient."""
+    """Above head dim 256: jax.nn's own path, with one warning, and its gradient."""
     monkeypatch.setattr(packax.integrations.fallback, "_said", set())
     wide = lowered.abstract(dim=264, v_dim=264)
     with pytest.warns(FallbackWarning, match=r"a bias, bfloat16 and head dim 264: runs on"):
@@ -216,7 +219,8 @@ def test_no_kernels_for_a_bias(extension, monkeypatch):
 
 
 def test_a_constant_mask_is_not_computed_while_compiling():
-    """XLA compiled 11 s to fold 2048 x 2048 into bits: the mask itself is the one constant."""
+    """XLA spent 11 s on folding a 2048 x 2048 mask into bits: only the mask itself is a
+    constant."""
     q = jnp.ones((1, 320, HEADS, 8))
     mask = np.tril(np.ones((320, 320), bool))
     run = jax.jit(lambda q: packax.dot_product_attention(q, q, q, mask=mask))

@@ -17,15 +17,15 @@ from tiers import once_each, some
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """Nothing was said before, and the environment says nothing."""
+def unwarned(monkeypatch):
+    """No warning was given before, and PACKAX_FALLBACK is unset."""
     monkeypatch.setattr(fallback, "_said", set())
     monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
 
 
 @pytest.fixture
 def no_bias_kernels(monkeypatch):
-    """A build without, as there is none above head dim 128."""
+    """A build without bias kernels, as for head dims that have none."""
     monkeypatch.setattr(packax.integrations.jax_nn, "has_kernels", lambda *x, with_bias=0: 0)
 
 
@@ -33,8 +33,8 @@ def no_bias_kernels(monkeypatch):
     "masked,shape",  # 0: of size 1
     once_each([False, True], ["1111", "0011", "0111", "1101", "0000"]),
 )
-def test_every_broadcast_shape(said, no_bias_kernels, masked, shape):
-    """Results and gradients of q, k, v and the bias are jax.nn's, bit for bit."""
+def test_every_broadcast_shape(unwarned, no_bias_kernels, masked, shape):
+    """Results and gradients of q, k, v and the bias equal jax.nn's, bit for bit."""
     q, k, v = tensors()
     cut = tuple(slice(None) if whole == "1" else slice(1) for whole in shape)
     mask = DENSE[cut] if masked else None
@@ -72,7 +72,7 @@ def test_every_broadcast_shape(said, no_bias_kernels, masked, shape):
         ),
     ],
 )
-def test_what_only_jax_nn_takes(said, options, dtype):
+def test_what_only_jax_nn_takes(unwarned, options, dtype):
     x = tensors(dtype=dtype)
     with pytest.warns(fallback.FallbackWarning, match=r"^dot_product_attention with a? ?\w+ "):
         ours = packax.dot_product_attention(*x, **options)
@@ -80,7 +80,7 @@ def test_what_only_jax_nn_takes(said, options, dtype):
     np.testing.assert_array_equal(ours, jax.nn.dot_product_attention(*x, **others))
 
 
-def test_an_expression_with_a_bias(said, no_bias_kernels):
+def test_an_expression_with_a_bias(unwarned, no_bias_kernels):
     q, k, v = tensors(keys=T)
     bias = jnp.ones((HEADS, T, T)) * jnp.arange(T)
     documents = packax.documents(np.repeat([0, 1], [9, 12]))
@@ -97,7 +97,7 @@ def test_an_expression_with_a_bias(said, no_bias_kernels):
 ONLY_THEIRS = {"mask": DENSE, "scale": np.full(1, 0.3)}
 
 
-def test_the_residual_of_jax_nn(said):
+def test_the_residual_of_jax_nn(unwarned):
     if not RESIDUALS:
         with pytest.raises(NotImplementedError, match=r"return_residual=True on jax.nn's path"):
             packax.dot_product_attention(*tensors(), **ONLY_THEIRS, return_residual=True)
@@ -107,16 +107,16 @@ def test_the_residual_of_jax_nn(said):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs(*tensors(), **ONLY_THEIRS))
 
 
-def test_said_once_silent_or_an_error(said, monkeypatch):
+def test_said_once_silent_or_an_error(unwarned, monkeypatch):
     call = functools.partial(packax.dot_product_attention, *tensors(), **ONLY_THEIRS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):  # an error again: what was not heard was not said
+        for _ in range(2):  # raised again: a warning that raised does not count as given
             with pytest.raises(fallback.FallbackWarning, match="a scale that is a number, and hea"):
                 call()
-    with pytest.warns(fallback.FallbackWarning, match=r"with a scale of shape \(1,\): ") as heard:
+    with pytest.warns(fallback.FallbackWarning, match=r"with a scale of shape \(1,\): ") as caught:
         call()
-    assert heard[0].filename == __file__
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
@@ -134,7 +134,7 @@ def test_said_once_silent_or_an_error(said, monkeypatch):
 
 @pytest.mark.parametrize("first", some(["packax", "patch"], 1))
 def test_assigned_over_jax_nn(first):
-    """Whichever comes first; in a separate process, where nothing holds the original."""
+    """In either order; in a separate process, where nothing holds the original."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
 original = jax.nn.dot_product_attention

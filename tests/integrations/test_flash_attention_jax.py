@@ -1,4 +1,5 @@
-"""packax.integrations.flash_attention_jax: against the float64 oracle, and the package itself."""
+"""packax.integrations.flash_attention_jax against the float64 oracle, and against the package
+itself."""
 
 import functools
 
@@ -9,7 +10,7 @@ import oracle
 import pytest
 from packax.integrations import flash_attention_jax as ours
 
-SHAPES = {  # of q, k, v; the last dimension of v is its own
+SHAPES = {  # of q, k, v; v may have another last dimension
     "as there": ((2, 3, 37, 8), (2, 3, 37, 8), (2, 3, 37, 8)),
     "cross": ((2, 2, 5, 8), (2, 2, 70, 8), (2, 2, 70, 12)),
     "tall": ((1, 2, 33, 8), (1, 2, 9, 8), (1, 2, 9, 8)),
@@ -28,7 +29,8 @@ def tensors(shapes, dtype=jnp.float32, seed=0):
 
 
 def flat(x, batch, heads_of=None):
-    """(*batch, heads, length, dim) as the oracle's (B, length, heads, dim); no heads: one."""
+    """(*batch, heads, length, dim) as the oracle's (B, length, heads, dim); without a heads axis:
+    one head."""
     if heads_of is not None and 2 <= x.ndim < heads_of:
         x = np.expand_dims(x, -3)
     if x.ndim == 2:
@@ -57,7 +59,8 @@ def check(call, q, k, v, dout, allowed, scale):
     got = [flat(x, batch, q.ndim) for x in (out, *gradients)]
 
     def results(out, *gradients):
-        """float32, no lse, gradients summed over the heads that were repeated for the oracle."""
+        """In the dtype of q, without an lse, with gradients summed over the heads that were
+        repeated for the oracle."""
         wide = [np.asarray(x, np.float64) for x in gradients]
         for i, x in enumerate(got[1:]):
             wide[i] = wide[i].reshape(*x.shape[:3], -1, x.shape[3]).sum(3)
@@ -72,7 +75,7 @@ def test_flash_attention(name):
     q, k, v, dout = tensors(SHAPES[name])
     batch = q.shape[:-3]
     key_mask = np.random.default_rng(1).random((*batch, k.shape[-2])) < 0.6
-    key_mask.reshape(-1, k.shape[-2])[-1] &= len(batch) == 0  # a batch row with no key at all
+    key_mask.reshape(-1, k.shape[-2])[-1] &= len(batch) == 0  # a batch row without keys
     allowed = np.broadcast_to(
         key_mask.reshape(-1, 1, k.shape[-2]), (int(np.prod(batch)), q.shape[-2], k.shape[-2])
     )
@@ -140,14 +143,14 @@ def test_errors(shapes, key_mask, message):
     ],
 )
 def test_kernels_where_there_are_and_xla_for_the_rest(extension, dtype, dim, kernels):
-    """On every backend: no request of theirs may end in an error for want of a kernel."""
+    """On every backend no request may fail because a kernel is missing."""
     x = jax.ShapeDtypeStruct((2, 3, 37, dim), dtype)
     traced = jax.jit(jax.grad(lambda *x: ours.causal_flash_attention(*x).sum())).trace(x, x, x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("packax_forward" in text, "packax_backward" in text) == (kernels, kernels)
 
 
-# --- The package itself, where it is installed (the `test` extra).
+# --- Against the package itself, if it is installed (the `test` extra).
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +159,7 @@ def theirs():
 
 
 def both(name, theirs, *args):
-    """Output and gradients of q, k and v of our function and of theirs."""
+    """Compares output and gradients of q, k and v of both functions."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(module, *args):

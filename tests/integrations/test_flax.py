@@ -1,5 +1,5 @@
-"""Flax's attention layers with packax inside, against their own attention: the `test` extra has
-flax."""
+"""Flax's attention layers with packax inside, against their own attention. Flax is in the `test`
+extra."""
 
 import functools
 
@@ -21,7 +21,7 @@ X = jnp.asarray(RNG.standard_normal((BATCH, LENGTH, WIDTH)), jnp.float32)
 IDS = np.stack([np.repeat([3, 1, 2], [9, 8, 6]), np.repeat([0, 7, -1], [2, 15, 6])])
 EXPRESSION = packax.causal() & packax.documents(IDS)
 DENSE = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))[:, None]
-REAL = (IDS != -1)[..., None]  # rows of padding: the mean of all values there, 0 here
+REAL = (IDS != -1)[..., None]  # rows of padding are the mean of all values in Flax, 0 here
 
 
 def same(x, y):
@@ -29,7 +29,7 @@ def same(x, y):
 
 
 def same_gradients(x, y):
-    """Softmax takes out a bias of the keys: of its gradient, which is 0, there is only rounding."""
+    """Softmax cancels a bias of the keys, so its gradient is 0 up to rounding."""
 
     def compare(path, a, b):
         if [getattr(step, "key", None) for step in path][-2:] == ["key", "bias"]:
@@ -50,7 +50,7 @@ def linen(attention_fn=None, **options):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _linen(layer, parameters, x, mask):
-    """Output, and gradients of parameters and x, of the rows that are no padding."""
+    """Output, and gradients of parameters and x, for rows that are not padding."""
 
     def loss(parameters, x):
         out = layer.apply(parameters, x, mask=mask) * REAL
@@ -80,7 +80,7 @@ def test_linen_with_a_mask_of_its_own(parameters):
 
 
 def test_linen_decodes_with_its_cache(parameters):
-    """Step by step over the cache, whose mask of keys Flax makes, as with its own attention."""
+    """Step by step over the cache, for which Flax builds a key mask, as with its own attention."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(layer, parameters, x):
@@ -98,14 +98,14 @@ def test_linen_decodes_with_its_cache(parameters):
         decode(linen(ours.dot_product_attention, decode=True), parameters, X),
         decode(linen(decode=True), parameters, X),
     )
-    mask = packax.sliding_window(3)  # of the new row, which is not the first
+    mask = packax.sliding_window(3)  # applies to the new row, which is not row 0 of the sequence
     got = decode(linen(ours.attention_fn(mask), decode=True), parameters, X)
     whole = linen(ours.dot_product_attention).apply(parameters, X, mask=mask)
     same(got.swapaxes(0, 1), whole)
 
 
 def test_linen_scan_over_layers_with_remat():
-    """A built mask is a pytree: it crosses nn.remat and nn.scan."""
+    """A built mask is a pytree, so nn.remat and nn.scan accept it."""
 
     class Block(nn.Module):
         @nn.compact
@@ -134,8 +134,8 @@ def test_linen_scan_over_layers_with_remat():
         for i in range(2):
             layer = jax.tree.map(lambda p, i=i: p[i], variables["params"])
             normal = nn.LayerNorm().apply({"params": layer["LayerNorm_0"]}, x)
-            own = {"params": layer["MultiHeadDotProductAttention_0"]}
-            x = x + linen(ours.dot_product_attention).apply(own, normal, mask=mask)
+            attention_parameters = {"params": layer["MultiHeadDotProductAttention_0"]}
+            x = x + linen(ours.dot_product_attention).apply(attention_parameters, normal, mask=mask)
         return jnp.sum(jnp.sin(x))
 
     value, gradients = run(variables)
@@ -169,10 +169,10 @@ def test_nnx_with_a_mask_of_the_call():
 
 
 def test_nnx_is_causal_and_keys():
-    """Arguments that the function gets straight: nnx passes is_causal and a mask of keys."""
+    """Arguments passed to the function directly: nnx passes is_causal and a mask of keys."""
     q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
     keys = RNG.random((2, 3, 1, 1, 9)) < 0.7
-    keys[..., 0] = True  # so that no row is without a key
+    keys[..., 0] = True  # no row is without a key
     from flax.nnx.nn import attention
 
     causal = np.tril(np.ones((9, 9), bool))
@@ -206,23 +206,23 @@ def test_dtype_and_options():
     assert np.abs(scaled - ours.attention_fn(packax.causal())(q, k, v)).max() > 0.01
 
 
-# --- What has no kernel: Flax's own attention, with one warning.
+# --- No kernel: Flax's own attention, with one warning.
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """Nothing was said before, and the environment says nothing."""
+def unwarned(monkeypatch):
+    """No warning was given before, and PACKAX_FALLBACK is unset."""
     monkeypatch.setattr(fallback, "_said", set())
     monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
 
 
 @pytest.fixture
 def no_bias_kernels(monkeypatch):
-    """A build without those with a bias, as there are none above head dim 256."""
+    """A build without bias kernels, as for head dims above 256."""
     monkeypatch.setattr(ours, "has_kernels", lambda *x, with_bias=False, options=0: not with_bias)
 
 
-FILLED = np.tril(np.ones((LENGTH, LENGTH), bool))  # no row without a key
+FILLED = np.tril(np.ones((LENGTH, LENGTH), bool))  # no row is without a key
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 
 
@@ -245,8 +245,8 @@ DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
         ),
     ],
 )
-def test_what_only_flax_takes(said, no_bias_kernels, arguments, reason):
-    """Results and gradients, bit for bit: nnx's, or linen's where an argument is linen's."""
+def test_what_only_flax_takes(unwarned, no_bias_kernels, arguments, reason):
+    """Results and gradients bit for bit: nnx's, or linen's where an argument is linen's."""
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
     with pytest.warns(fallback.FallbackWarning, match=f"attention of Flax with {reason}"):
         out, transpose = jax.vjp(lambda q: ours.dot_product_attention(q, q, q, **arguments), q)
@@ -263,8 +263,8 @@ def test_what_only_flax_takes(said, no_bias_kernels, arguments, reason):
     np.testing.assert_array_equal(transpose(jnp.cos(out))[0], back(jnp.cos(expected))[0])
 
 
-def test_layers_with_dense_masks_dropout_and_sown_weights(said, no_bias_kernels, parameters):
-    """As Flax's own layers give them, linen and nnx."""
+def test_layers_with_dense_masks_dropout_and_sown_weights(unwarned, no_bias_kernels, parameters):
+    """As in Flax's own layers, linen and nnx."""
     x = linen(dropout_rate=0.4), linen(ours.dot_product_attention, dropout_rate=0.4)
     rngs = {"dropout": jax.random.key(4)}
     run = functools.partial(
@@ -288,14 +288,14 @@ def test_layers_with_dense_masks_dropout_and_sown_weights(said, no_bias_kernels,
 
 
 class Sown:
-    """A module as far as nnx's attention asks it."""
+    """The part of a module that nnx's attention uses."""
 
     def sow(self, *what):
         self.what = what
 
 
-def test_assigned_over_flax(said, monkeypatch):
-    """No way back into packax from Flax's own path."""
+def test_assigned_over_flax(unwarned, monkeypatch):
+    """Flax's own path must not call packax again."""
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
     expected = nnx.dot_product_attention(q, q, q, mask=jnp.asarray(FILLED))
     for place in (nn, nnx, nn.attention, nnx.nn.attention, jax.nn):
@@ -308,7 +308,7 @@ def test_assigned_over_flax(said, monkeypatch):
 
 
 def test_expressions_with_dense_masks():
-    """Of more batch dimensions, a mask of keys and one of attention_fn."""
+    """With more batch dimensions, a dense mask, is_causal and an expression of attention_fn."""
     q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
     dense = RNG.random((2, 3, 4, 9, 9)) < 0.7
     dense[..., 0] = True

@@ -1,8 +1,8 @@
 """Biases, dense masks and dropout of Flax's attention on packax's kernels: values, gradients, and
-that dropout is what Flax's is in all but its bits.
+that dropout matches Flax's except for the random bits.
 
-Guards against a bias of another batch row, dropout that keeps too much or scales wrongly, that
-ignores `deterministic` or `broadcast_dropout`, and a silent way into Flax's quadratic path.
+Guards against a bias of another batch row, dropout that keeps too much, scales wrongly or ignores
+`deterministic` or `broadcast_dropout`, and a silent use of Flax's quadratic path.
 """
 
 import functools
@@ -27,7 +27,7 @@ Q, K, V = (
     jnp.asarray(RNG.standard_normal((*BATCH, LENGTH, HEADS, DIM)), jnp.float32) for _ in range(3)
 )
 MASK = RNG.random((*BATCH, HEADS, LENGTH, LENGTH)) < 0.7
-MASK[..., 0] = True  # no row without a key
+MASK[..., 0] = True  # no row is without a key
 BIAS = RNG.standard_normal(MASK.shape).astype(np.float32)
 
 
@@ -43,7 +43,8 @@ def same(x, y):
 
 
 def cut(array, shape):
-    """Of a shape such as "10111": 0 is an axis of size 1; the axes that are not there are cut."""
+    """For a shape such as "10111", where 0 is an axis of size 1; absent leading axes are
+    dropped."""
     index = tuple(slice(None) if whole == "1" else slice(1) for whole in shape.zfill(5))
     return array[index].reshape(array[index].shape[5 - len(shape) :])
 
@@ -67,7 +68,7 @@ def with_gradients(attention, *arrays, **options):
     ),
 )
 def test_biases(shape, of_mask):
-    """linen's own attention, with gradients of the bias in its shape."""
+    """Equals linen's own attention, with gradients in the shape of the bias."""
     bias = jnp.asarray(cut(BIAS, shape))
     options = {} if of_mask is None else {"mask": jnp.asarray(cut(MASK, of_mask))}
     got, expected = (
@@ -88,19 +89,20 @@ def test_dense_masks(shape):
 
 
 def test_layers_of_flax_with_their_masks():
-    """make_causal_mask and make_attention_mask of real tokens, which leave padding no key."""
+    """make_causal_mask and make_attention_mask of real tokens, under which padding has no key."""
     real = np.arange(LENGTH) < np.array([[24], [11]])
     mask = nn.combine_masks(nn.make_attention_mask(real, real), nn.make_causal_mask(real))
     x = jnp.asarray(RNG.standard_normal((2, LENGTH, 32)), jnp.float32)
-    own = nn.MultiHeadDotProductAttention(num_heads=HEADS)
-    layer = own.clone(attention_fn=ours.dot_product_attention)
-    parameters = jax.jit(own.init)(jax.random.key(0), x)
+    flax_layer = nn.MultiHeadDotProductAttention(num_heads=HEADS)
+    layer = flax_layer.clone(attention_fn=ours.dot_product_attention)
+    parameters = jax.jit(flax_layer.init)(jax.random.key(0), x)
 
     def loss(layer, parameters):
         return jnp.sum(jnp.sin(layer.apply(parameters, x, mask=mask)))
 
     got, expected = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, y)))(parameters) for y in (layer, own)
+        jax.jit(jax.value_and_grad(functools.partial(loss, y)))(parameters)
+        for y in (layer, flax_layer)
     )
     jax.tree.map(same, got, expected)
     theirs = nnx.MultiHeadAttention(HEADS, 32, rngs=nnx.Rngs(0), decode=False)
@@ -118,14 +120,14 @@ def test_a_bias_with_options_and_built_masks():
     np.testing.assert_array_equal(out, expected)
 
 
-# --- Dropout: of value ones in unit vectors, the output is the weights.
+# --- Dropout: with unit vectors as values, the output is the weights.
 
 EYE = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None], (2, LENGTH, HEADS, LENGTH))
 DROPOUT = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(3)}
 
 
 def weights(**options):
-    """(batch, heads, rows, keys) behind dropout, and without it."""
+    """(batch, heads, rows, keys) after dropout, and without it."""
     run = functools.partial(ours.dot_product_attention, Q[0, :2], K[0, :2], EYE)
     dropped = jax.jit(functools.partial(run, **options))()
     return dropped.swapaxes(1, 2), run().swapaxes(1, 2)
@@ -133,8 +135,8 @@ def weights(**options):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout(broadcast):
-    """What is kept is divided by the share that is, and the share is right; the same for all batch
-    rows and heads if it is broadcast."""
+    """Kept weights are divided by the keep rate, which is met; with broadcast_dropout all batch
+    rows and heads share the bits."""
     dropped, whole = weights(**DROPOUT, broadcast_dropout=broadcast)
     kept = np.asarray(dropped != 0)
     np.testing.assert_allclose(dropped, np.where(kept, whole / 0.75, 0), rtol=1e-5)
@@ -159,7 +161,8 @@ def test_no_dropout():
 
 
 def test_dropout_has_the_gradients_of_its_bits():
-    """Of Flax's formula with the bits that the output shows, with a bias and a mask."""
+    """Equal to those of Flax's formula with the bits that the output shows, with a bias and a
+    mask."""
     bias, mask = jnp.asarray(BIAS[0, :2]), jnp.asarray(MASK[0, :2])
     options = {**DROPOUT, "broadcast_dropout": False}
     kept = weights(**options)[0] != 0
@@ -175,7 +178,7 @@ def test_dropout_has_the_gradients_of_its_bits():
 
 
 def test_dropout_in_layers():
-    """linen and nnx: a new draw for each key, none when deterministic."""
+    """linen and nnx: other bits for each key, no dropout when deterministic."""
     x = jnp.asarray(RNG.standard_normal((2, LENGTH, 32)), jnp.float32)
     layer = nn.MultiHeadDotProductAttention(
         num_heads=HEADS, dropout_rate=0.5, attention_fn=ours.dot_product_attention
@@ -188,8 +191,8 @@ def test_dropout_in_layers():
 
     np.testing.assert_array_equal(apply(1), apply(1))
     assert np.abs(apply(1) - apply(2)).max() > 0.01
-    own = layer.clone(attention_fn=nn.dot_product_attention)
-    same(apply(1, deterministic=True), own.apply(parameters, x, deterministic=True))
+    flax_layer = layer.clone(attention_fn=nn.dot_product_attention)
+    same(apply(1, deterministic=True), flax_layer.apply(parameters, x, deterministic=True))
     nnx_layer = nnx.MultiHeadAttention(
         HEADS,
         32,

@@ -1,7 +1,7 @@
-"""packax.kvax on one device: kvax's meaning of every argument, against dense attention in float64.
+"""packax.kvax on one device: every argument has kvax's meaning, against dense attention in float64.
 
-Guards against a mask that means something else than the arguments say, an argument in another place
-than kvax's, a checkpoint policy that stops working, and a request that is answered wrongly.
+Guards against a mask that differs from what the arguments mean, an argument in another position
+than kvax's, a checkpoint policy that stops working, and a request that gives a wrong result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def allowed(*, by_index=False, padding=False):
 
 @functools.partial(jax.jit, static_argnames=("skip_pad_tokens", "sequential", "bounds"))
 def run(query, key, value, dout, skip_pad_tokens=True, sequential=False, bounds=False):
-    """Output and gradients, by a mask for the forward pass alone."""
+    """Output and gradients, with a mask for the forward pass only."""
     masks = create_attention_mask(*TOKENS, skip_pad_tokens=skip_pad_tokens)
     if bounds:
         masks = tuple(AttentionMask.unflatten(mask.flatten()) for mask in masks)
@@ -74,7 +74,7 @@ def test_segments_and_positions_decide():
     check(run(*tensors()), allowed())
     assert (
         not allowed().any(2)[1, 60:].any() and not allowed().any(2)[1, 11:18].any()
-    )  # rows of none
+    )  # rows without keys
 
 
 def test_assume_sequential_positions_compares_places():
@@ -88,7 +88,7 @@ def test_padding_that_is_not_skipped_attends_padding():
 
 
 def test_a_mask_of_bounds_alone_takes_the_calls_ids_and_positions():
-    """What programs did to carry kvax's masks across jit: flatten, and unflatten inside."""
+    """How programs carried kvax's masks across jit: flatten, and unflatten inside."""
     for x, y in zip(run(*tensors(), bounds=True), run(*tensors()), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -141,7 +141,7 @@ def test_a_layer_costs_packaxs_own_call_and_nothing_more():
     query, key, value, _ = tensors()
     masks = jax.jit(functools.partial(create_attention_mask, *TOKENS, calc_bwd_mask=True))()
 
-    tokens = [jnp.asarray(x) for x in TOKENS]  # numpy's would be moved to the device, in each layer
+    tokens = [jnp.asarray(x) for x in TOKENS]  # NumPy arrays would be transferred in each layer
 
     def through_kvax(query, sequential):
         return flash_attention(
@@ -149,12 +149,12 @@ def test_a_layer_costs_packaxs_own_call_and_nothing_more():
         )
 
     mask = masks[0].row_masks.by_position
-    own = jax.make_jaxpr(lambda query: packax.flash_attention(query, key, value, mask, scale=1))(
+    direct = jax.make_jaxpr(lambda query: packax.flash_attention(query, key, value, mask, scale=1))(
         query
     )
     for sequential in (False, True):
         jaxpr = jax.make_jaxpr(through_kvax, static_argnums=1)(query, sequential)
-        assert [x.primitive.name for x in jaxpr.eqns] == [x.primitive.name for x in own.eqns]
+        assert [x.primitive.name for x in jaxpr.eqns] == [x.primitive.name for x in direct.eqns]
 
 
 def test_masks_that_a_program_does_not_use_are_not_made():
@@ -166,12 +166,12 @@ def test_masks_that_a_program_does_not_use_are_not_made():
 
     q_pos, q_ids, kv_pos, kv_ids = (jnp.asarray(x) for x in TOKENS)
     documents = packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_pos, kv_positions=kv_pos)
-    own = compiled(lambda: packax.create_attention_mask(packax.causal() & documents))
+    direct = compiled(lambda: packax.create_attention_mask(packax.causal() & documents))
     ours = compiled(
         lambda: create_attention_mask(*TOKENS, calc_bwd_mask=True)[0].row_masks.by_position
     )
     size = lambda text: len(re.findall(r"^\s+\S+ = ", text, re.M))  # noqa: E731
-    assert size(ours) <= 1.02 * size(own)
+    assert size(ours) <= 1.02 * size(direct)
 
 
 def test_vmap():
@@ -187,7 +187,8 @@ def test_vmap():
 
 @pytest.mark.exhaustive
 def test_export_with_symbolic_sizes():
-    """One program for every batch and length: bounds, output and gradients as of known sizes."""
+    """One program for every batch and length: bounds, output and gradients equal those of known
+    sizes."""
 
     def step(query, key, value, dout, *tokens):
         masks = create_attention_mask(*tokens, calc_bwd_mask=True, skip_pad_tokens=False)

@@ -1,7 +1,7 @@
-"""kvax's four bounds from a mask, integer by integer; and, where kvax's are wrong, bounds that are
-right.
+"""kvax's four bounds computed from a mask, integer by integer; where kvax's are wrong, correct
+bounds.
 
-Guards against a bound that is off by a block, in other units than kvax's, or of the wrong side.
+Guards against a bound that is off by one block, in other units than kvax's, or of the wrong side.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def assert_kvax_bounds(got, tokens, fwd, bwd, **keywords):
 
 @pytest.mark.parametrize("skip", some([True, False], 0))
 def test_equal_kvaxs(skip):
-    """All kinds of rows at once; block sizes that differ by side and pass; a length no block
-    divides."""
+    """All kinds of rows at once; block sizes that differ by side and pass; a length that no block
+    size divides."""
     fwd, bwd = Params(16, 8), Params(8, 32)
     tokens = (POSITIONS, IDS, POSITIONS, IDS)
-    if not skip:  # padding is then a document, which comes back in one of the rows: kvax is wrong
+    if not skip:  # padding then is a document, which reappears in one row, where kvax is wrong
         tokens = tuple(np.delete(x, [*ROWS].index("padding inside and after"), 0) for x in tokens)
     with attention_specs(*ALONE):
         got = masks(*tokens, fwd, bwd, skip)
@@ -123,7 +123,7 @@ def test_default_blocks_without_a_gpu_are_those_of_most_gpus():
 
 
 def test_no_block_is_called_full_that_is_not():
-    """Ids that come back: kvax calls the blocks between full ones full, and attends them
+    """Ids that reappear: kvax marks the blocks between full ones as full, and attends to them
     unmasked."""
     ids = np.tile(np.repeat([0, 1], 8), 6)[None]
     index = INDEX[None]
@@ -143,7 +143,7 @@ def test_no_block_is_called_full_that_is_not():
 
 
 def test_ids_above_the_length_are_ids():
-    """kvax takes the id kv_len + 1 for padding, and drops blocks of padding and greater ids."""
+    """kvax treats the id kv_len + 1 as padding, and drops blocks of padding and larger ids."""
     params = Params(8, 8)
     small = ids_of((0, 20), (5, 30), (-1, 20), (7, 26))[None]
     large = np.select([small == 5, small == 7], [LENGTH + 1, MANY], small)
@@ -155,7 +155,7 @@ def test_ids_above_the_length_are_ids():
 
 
 def dense(mask, inner):
-    """0, 1 (in part) or 2 (full) for every block of the first row, one shard after another."""
+    """0, 1 (partial) or 2 (full) for every block of the first row, one shard after another."""
     lower, upper, lower_full, upper_full = (np.asarray(x)[0] for x in mask.flatten())
     shards, outer = lower.shape
     result = np.zeros((outer, inner), int)

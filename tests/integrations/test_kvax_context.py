@@ -1,7 +1,7 @@
-"""packax.kvax over meshes of fake CPU devices: equal to one device by every combination of axes.
+"""packax.kvax over meshes of fake CPU devices equals one device, for every combination of axes.
 
-Guards against what kvax gets wrong in silence (key/value heads of another group under tensor
-parallelism), keys in another order than their ids, and a mesh that is taken from the wrong place.
+Guards against what kvax gets wrong silently (key/value heads of another group under tensor
+parallelism), keys in another order than their ids, and a mesh taken from the wrong source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDE_CONTEXT = ((None, ("fsdp", "context"), "tensor", None), (None,) * 4)
 
 IDS = np.sort(np.random.default_rng(0).integers(0, 3, (BATCH, LENGTH)), axis=1)
 IDS[1, 40:47] = IDS[2, -9:] = -1
-IDS[3] = np.repeat([4, 9, 4, -3], 24)  # an id that comes back
+IDS[3] = np.repeat([4, 9, 4, -3], 24)  # an id that reappears
 POSITIONS = np.broadcast_to(np.arange(LENGTH), IDS.shape)
 TOKENS = (POSITIONS, IDS, POSITIONS, IDS)
 
@@ -49,7 +49,7 @@ def tensors(kv_heads=KV_HEADS, heads=HEADS):
 
 
 def forward(query, key, value, *, permute=False, sequential=False, mesh=None):
-    """The output, in the order of the sequence."""
+    """The output, in sequence order."""
     tokens = TOKENS
     if permute:
         query, key, value, positions, ids = permute_tokens_context_parallelism(
@@ -79,7 +79,7 @@ def one_device(kv_heads=KV_HEADS, heads=HEADS):
 
 def check(got, **heads):
     got, expected = ([x[0], np.ones(1), *x[1:]] for x in (got, one_device(**heads)))
-    assert_same(got, expected)  # which has a log-sum-exp too
+    assert_same(got, expected)  # which also compares a log-sum-exp
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def check(got, **heads):
             ((1, 1, 4, 1), CONTEXT, {"sequential": True}),
             ((1, 2, 2, 2), BOTH, {"permute": True}),
             ((1, 2, 2, 2), WIDE_CONTEXT, {"permute": True}),
-            ((2, 1, 1, 1), CONTEXT, {"permute": True}),  # a context axis of one rank
+            ((2, 1, 1, 1), CONTEXT, {"permute": True}),  # a context axis with one rank
         ],
         3,
     ),
@@ -109,7 +109,10 @@ def test_equals_one_device(sizes, specs, settings):
 
 @pytest.mark.parametrize("heads,kv_heads", some([(8, 2), (12, 3)], 1))
 def test_tensor_parallel_with_replicated_keys_reads_the_right_heads(heads, kv_heads):
-    """kvax gives local query head i the key/value head i // (local heads / all key/value heads)."""
+    """kvax pairs local query head i with key/value head i
+
+    (local heads / all key/value heads).
+    """
     with jax.set_mesh(mesh_of(1, 1, 1, 4)), attention_specs(*REPLICATED_HEADS):
         got = jax.block_until_ready(jax.jit(results)(*tensors(kv_heads, heads)))
     check(got, kv_heads=kv_heads, heads=heads)
@@ -117,7 +120,7 @@ def test_tensor_parallel_with_replicated_keys_reads_the_right_heads(heads, kv_he
 
 @contextlib.contextmanager
 def entered(mesh):
-    """`with mesh:`, as programs for kvax do; jax says that it is deprecated."""
+    """`with mesh:`, as programs for kvax do, without JAX's deprecation warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with mesh:
@@ -167,8 +170,8 @@ def test_keys_of_another_length_stay_whole():
 
 
 def test_gathers_of_keys_and_scatters_of_gradients_overlap_with_attention():
-    """Not one all-reduce of the gradients of all keys, as XLA makes for keys that are
-    replicated."""
+    """The backward has no all-reduce of the gradients of all keys, which XLA inserts for replicated
+    keys."""
     mesh = mesh_of(1, 1, 4, 1)
     place = jax.NamedSharding(mesh, P(None, "context"))
     inputs = [jax.device_put(x, place) for x in tensors()]
@@ -229,7 +232,7 @@ def test_errors_over_a_mesh():
             odd = [x[:, :90] for x in TOKENS]
             with pytest.raises(ValueError, match="length of query_segment_ids, 90, must be a mul"):
                 mask_of(*odd)
-            uneven = [x[:, :92] for x in TOKENS]  # 4 ranks, but not 8 chunks
+            uneven = [x[:, :92] for x in TOKENS]  # a multiple of 4 ranks, but not of 8 chunks
             mask = jax.jit(mask_of)(*uneven)
             for settings in ({}, {"assume_sequential_positions": True}):
                 with pytest.raises(ValueError, match=r"multiple of (8, )?twice"):
@@ -278,7 +281,8 @@ def test_shard_map_takes_tuples():
 
 @pytest.mark.exhaustive
 def test_a_program_for_kvax_trains(monkeypatch, capsys):
-    """examples/from_kvax.py with its one line changed back: on one device and on four, equally."""
+    """examples/from_kvax.py with its one import line changed back gives equal losses on one device
+    and on four."""
     pytest.importorskip("optax")
     source = (EXAMPLES / "from_kvax.py").read_text()
     line = "\nimport packax.kvax as kvax\n"

@@ -1,6 +1,6 @@
-"""packax.kvax's names, settings and specs are kvax's, and what it cannot do is an error.
+"""packax.kvax has kvax's names, settings and specs, and unsupported requests are errors.
 
-Guards against an argument in another place than kvax's, and a request that is answered wrongly.
+Guards against an argument in another position than kvax's, and a request that gives a wrong result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def alone():
 
 
 def test_every_name_is_where_kvax_has_it():
-    """Programs written for kvax 0.1.0: modules, names, arguments in order, and defaults."""
+    """As in kvax 0.1.0: modules, names, arguments in order, and defaults."""
     modules = {
         "ops": ("flash_attention", "create_attention_mask"),
         "ops.mask_creator": "create_attention_mask print_mask calculate_mask_sparsity "
@@ -69,7 +69,7 @@ def test_every_name_is_where_kvax_has_it():
     ]  # fmt: skip
     assert signature(create_attention_mask) == [
         *tokens, *params, "calc_bwd_mask=False", "skip_pad_tokens=True", "mesh=None",
-        "plan=None",  # packax's own
+        "plan=None",  # added by packax
     ]  # fmt: skip
     assert signature(attention_specs) == ["query_specs", "kv_specs"]
     assert signature(Params)[:4] == [

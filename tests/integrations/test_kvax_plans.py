@@ -1,6 +1,6 @@
-"""packax.kvax with packax's own plans: equal to one device, and a local plan fetches its share.
+"""packax.kvax with packax's plans equals one device, and a local plan fetches only its share.
 
-kvax has one order; `plan=` is what its callers change to keep short documents on their rank.
+kvax has one order of tokens; callers pass `plan=` to keep short documents on one rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALONE = ((None,) * 4,) * 2
 
 
 def documents():
-    """Row 0: many short ones and padding; row 1: one for all ranks, and one for each."""
+    """Row 0: many short documents and padding; row 1: one for all ranks, and one for each rank."""
     rng = np.random.default_rng(6)
     lengths = [rng.integers(70, 120, 20), [1024, 256, 256, 256, 256]]
     ids = np.full((BATCH, LENGTH), -1, np.int32)
@@ -40,7 +40,7 @@ def documents():
 
 
 IDS = documents()
-# They restart in every document, and go down inside one of row 1.
+# They restart in every document, and decrease inside one document of row 1.
 POSITIONS = np.stack([positions_of(row) for row in IDS])
 POSITIONS[1, 1400:1420] = POSITIONS[1, 1400:1420][::-1]
 TOKENS = (POSITIONS, IDS, POSITIONS, IDS)
@@ -58,7 +58,7 @@ def tensors():
 
 
 def forward(query, key, value, *, plan=None, permute=True, pad=True, sequential=False):
-    """The output, in the order of the sequence."""
+    """The output, in sequence order."""
     arrays = (query, key, value, *TOKENS[:2])
     if permute:
         arrays = permute_tokens_context_parallelism(arrays, plan=plan)
@@ -103,7 +103,7 @@ def test_equals_one_device(plan, settings):
 
 
 def gathered_rows(plan):
-    """Rows of keys that the compiled forward pass gathers, of each gather."""
+    """Rows of keys in each gather of the compiled forward pass."""
     with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
         step = jax.jit(functools.partial(forward, plan=plan))
         text = step.lower(*tensors()[:3]).compile().as_text()

@@ -1,6 +1,5 @@
 """The flow of kvax's README (kvax_readme.py): a training step on one device and on four (data and
-context) has the loss and the gradients of dense attention, and for CUDA it runs on the kernels.
-"""
+context) has the loss and gradients of dense attention, and on CUDA it runs on the kernels."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ def test_a_step_of_training_is_that_of_dense_attention(mesh_shape, expected):
 
 @pytest.mark.exhaustive
 def test_in_bfloat16():
-    """As test_gpu_kvax.py judges the kernels."""
+    """With the bounds that test_gpu_kvax.py uses for the kernels."""
     check_training(Transformer(config(dtype=jnp.bfloat16, head_dim=64)), "cpu", times=2)
 
 
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("mesh_shape", some([((1, 1),), ((2, 2),)], 1))
 def test_for_a_gpu_the_step_is_kernels(mesh_shape):
-    """What test_gpu_kvax.py runs there, lowered for it here: no attention is left to XLA."""
+    """The step that test_gpu_kvax.py runs, lowered for CUDA here: XLA computes no attention."""
     model = Transformer(config(dtype=jnp.bfloat16, head_dim=64), permute=mesh_shape != (1, 1))
     with started(model, mesh_shape, times=5) as (step, parameters, state):
         lowered = step.trace(parameters, state).lower(lowering_platforms=("cuda",))

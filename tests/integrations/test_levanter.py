@@ -1,7 +1,7 @@
-"""`packax.integrations.levanter` on masks of Grug's form, against what its masks mean.
+"""`packax.integrations.levanter` on masks in Grug's form, against dense attention.
 
-Levanter itself is not needed here: a stand-in has the fields of its mask. The layers, on haliax's
-named arrays, are tested where marin-levanter is installed.
+Levanter itself is not needed: a stand-in has the fields of its mask. The layers, on haliax's named
+arrays, are tested where marin-levanter is installed.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Mask:
     fa4_bounds: Any = None
 
     def dense(self):
-        """(B, Q, K); a negative id attends nothing."""
+        """(B, Q, K); a row with a negative id attends to nothing."""
         row, key = np.arange(LENGTH)[:, None], np.arange(LENGTH)
         allowed = np.ones((BATCH, LENGTH, LENGTH), bool)
         if self.is_causal:
@@ -92,7 +92,7 @@ def test_bounds_of_fa4_say_everything():
 def test_dense_masks(shape):
     rng, args = np.random.default_rng(1), tensors()
     allowed = rng.random(shape) < 0.4
-    allowed[..., 0, :] = False  # such a row gives the mean of all values, as Levanter's does
+    allowed[..., 0, :] = False  # such a row gives the mean of all values, as in Levanter
     want = np.array(plain(*args, np.broadcast_to(allowed, (BATCH, LENGTH, LENGTH))))
     want[:, 0] = jnp.repeat(args[2].mean(1), HEADS // KV_HEADS, 1)
     got = levanter.attention(*args, jnp.asarray(allowed))
@@ -105,7 +105,7 @@ def test_dense_masks(shape):
 
 
 def built_once(q, k, v, kinds, wrap=lambda layer: layer):
-    """A scan over layers that chooses by layer between the row ranges of two masks."""
+    """A scan over layers that selects the row ranges of one of two masks per layer."""
     mask = Mask(True, PAIR)
     whole, window = (levanter.build_mask(mask, LENGTH, sliding_window=n) for n in (None, 5))
 
@@ -117,7 +117,7 @@ def built_once(q, k, v, kinds, wrap=lambda layer: layer):
 
 
 def built_by_calls(q, k, v, kinds, wrap=lambda layer: layer):
-    """A scan over pairs of layers, whose attention is given Grug's masks."""
+    """A scan over pairs of layers whose attention gets Grug's masks."""
 
     def layer(x, _):
         for window in (5, None):
@@ -131,8 +131,8 @@ def built_by_calls(q, k, v, kinds, wrap=lambda layer: layer):
     ("scan", "wrap", "step_builds", "loop_builds"),
     [
         (built_once, jax.checkpoint, 2, 0),
-        (built_by_calls, lambda layer: layer, 2, 0),  # JAX takes them out of the loop
-        (built_by_calls, jax.checkpoint, 4, 2),  # and each pair builds them for its gradients
+        (built_by_calls, lambda layer: layer, 2, 0),  # JAX moves them out of the loop
+        (built_by_calls, jax.checkpoint, 4, 2),  # each pair builds them again for its gradients
     ],
 )
 def test_masks_that_a_step_builds(scan, wrap, step_builds, loop_builds):
@@ -223,7 +223,7 @@ def test_layers(name, rows_first):
 
 
 def causal_layers(dim=8, length=64, function=levanter.dot_product_attention):
-    """Values are the unit vectors, so that the output is the weights themselves."""
+    """Values are unit vectors, so that the output is the weights."""
     hax = pytest.importorskip("haliax")
     module = pytest.importorskip("levanter.layers.attention")
     sizes = {"batch": 2, "position": length, "key_position": length, "heads": 2, "dim": dim}
@@ -249,7 +249,7 @@ def test_dropout_of_layers():
     assert ((other == 0) != (got == 0)).any()
     kept, attended = got != 0, weights > 0
     np.testing.assert_allclose(got[kept], weights[kept] / (1 - rate), rtol=1e-5)
-    share = kept.sum() / attended.sum()  # of 8,320 weights: a deviation is 0.005
+    share = kept.sum() / attended.sum()  # of 8,320 weights: the standard deviation is 0.005
     assert abs(share - (1 - rate)) < 0.02
 
 
@@ -282,13 +282,13 @@ def test_layers_that_fall_back_say_so_once(reason, monkeypatch):
 
 
 def runs_packax(function, *args):
-    """Traced anew, whatever jax keeps of the same function."""
+    """Traced anew, whatever JAX has cached for the same function."""
     return jaxprs.count("packax_forward", lambda *x: function(*x), *args) > 0
 
 
 @pytest.mark.exhaustive
 def test_install(monkeypatch):
-    """By name in both attentions, and where nothing is named if asked for."""
+    """By name in both attentions, and as the default if requested."""
     core = pytest.importorskip("levanter.grug.attention")
     module = pytest.importorskip("levanter.layers.attention")
     layers = causal_layers(
@@ -301,7 +301,7 @@ def test_install(monkeypatch):
 
     try:
         levanter.install()
-        levanter.install()  # again: nothing is wrapped twice
+        levanter.install()  # a second call must not wrap again
         assert not hasattr(core.attention.by_levanter, "by_levanter")
         backend = module.AttentionBackend("packax")
         assert backend is module.AttentionBackend.PACKAX and str(backend) == "packax"

@@ -1,7 +1,7 @@
-"""packax.integrations.maxtext against a dense reference: training, prefill in chunks, the order of
+"""packax.integrations.maxtext against a dense reference: training, chunked prefill, the order of
 context parallelism, errors.
 
-Guards against a keyword of MaxText's that means something else here.
+Guards against a MaxText keyword that means something else here.
 """
 
 import types
@@ -47,7 +47,8 @@ def test_training(kind, size):
 
 
 def test_head_dim_of_gemma_4(extension):
-    """512 in its global layers, with keys as values: right here, and a kernel's call on CUDA."""
+    """512 in its global layers, with keys as values: right on the CPU, and a kernel call on
+    CUDA."""
     q, k = (RNG.standard_normal((B, S, n, 512)).astype(np.float32) for n in (HEADS, KV_HEADS))
     q *= 512**-0.5
     ids, _ = ids_and_positions()
@@ -74,7 +75,7 @@ def test_no_segment_ids_and_ids_of_keys():
 
 @pytest.mark.parametrize(("kind", "size"), some([*KINDS[1:4], KINDS[5]], 0, 3))
 def test_bidirectional_mask(kind, size):
-    """A run of True in both directions; one that reaches into padding or a document ends there."""
+    """Runs of True attend in both directions; a run ends at padding and at a document boundary."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     run = jax.jit(lambda *x: op(kind, size)(*x, ids, bidirectional_mask=jnp.asarray(IMAGES)))
@@ -101,7 +102,7 @@ def test_soft_cap_sinks_and_largest_logits(cap, sink):
 
 
 def test_gradients():
-    """Through cap and sinks, against differences of the reference."""
+    """With cap and sinks, against finite differences of the reference."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
@@ -130,7 +131,7 @@ def test_gradients():
 
 @pytest.mark.parametrize(("kind", "size"), some([*KINDS[1:3], KINDS[5]], 1, 2))
 def test_chunked_prefill(kind, size):
-    """Rows 12 to 22 of a prompt: the keys before them are in the cache, ids are of all keys."""
+    """Rows 12 to 22 of a prompt: earlier keys are in the cache, and ids cover all keys."""
     before, rows = 12, 11
     q, k, v = tensors(rows, before + rows)
     ids, _ = ids_and_positions(before + rows)
@@ -149,11 +150,12 @@ def test_chunked_prefill(kind, size):
 
 @pytest.mark.parametrize(("kind", "size"), some(KINDS[:3], 0))
 def test_load_balanced_order(kind, size):
-    """All operands reordered as MaxText reorders a batch; places are then inputs_positions."""
+    """All operands are reordered as MaxText reorders a batch; inputs_positions hold the
+    positions."""
     length = 512
     q, k, v = tensors(length, length, 0.5)
     ids, positions = ids_and_positions(length)
-    ids[0, -40:] = 7  # a last, short document
+    ids[0, -40:] = 7  # a short last document
     positions[0, -40:] = np.arange(40)
     config = types.SimpleNamespace(
         context_parallel_load_balance=True, context_sharding="context", causal_block_size=60
@@ -161,8 +163,8 @@ def test_load_balanced_order(kind, size):
     size = {"local_sliding": 90, "chunk": 70, "block_diffusion": 60}.get(kind)
     sizes = {"sliding_window_size": 90, "chunk_attn_window_size": 70}
     one = maxtext.AttentionOp(config=config, mesh=Mesh, attention_type=kind, **sizes)
-    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
-    out = maxtext.reorder_sequence(jax.jit(one)(*there), 2, to_contiguous=True)
+    reordered = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    out = maxtext.reorder_sequence(jax.jit(one)(*reordered), 2, to_contiguous=True)
     allowed = pairs(kind, size, ids, row=positions, col=positions)
     close(out, reference(q, k, v, allowed)[0])
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -172,17 +174,17 @@ def test_load_balanced_order(kind, size):
         config, mesh, attention_type=kind, sharding=sharding, gather_head_groups=1, **sizes
     )
     with jax.set_mesh(mesh):
-        out = jax.jit(split)(*there)
+        out = jax.jit(split)(*reordered)
     out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
     close(out, reference(q, k, v, allowed)[0])
     if kind == "chunk":
         plain = maxtext.AttentionOp(
             config=config, mesh=Mesh, attention_type=kind, implementation="dense", **sizes
         )
-        out = maxtext.reorder_sequence(jax.jit(plain)(*there), 2, to_contiguous=True)
+        out = maxtext.reorder_sequence(jax.jit(plain)(*reordered), 2, to_contiguous=True)
         close(out, reference(q, k, v, allowed)[0])
     with pytest.raises(ValueError, match="inputs_positions must be given"):
-        one(*there[:4])
+        one(*reordered[:4])
 
 
 @pytest.mark.exhaustive
@@ -204,9 +206,9 @@ def test_export_with_symbolic_sizes():
 def test_reorder_sequence():
     """MaxText's own example, its inverse, and packax's plan."""
     x = jnp.arange(8)
-    there = maxtext.reorder_sequence(x, 2, seq_dim=0)
-    np.testing.assert_array_equal(there, [0, 1, 6, 7, 2, 3, 4, 5])
-    np.testing.assert_array_equal(maxtext.reorder_sequence(there, 2, 0, to_contiguous=True), x)
+    reordered = maxtext.reorder_sequence(x, 2, seq_dim=0)
+    np.testing.assert_array_equal(reordered, [0, 1, 6, 7, 2, 3, 4, 5])
+    np.testing.assert_array_equal(maxtext.reorder_sequence(reordered, 2, 0, to_contiguous=True), x)
     wide = RNG.standard_normal((2, 1024, 3))
     plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=1024)
     np.testing.assert_array_equal(maxtext.reorder_sequence(wide, 4), plan.permute(wide))
@@ -286,7 +288,7 @@ def test_errors_of_a_call(options, error, message):
 
 
 def test_a_window_of_none_and_numbers_without_a_meaning():
-    """sliding_window_size=0: no key; pad_kv_total and compress_ratio alone change nothing."""
+    """sliding_window_size=0 allows no key; pad_kv_total and compress_ratio alone change nothing."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     assert not np.any(op("local_sliding", 0)(q, k, v, ids))
@@ -295,7 +297,7 @@ def test_a_window_of_none_and_numbers_without_a_meaning():
 
 
 def test_segment_ids_of_floats():
-    """Equal floats are one document, whatever they are; negative ones and NaN are padding."""
+    """Equal floats are one document, whatever their value; negative ones and NaN are padding."""
     q, k, v = tensors()
     table = np.array([0.0, -0.0, 1.0, 1.5, 2.0**30, 3e38, -0.5, np.nan], np.float32)
     floats = table[np.minimum(np.arange(S) // 4, 7)][None].repeat(B, 0)
@@ -316,7 +318,8 @@ def maxtext_decoding(q, k, v, ids):
 
 @pytest.mark.exhaustive
 def test_stripes_are_an_order_too():
-    """TransformerEngine's order of tokens: chunks and MoBA, on a mesh and as one program."""
+    """TransformerEngine's striped order of tokens: chunks and MoBA, on a mesh and as one
+    program."""
     length = 512
     q, k, v = tensors(length, length, 0.5)
     ids, positions = ids_and_positions(length)
@@ -324,7 +327,7 @@ def test_stripes_are_an_order_too():
     spec = jax.sharding.PartitionSpec("data", "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     order = np.argsort(np.arange(length) % 2, kind="stable")
-    there = [jnp.asarray(x)[:, order] for x in (q, k, v, ids, positions)]
+    reordered = [jnp.asarray(x)[:, order] for x in (q, k, v, ids, positions)]
     common = {"context_parallel_load_balance": True, "context_sharding": "context"}
     auto = {"packing": True, "context_parallel_strategy": "ring", "hardware": "gpu"}
     configs = (
@@ -348,15 +351,15 @@ def test_stripes_are_an_order_too():
                     sharding=split,
                 )
                 with jax.set_mesh(mesh):
-                    out = jax.jit(one)(*there)
+                    out = jax.jit(one)(*reordered)
                 close(np.asarray(out)[:, np.argsort(order)], expected)
                 if config is configs[1]:
-                    break  # the setting is read alike
+                    break  # both configs give the same setting
 
 
 @pytest.mark.parametrize(("kind", "size"), some(KINDS, 1, 4, 5))
 def test_the_mask_that_an_indexer_asks_for(kind, size):
-    """As numbers: 0 where a pair is attended."""
+    """A float mask with 0 for allowed pairs."""
     q, k, _ = tensors()
     ids, _ = ids_and_positions()
     mask = op(kind, size).generate_attention_mask(

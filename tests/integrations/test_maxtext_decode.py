@@ -1,7 +1,7 @@
-"""packax.integrations.maxtext while decoding, against a dense reference: both caches, what is
-active in them, errors.
+"""packax.integrations.maxtext while decoding, against a dense reference: both caches, their active
+tokens, errors.
 
-Guards against a key that is not active and is read all the same, and a sink that counts twice.
+Guards against reading a key that is not active, and a sink that counts twice.
 """
 
 import enum
@@ -19,22 +19,22 @@ from packax._src.ops import ffi
 
 
 def in_cache(kind, size, ids):
-    """The keys of a cache that the row attends, (B, 1, S): active ones, by place."""
+    """The pairs (B, 1, S) of the row and a cache's keys: active ones, by position in the cache."""
     keys = ids.shape[1]
     row = np.full((1, 1), keys - 1)
-    own = np.ones((B, 1), int), np.where(ids == 1, 1, -1)
+    row_and_key_ids = np.ones((B, 1), int), np.where(ids == 1, 1, -1)
     kind = kind if kind in ("local_sliding", "chunk") else "full"
-    return pairs(kind, size, *own, row, np.arange(keys)[None])
+    return pairs(kind, size, *row_and_key_ids, row, np.arange(keys)[None])
 
 
 @pytest.mark.parametrize(
     ("kind", "size"), [("global", None), ("full", None), ("local_sliding", 6), ("chunk", 8)]
 )
 def test_autoregressive(kind, size):
-    """Active tokens of both caches, places counted in each; the sink counts once.
+    """Active tokens of both caches, with positions counted in each; the sink counts once.
 
-    What is not active holds NaN: a key that is read into a result shows. One cache is a ring that
-    went round, one has a hole, one holds nothing.
+    Inactive tokens hold NaN, so a result shows if one is read. One cache is a ring that wrapped
+    around, one has a hole, one is empty.
     """
     q, k, v = tensors(1, 20)
     _, k_ar, v_ar = tensors(1, 13)
@@ -65,8 +65,8 @@ def test_autoregressive(kind, size):
 
 
 def test_autoregressive_other_calls():
-    """No ids: all keys; several rows, and recorded logits: by flash_attention; nothing at all:
-    0."""
+    """Without ids all keys are active; several rows, and recorded logits, use flash_attention;
+    without active keys the result is 0."""
     q, k, v = tensors(1, 13)
     q3, _, _ = tensors(3, 1)
     ids = np.ones((B, 13), int)
@@ -89,8 +89,8 @@ def test_autoregressive_other_calls():
 
     everything, rows, recorded, logits, nothing = run(q, q3)
     close(everything, reference(q, k, v, np.ones((B, 1, 13), bool))[0])
-    own = np.ones((B, 3), int), np.where(ids == 1, 1, -1)
-    allowed = pairs("local_sliding", 4, *own, np.arange(3)[None], np.arange(13)[None])
+    row_and_key_ids = np.ones((B, 3), int), np.where(ids == 1, 1, -1)
+    allowed = pairs("local_sliding", 4, *row_and_key_ids, np.arange(3)[None], np.arange(13)[None])
     close(rows, reference(q3, k, v, allowed)[0])
     expected = reference(q, k, v, in_cache("chunk", 8, ids))
     close(recorded, expected[0])
@@ -100,7 +100,8 @@ def test_autoregressive_other_calls():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_where_there_are(monkeypatch, dtype):
-    """float32 too; `matmul_precision` says which, as of MaxText's own products."""
+    """Also float32, where `matmul_precision` selects the precision, as for MaxText's own
+    products."""
     monkeypatch.setattr(ffi, "ext", Extension)
     shape = jax.ShapeDtypeStruct((B, 20, 2, 64), dtype), jax.ShapeDtypeStruct((B, 20), np.int32)
     query = jax.ShapeDtypeStruct((B, 1, 2, 64), dtype)
@@ -116,12 +117,13 @@ def test_kernels_where_there_are(monkeypatch, dtype):
         assert target == "packax_decode_v1" and attributes["float32_products"] == f"{exact} : i32"
 
 
-class Level(enum.Enum):  # as MaxText's configuration has it
+class Level(enum.Enum):  # as in MaxText's configuration
     DEFAULT = "default"
 
 
 def test_precision_of_training():
-    """Of the products of float32 operands, forward and backward, packax's and the dense path's."""
+    """Of the products of float32 operands, forward and backward, in packax's path and the dense
+    one."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors()]
     for more in ({}, {"implementation": "dense"}):
         for precision, name in (("highest", "HIGHEST"), (Level.DEFAULT, "DEFAULT")):

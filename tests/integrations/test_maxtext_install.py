@@ -1,6 +1,7 @@
-"""`packax.integrations.maxtext.install()`, behind an installed MaxText, and the axes that it takes.
+"""`packax.integrations.maxtext.install()` with an installed MaxText, and the mesh axes that it
+uses.
 
-MaxText is in no extra: the tests of it run where somebody installed it (docs/guide/maxtext.md).
+MaxText is in no extra: its tests run only where it is installed (docs/guide/maxtext.md).
 """
 
 import importlib
@@ -38,7 +39,7 @@ BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
         ({"fsdp": 4}, (4, 64, 4, 8), (4, 64, 2, 8), (P("fsdp", None, None, None),) * 2),
         (
             {"data": 2, "fsdp": 2},
-            (2, 64, 4, 8),  # a batch of 2: fsdp does not divide it any more
+            (2, 64, 4, 8),  # with a batch of 2, fsdp does not divide the rest
             (2, 64, 2, 8),
             (P("data", None, None, None),) * 2,
         ),
@@ -58,7 +59,7 @@ BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
         ({"context": 2}, (1, 64, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
         ({"context": 2}, (1, 512, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
         (
-            {"context": 2, "ulysses": 2, "fsdp": 2},  # in the order of 2 ranks, over 4
+            {"context": 2, "ulysses": 2, "fsdp": 2},  # in the order for 2 ranks, over 4
             (2, 1024, 4, 8),
             (2, 1024, 2, 8),
             (P("fsdp", None, None, None),) * 2,
@@ -89,17 +90,20 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
     some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 3),
 )
 def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
-    """Reordered over fewer ranks than hold it, in chunks too small; and one in order, divided."""
+    """Reordered for fewer ranks than hold the sequence, or in too small chunks; and one in order,
+    sharded."""
     mesh = jax.make_mesh(
         sizes, ("context", "ulysses", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     q, k, v = tensors(length, length, 0.5)
     ids, positions = ids_and_positions(length)
-    there = [maxtext.reorder_sequence(jnp.asarray(x), sizes[0]) for x in (q, k, v, ids, positions)]
+    operands = [
+        maxtext.reorder_sequence(jnp.asarray(x), sizes[0]) for x in (q, k, v, ids, positions)
+    ]
     if sizes[0] == 1:
-        there = [jnp.asarray(x) for x in (q, k, v, ids, positions)]
+        operands = [jnp.asarray(x) for x in (q, k, v, ids, positions)]
     rows = jax.sharding.NamedSharding(mesh, P(None, ("context", "ulysses")))
-    there = [jax.device_put(x, rows) for x in there]
+    operands = [jax.device_put(x, rows) for x in operands]
     with linen.logical_axis_rules(RULES):
         sharding = sharding_of(mesh, q.shape, k.shape, BALANCED)
     assert sharding.query[1] == ("ulysses" if sizes[0] == 1 else None)
@@ -109,7 +113,7 @@ def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
         out = op(q, *others)
         return jnp.sum(jnp.sin(out)), out
 
-    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*there)
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*operands)
     back = [maxtext.reorder_sequence(x, sizes[0], to_contiguous=True) for x in (out, gradient)]
     back = [out, gradient] if sizes[0] == 1 else back
     one = maxtext.AttentionOp(attention_type="global")
@@ -124,7 +128,7 @@ def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
 
 
 class TheirOp:
-    """As MaxText's AttentionOp is called."""
+    """Called as MaxText's AttentionOp is."""
 
     attention_type, kv_quant, mesh, config = "mla", None, None, None
     attn_logits_soft_cap = sliding_window_size = chunk_attn_window_size = None
@@ -163,7 +167,7 @@ def program(text):
 
 @pytest.mark.parametrize("first", ["install", "theirs"])
 def test_install_reaches_every_name(first):
-    """Before and after MaxText's modules took the name; what it is asked for stays MaxText's."""
+    """Before and after MaxText's modules import the name; the op keeps MaxText's other methods."""
     pytest.importorskip("maxtext")
     program(f"""
 from packax.integrations import maxtext

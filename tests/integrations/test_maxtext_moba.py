@@ -1,7 +1,7 @@
 """packax.integrations.maxtext with MoBA and the indexer's mask, against a dense reference.
 
-Guards against chunks that are counted from another place than MaxText's, in training, chunked
-prefill, decoding and the reordered batches of context parallelism.
+Guards against chunks counted from another position than MaxText's, in training, chunked prefill,
+decoding and the reordered batches of context parallelism.
 """
 
 import types
@@ -34,8 +34,7 @@ from tiers import once_each, some
 
 
 def test_dense_path_is_the_same_attention():
-    """implementation="dense" and the kernels' path, gradients too: cap, sinks, largest
-    logits."""
+    """implementation="dense" equals the kernels' path, also in gradients, with sinks."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
@@ -66,8 +65,7 @@ def test_dense_path_is_the_same_attention():
 )
 def test_moba_and_indexer_mask(case, implementation):
     kind, size, moba, indexer = case
-    """With segment ids, cap and sinks. MoBA is causal with every type; rows without a key are
-    0."""
+    """With segment ids, cap and sinks. MoBA is causal with every type; rows without a key give 0."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
@@ -86,7 +84,7 @@ def test_moba_and_indexer_mask(case, implementation):
 
 
 def test_moba_in_chunked_prefill_and_its_gradients():
-    """Chunks are of the whole prompt. The gate has no gradient: as the dense path's."""
+    """Chunks are counted over the whole prompt. The gate has no gradient, as in the dense path."""
     before, rows = 13, 10
     q, k, v = tensors(rows, before + rows)
     ids = np.ones((B, before + rows), int)
@@ -109,7 +107,7 @@ def test_moba_in_chunked_prefill_and_its_gradients():
 
 @pytest.mark.parametrize("implementation", [None, "dense"])
 def test_moba_and_indexer_mask_while_decoding(implementation):
-    """Of each cache its own part of the mask; MoBA counts in each cache from its end."""
+    """Each cache has its part of the mask; MoBA counts chunks in each cache from its end."""
     q, k, v = tensors(1, 20)
     _, k_ar, v_ar = tensors(1, 15)
     ids, ids_ar = np.ones((B, 20), int), np.ones((B, 15), int)
@@ -141,37 +139,37 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
 
 
 def reordered(length: int):
-    """A config, its operands as two ranks reorder them, the indexer's mask behind; what is expected
-    in order."""
+    """A config, its operands reordered for two ranks with the indexer's mask last, and the expected
+    output in sequence order."""
     q, k, v = tensors(length, length)
     ids, positions = ids_and_positions(length)
     kept = RNG.random((B, length, length)) < 0.6
     config = {"context_parallel_load_balance": True, "context_sharding": "context"}
     config = types.SimpleNamespace(**vars(MOBA), **config)
-    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    operands = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
     indexer = jnp.where(kept, 0.0, MASKED)
     indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
     allowed = pairs("global", None, ids, row=positions, col=positions) & kept
-    return config, [*there, indexer], of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
+    return config, [*operands, indexer], of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
 
 
 @pytest.mark.parametrize("implementation", some([None, "dense"], 0))
 def test_reordered_moba_and_indexer_mask(implementation):
-    """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
-    config, there, expected = reordered(36)
+    """Any length that 2 * ranks divides; chunks are selected on the sequence in order."""
+    config, operands, expected = reordered(36)
     one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
-    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there)
+    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*operands)
     close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
 
 
 @pytest.mark.exhaustive
 def test_reordered_and_sharded_moba_and_indexer_mask():
-    """On a mesh rows stay where they are; what is chosen is of the sequence in order, as above."""
-    config, there, expected = reordered(512)
+    """On a mesh rows are not moved; chunks are selected on the sequence in order, as above."""
+    config, operands, expected = reordered(512)
     spec = jax.sharding.PartitionSpec(None, "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     with jax.set_mesh(context.mesh_of(2, axes=("context",))):
         one = maxtext.AttentionOp(config, Mesh, sharding=sharding)
-        out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there)
+        out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*operands)
         out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
     close(out, expected)

@@ -1,8 +1,8 @@
-"""The Triton kernels with a bias that is an array and with dropout, in the interpreter.
+"""The Triton kernels with an array bias and with dropout, in the interpreter.
 
-Guards against bits that differ between the kernels of one backward, a tile of the bias read for the
-wrong head, a sum over the wrong batch rows, a walk that begins between four keys of one word. The
-oracle is dense and in float64, its gradients automatic, its bits made in numpy.
+Guards against dropout bits that differ between the kernels of a backward, a bias tile of the wrong
+head, a sum over the wrong batch rows, and a loop that starts inside a group of four keys that share
+a random word. The oracle is dense, in float64, with automatic gradients and dropout bits by numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiers import some
 KEY = jax.random.key(7)
 TILES = (64, 64), ((32, 64), (64, 32), 64)
 DIMS, COMPILED = (24, 16), (32, 16)
-WIDE = [  # a call's head dims, and those of the kernel that takes it
+WIDE = [  # head dims of a call, and of its kernel
     ((136, 200), (256, 256)),
     ((192, 128), (256, 256)),
     ((256, 256), (256, 256)),
@@ -33,14 +33,14 @@ WIDE = [  # a call's head dims, and those of the kernel that takes it
 
 
 def tiles_above_128(kind):
-    """Those of the table, as TILES."""
+    """The tiles of the table, in the form of TILES."""
     names = "forward", "backward_dkdv", "backward_dq"
     forward, *others = (table.BIAS_TILES[f"{name}_bias"][kind, 256][:2] for name in names)
     return forward, (*others, table.BIAS_TILES["backward_dbias"][kind, 256][0])
 
 
 def added_of(shape, dtype, rate, sizes, rng):
-    """Of the request, as attention.py makes it; and the bias in float32."""
+    """The bias and dropout operands, as attention.py creates them."""
     batch, heads, q_len, kv_len = sizes
     bias = None
     if shape is not None:
@@ -71,7 +71,7 @@ def added_of(shape, dtype, rate, sizes, rng):
         1,
     ),
 )
-def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
+def test_bias_and_dropout_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
     check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, DIMS, COMPILED)
 
 
@@ -90,7 +90,7 @@ def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
     ),
 )
 def test_above_head_dim_128(case, shape, dtype, rate, soft_cap, kind, dims):
-    """With the table's tiles; up to its head dims all take one kernel."""
+    """With the table's tiles; one kernel serves all head dims up to its own."""
     tiles = tiles_above_128(kind)
     check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, *dims)
 
@@ -157,7 +157,7 @@ def check_a_bias_alone(expression, q_len, shape, stages):
     query, key = draw(2, q_len, heads, dims[0]), draw(2, kv_len, kv_heads, dims[0])
     value, dout = draw(2, kv_len, kv_heads, dims[1]), draw(2, q_len, heads, dims[1])
     added = added_of(shape, np.float32, 0, sizes, rng)
-    scale = -(dims[0] ** -0.5)  # a kernel must not take the largest score for the largest logit
+    scale = -(dims[0] ** -0.5)  # negative: the largest score is then not the largest logit
     extras = interpreter.Extras(mask, scale, 0.0)
     tiles = (64, 32), (64, 32), (32, 64), 64
     found = kernels.alone(query, key, value, dout, mask, extras, added, tiles, (32, 16), stages)
@@ -188,8 +188,8 @@ def check_a_bias_alone(expression, q_len, shape, stages):
     ),
     ids=lambda x: f"{x}" if isinstance(x, tuple) else None,
 )
-def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
-    """Of documents that begin at no multiple of 8, which is what they read at once."""
+def test_kernels_for_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
+    """With documents that start at no multiple of 8: the kernels read 8 keys at once."""
     check_a_bias_alone(expression, q_len, shape, stages)
 
 
@@ -198,7 +198,7 @@ def test_a_bias_alone_and_tiles_of_rows_that_attend_nothing():
     check_a_bias_alone(packax.documents(ids), 200, (1, 1, 1), 2)
 
 
-# Rows that keep nothing but hidden keys, whose first blocks are hidden, and blocks in between.
+# Rows with only hidden keys, and hidden blocks at the start of rows and in between.
 HIDING = [
     ("left 100", "-inf", packax.full(), 131),
     ("left 64", "least", packax.full(), 131),
@@ -226,8 +226,8 @@ def test_additive_masks_above_head_dim_128(kind, name, expression, q_len):
 
 
 def check_additive_masks(case, alone, tiles, dims, compiled, batch=1):
-    """Queries of 0 in some batch rows: the softmax of equal logits, however large. The bias has
-    `batch` rows."""
+    """The queries of one batch row are 0: the softmax of equal logits, however large. The bias has
+    `batch` batch rows."""
     kind, name, expression, q_len = case
     kv_len, heads, kv_heads = 200, 2, 1
     allowed = np.broadcast_to(np.asarray(expression.as_array(q_len, kv_len)), (2, q_len, kv_len))
@@ -251,7 +251,7 @@ def check_additive_masks(case, alone, tiles, dims, compiled, batch=1):
         del results.gradients["scale"]
     mask, added = mask_of(expression, q_len, kv_len), kernels.Added(bias)
     extras = interpreter.Extras(mask, float(arrays["scale"]), 0.0)
-    # What a row that attends nothing holds changes no gradient.
+    # The query of a row that attends nothing must not change a gradient.
     query = np.where(idle.swapaxes(1, 2)[..., None], np.float32(1e10), query)
     if alone:
         tiles = (64, 32), (64, 32), (32, 64), 64

@@ -1,8 +1,7 @@
-"""The fallback Triton kernels in the interpreter, with a block mask and the lists of the real
-build.
+"""The fallback Triton kernels in the interpreter, with a block mask and the build's block lists.
 
-Guards against a list that misses a block, a block taken for full that is not, a head that reads
-another's list or map, a word of bits too few, rows without a key that leave a NaN in a sum.
+Guards against a list that misses a block, a partial block that is taken for a full one, a head that
+reads another's list or block mask, a missing word of bits, and empty rows that put a NaN in a sum.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import score_oracle
 import triton_interpreter as interpreter
 from tiers import some
 
-IDS = np.repeat([4, 7, 4, -1, 9], [90, 60, 40, 20, 90])  # 300 tokens, one id comes back
+IDS = np.repeat([4, 7, 4, -1, 9], [90, 60, 40, 20, 90])  # 300 tokens, one id reappears
 DIMS = (16, 8)
 
 
@@ -25,13 +24,13 @@ def random_map(rng, shape, size, lengths, share):
 @pytest.mark.parametrize(
     "expression,lengths,shape,size,share,tiles",
     some([
-        # one key or three in a block, a batch row and a head for each map, rows checked by id
+        # blocks of 1, 3 or 5, a block mask per batch row and head, rows checked by id
         (packax.documents(IDS), (300, 300), (2, 4), (5, 3), 0.3, ((128, 64), (64, 128), (64, 64))),
         (packax.causal(offset=9), (80, 150), (1, 4), (1, 1), 0.2, ((64, 32), (32, 128), (64, 32))),
-        # whole blocks are full and skip the mask; one map for all, one for each batch row
+        # full blocks, which skip the mask; one block mask for all, or one per batch row
         (packax.causal(), (330, 330), (1, 1), (64, 192), 0.6, ((128, 64), (64, 64), (128, 64))),
         (packax.full(), (150, 330), (2, 1), (1, 64), 0.2, ((128, 32), (64, 64), (64, 64))),
-        # one map for all with a mask for each batch row; heads with lists of other lengths
+        # one block mask for all batch rows, a mask per batch row; heads with lists of other lengths
         (packax.masks.ranges([[20], [0]], [[300], [250]]), (260, 260), (1, 4), (128, 64), 0.5,
          ((128, 64), (64, 128), (64, 64))),
     ], 1),
@@ -62,7 +61,7 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     dirty[idle_rows] = dirty_dout[idle_rows] = np.nan
     dirty_dlse = np.where(idle_rows.swapaxes(1, 2), np.nan, dlse).astype(np.float32)
     query[idle_rows] = dout[idle_rows] = 0
-    # blocks of 64 keys in which nothing is attended are not even read
+    # Blocks of 64 keys without an attended pair are not even read.
     used = attends.any((1, 2))
     used = np.pad(used, ((0, 0), (0, -kv_len % 64))).reshape(batch, -1, 64).any(2).repeat(64, 1)
     unread = ~used[:, :kv_len] & (np.asarray(mask.q_block_lists).shape[0] == batch)

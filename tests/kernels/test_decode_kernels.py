@@ -1,8 +1,7 @@
-"""The kernels of decoding in the interpreter, against decoding by its definition in float64.
+"""The decoding kernels in the interpreter, against the definition of decoding in float64.
 
-Guards against shares of the keys that overlap or leave some out, against a share without keys, a
-tile's columns behind the head dim, and a read of what no row attends: it is 1e30 or behind a table
-entry that is no page.
+Guards against shares that overlap, miss keys or have none, tile columns beyond the head dim, and
+reads of what no row attends: its values are 1e30 or its block table entry is invalid.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tiers import marked, once_each, some
 SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
 TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64), "v_parts": 2}
-SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
+SMALL = {"room": (64, 64), "tile": (16, 16)}  # for float32
 
 
 def run(
@@ -37,9 +36,9 @@ def run(
     if x.key_cache.dtype == jnp.float8_e4m3fn:
         tensors = [np.ascontiguousarray(y) for y in x[:3]]
         rows, _, heads, _ = tensors[1].shape
-        given = [np.float32(1 if s is None else s) for s in (x.key_scale, x.value_scale)]
-        shape = (rows if given[0].ndim == 2 else 1, heads)
-        kernel["scales"] = tuple(np.broadcast_to(s, shape).copy() for s in given)
+        scales = [np.float32(1 if s is None else s) for s in (x.key_scale, x.value_scale)]
+        shape = (rows if scales[0].ndim == 2 else 1, heads)
+        kernel["scales"] = tuple(np.broadcast_to(s, shape).copy() for s in scales)
     ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
     return decoding.Results(
         *interpreter.decode(
@@ -55,7 +54,7 @@ def check(case: Case, splits: int, **kernel) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-# Also run with tall tiles, dealt shares or an fp8 cache, or part of another case.
+# These cases also run with tall tiles, dealt shares or an fp8 cache, or are part of another case.
 AGAIN = {"16 rows", "causal=False", "starts", "right alone", "pages"}
 
 
@@ -69,8 +68,8 @@ def test_equals_the_definition(name: str) -> None:
     once_each(["16 rows", "causal=False", "starts by row", "pages of 1, left"], [1, 2]),
 )
 def test_tall_tiles(name: str, parts: int) -> None:
-    """More rows than one tile has in the first, fewer in the others; dims that fill the columns,
-    and not, also none of a part."""
+    """More rows than fit into one tile in the first case, fewer in the others; head dims that fill
+    the columns or not, and with two parts, head dims that leave a part empty."""
     dims = {"16 rows": (16, 24), "causal=False": (16, 16)}.get(name, (16, 32))
     check(CASES[name]._replace(heads=6, dims=dims), 2, **TALL | {"v_parts": parts})
 
@@ -98,7 +97,7 @@ def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("name,kernel", [("soft cap and sinks", SHORT), ("16 rows", TALL)])
 def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
-    """The log-sum-exp is that of rounded queries and keys; of the output, probabilities are
+    """The log-sum-exp is that of rounded queries and keys; for the output, the probabilities are
     rounded, too."""
     case = CASES[name]._replace(dims=(16, 24))
     x = decoding.tensors(case)
@@ -130,7 +129,7 @@ FP8_CASES = [
 
 @pytest.mark.parametrize("name,kind,dtype", some(FP8_CASES, 0, 1, 2, 3, 5))
 def test_a_cache_in_fp8(name: str, kind: str, dtype: Any) -> None:
-    """As exact as plain attention, in the query's dtype, of what the bytes and scales stand for."""
+    """As exact as plain attention, in the query's dtype, on the dequantized caches."""
     case = CASES[name]._replace(dims=(32, 48))
     x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
     kernel = FP8
@@ -143,8 +142,8 @@ def test_a_cache_in_fp8(name: str, kind: str, dtype: Any) -> None:
 @pytest.mark.parametrize("kind,page_size", [("rows", 0), ("rows", 16)])
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**-30, 2.0**100])
 def test_queries_and_scales_of_many_sizes_over_fp8(kind: str, page_size: int, size: float) -> None:
-    """float16 would hold neither the query nor a value times its scale. At 2^-120, small elements
-    of the query would not be normal numbers of bfloat16."""
+    """float16 could hold neither the query nor a scaled value. At 2^-120, small elements of the
+    query would be subnormal in bfloat16."""
     case = Case((40, 9), heads=2, kv_heads=1, dims=(16, 16), page_size=page_size, capacity=48)
     x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), jnp.bfloat16), kind)
     small = np.float32(1 / size)
@@ -165,7 +164,7 @@ def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
     sign = np.where(np.arange(len(x.key_scale)) % 3, -1, 0)[:, None]
     scales = [np.float32(s * sign) for s in (x.key_scale, x.value_scale)]
     rows = np.arange(40) // page_size if page_size else None
-    used = case.allowed().any(1)  # other entries of the table are no pages
+    used = case.allowed().any(1)  # other table entries are invalid
     pages = np.where(used, x.block_table[:, rows], 0) if page_size else np.arange(2)[:, None]
     factor = np.where(used, sign[:, 0][pages], 0)[..., None, None]
     x = x._replace(key=x.key * factor, value=x.value * factor)
@@ -176,7 +175,7 @@ def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
 
 @pytest.mark.parametrize("lengths,splits", once_each([(300,), (1, 33)], (1, 7, 128)), ids=str)
 def test_any_number_of_shares(lengths: tuple[int, ...], splits: int) -> None:
-    """Also more than there are steps of keys, and more than decode_combine holds at once."""
+    """Also more shares than steps of keys, and more than decode_combine holds at once."""
     check(Case(lengths, heads=2, kv_heads=1, dims=(8, 8), sinks=True), splits, **SHORT)
 
 
@@ -198,7 +197,7 @@ MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
     ids=lambda x: str(x[:4]),
 )
 def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: tuple[int, int]) -> None:
-    """Also where a sequence has no key, where the last places are empty, and with a window."""
+    """Also with empty sequences, with shares left over, and with a window."""
     most, splits = shares
     case = Case(
         lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), window=(200, 0) if most == 9 else None
@@ -220,8 +219,8 @@ def test_more_sequences_than_shares_are_dealt_to() -> None:
     "batch,each", some([(1, 1), (2, 33), (3, 1), (17, 4), (64, 1), (64, 2)], 0, 1, 2, 3)
 )
 def test_every_key_is_dealt_once(batch: int, each: int) -> None:
-    """And no share twice: two programs never write the same sums. None is longer than it must
-    be."""
+    """No share is dealt twice, so two programs never write the same sums, and no share is longer
+    than necessary."""
     rng = np.random.default_rng()
     step, kv_len, splits = 16, 1 << 12, int(rng.integers(2, 40))
     shares = batch * each
@@ -242,11 +241,11 @@ def test_every_key_is_dealt_once(batch: int, each: int) -> None:
     assert (found[len(real) :, 0] == batch).all() and len({(b, n) for b, n,
         *_ in real.tolist()}) == len(real)  # fmt: skip
     for b in range(batch):
-        own = real[real[:, 0] == b]
-        assert 1 <= len(own) <= splits and (own[:, 2] == len(own)).all()
-        assert sorted(own[:, 1]) == list(range(len(own)))
+        of_sequence = real[real[:, 0] == b]
+        assert 1 <= len(of_sequence) <= splits and (of_sequence[:, 2] == len(of_sequence)).all()
+        assert sorted(of_sequence[:, 1]) == list(range(len(of_sequence)))
         times = np.zeros(kv_len, int)
-        for begin, stop in own[:, 3:]:
+        for begin, stop in of_sequence[:, 3:]:
             times[begin:stop] += 1
             assert begin == stop or stop - begin <= longest * step
         keys = np.arange(kv_len)
@@ -254,7 +253,7 @@ def test_every_key_is_dealt_once(batch: int, each: int) -> None:
 
 
 def test_a_sink_of_each_sequence() -> None:
-    """As vmap makes them."""
+    """vmap produces such sinks."""
     case = Case((40, 9), heads=2, kv_heads=1, dims=(8, 8), sinks=True)
     x = decoding.tensors(case)
     sinks = np.array([[1.0, -2.0], [np.inf, 0.5]], np.float32)
@@ -271,13 +270,13 @@ def test_a_sink_of_each_sequence() -> None:
                 np.testing.assert_allclose(lse[b, h], want.lse[b, h], atol=1e-5)
 
 
-def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
+def test_invalid_pages_and_lengths_give_nan_only_in_their_row() -> None:
     case = Case((33, 20, 9), q_len=2, capacity=32, page_size=8, dims=(8, 8))
     x = decoding.tensors(case)
     table = x.block_table
     assert table is not None
-    table[2] = [table[2, 0], table[2, 1], 2**31 - 1, -(2**31)]  # no key of it is there
-    table[1, 2] = x.key_cache.shape[0]  # keys 16 to 23; rows are at 18 and 19
+    table[2] = [table[2, 0], table[2, 1], 2**31 - 1, -(2**31)]  # invalid, but beyond its keys
+    table[1, 2] = x.key_cache.shape[0]  # invalid: keys 16 to 23; the rows are at 18 and 19
     out, lse = run(case, x, 2, **SHORT)
     want = decoding.exact(case, x, SCALE)
     lost = np.zeros((3, 2), bool)
@@ -290,7 +289,7 @@ def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
 
 @pytest.mark.parametrize("scale,exact", once_each([-0.4, 0.0, 1e-40, 1e-30, 1e30], [None, 1]))
 def test_scales_of_any_size(scale: float, exact: int | None) -> None:
-    """Where a score times the scale is 0, or so large that one key has all of the sum."""
+    """Scores times the scale are 0, or so large that one key has all the weight."""
     case = Case((200, 40), heads=2, kv_heads=1, dims=(8, 8))
     x = decoding.tensors(case)
     got, want = run(case, x, 2, **SHORT, exact=exact, scale=scale), decoding.exact(case, x, scale)
@@ -313,7 +312,7 @@ def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: i
 
 @pytest.mark.parametrize("kernel", [SHORT, TALL])
 def test_a_missing_page_reads_no_other(kernel: dict[str, Any]) -> None:
-    """NaN in every page that no table names leaves the rows that attend no missing page."""
+    """With NaN in all other pages, rows that attend no missing page keep their results."""
     case = Case((24,), q_len=12, capacity=24, page_size=8, heads=8, kv_heads=2, dims=(8, 8))
     x = decoding.tensors(case)
     assert x.block_table is not None
@@ -325,7 +324,7 @@ def test_a_missing_page_reads_no_other(kernel: dict[str, Any]) -> None:
     table = np.array([[*x.block_table[0, :2], -1]], np.int32)
     x = x._replace(key_cache=pools[0], value_cache=pools[1], block_table=table)
     out, lse = run(case, x, 1, **kernel)
-    good = np.arange(12, 24) < 16  # of positions: the missing page begins at key 16
+    good = np.arange(12, 24) < 16  # positions before the missing page, which starts at key 16
     np.testing.assert_allclose(out[0, good], want.out[0, good], atol=1e-5)
     np.testing.assert_allclose(lse[0][:, good], want.lse[0][:, good], atol=1e-5)
     assert np.isnan(out[0, ~good]).all() and np.isnan(lse[0][:, ~good]).all()

@@ -1,8 +1,8 @@
-"""The fallback Triton kernels in the interpreter: what changes scores, and head dims between the
+"""The fallback Triton kernels in the interpreter: score parameters, and head dims between the
 compiled ones.
 
-Guards against columns of the next head read or written, a bias that only one loop adds, a sum over
-the wrong rows. The oracle is dense and in float64, its gradients automatic.
+Guards against reads or writes of the next head's columns, a bias that only one loop adds, and a sum
+over the wrong rows. The oracle is dense, in float64, with automatic gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kernel_masks import ATTENTION, mask_of
 from tiers import some
 
 TILES = ((128, 64), (64, 128), (64, 64))  # of the forward, dkdv and dq
-SMALL = ((32, 16), (16, 32), (16, 32))  # of float32 at 256: eighths of an order's entry
-WIDE = ((32, 32), (16, 16), (16, 32))  # of head dims above 256
+SMALL = ((32, 16), (16, 32), (16, 32))  # for float32 at head dim 256: 1/8 of an order's entry
+WIDE = ((32, 32), (16, 16), (16, 32))  # for head dims above 256
 WIDE_SM90 = ((64, 32), (32, 16), (64, 32))  # the same for Hopper
 SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
 
@@ -51,7 +51,7 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
     query, key = draw(batch, q_len, heads, dims[0]), draw(batch, kv_len, kv_heads, dims[0])
     value, dout = draw(batch, kv_len, kv_heads, dims[1]), draw(batch, q_len, heads, dims[1])
     dlse = draw(batch, heads, q_len)
-    # no row attends these keys, and these rows attend nothing: what they hold must not matter
+    # Keys that no row attends and rows that attend nothing: their content must not matter.
     idle_keys = np.broadcast_to(~attends.any(1), key.shape[:2])
     idle_rows = np.broadcast_to(~attends.any(2), query.shape[:2])
     clean = [x.copy() for x in (query, key, value, dout)]
@@ -86,19 +86,19 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
             zip(("query", "key", "value"), (x[b : b + 1] for x in clean[:3]), strict=True)
         )
         arrays["scale"] = np.float32(scale) if scales is None else scales[b % len(scales)]
-        here = None
+        row_places = None
         if slopes is not None:
-            arrays["slopes"], here = slopes[b], tuple(x[b : b + 1] for x in places)
+            arrays["slopes"], row_places = slopes[b], tuple(x[b : b + 1] for x in places)
         true, plain, largest = score_oracle.true_and_plain(
             arrays, attends[b : b + 1], clean[3][b : b + 1], dlse[b : b + 1], soft_cap=soft_cap,
-            places=here
+            places=row_places
         )  # fmt: skip
         close = {"atol": 1e-4, "rtol": 1e-4}
         np.testing.assert_allclose(out[b], true.out[0], err_msg="out", **close)
         np.testing.assert_allclose(lse[b], true.lse[0], err_msg="lse", **close)
         np.testing.assert_allclose(row_max[b].max(-1), largest[0], err_msg="row_max", **close)
         wanted = true.gradients
-        if "tiles" in options:  # those of float32: as exact as plain float32
+        if "tiles" in options:  # float32's: as exact as plain float32
             found = dict(zip(("query", "key", "value"), (x[b : b + 1] for x in grads), strict=True))
             got = score_oracle.Results(out[b : b + 1], lse[b : b + 1], found)
             score_oracle.check(got, true, plain)
@@ -117,7 +117,7 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
 
 
 def test_slopes_whose_bias_is_infinite():
-    """A row's own key is all that its softmax then has."""
+    """Then all the weight of a row is on the key at its own position."""
     mask = mask_of(packax.full(), 130, 130)
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 130, 1, 16)).astype(np.float32) for _ in range(3))
@@ -135,7 +135,7 @@ def test_slopes_whose_bias_is_infinite():
 
 
 def test_tanh():
-    """Within 3 units of float32, at all sizes: no cancellation near 0, no overflow."""
+    """Within 3 float32 ulp for all magnitudes: no cancellation near 0, no overflow."""
     rng = np.random.default_rng(0)
     x = np.concatenate(
         [
@@ -143,7 +143,7 @@ def test_tanh():
             [0, 1e30, -1e30, 0.3],
         ]
     )
-    # through a kernel: q k^T with one key each is the score itself
+    # Through a kernel: with a single key, the logit is the score.
     mask = mask_of(packax.full(), 8192, 1)
     query = np.zeros((1, 8192, 1, 16), np.float32)
     query[0, :, 0, 0] = x

@@ -1,4 +1,4 @@
-"""The assembly that makes float16 of pairs of float8_e4m3fn."""
+"""The assembly that converts pairs of float8_e4m3fn to float16."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ptx_warp import LANES, Warp
 
 
 class Bits(Warp):
-    """With the instructions that it takes."""
+    """A warp with the instructions of this assembly."""
 
     @staticmethod
     def prmt_b32(a, b, selector):
         both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        made = np.zeros(LANES, np.uint64)
-        for place in range(4):
-            index = np.uint64(int(selector[0]) >> 4 * place & 0xF)
+        result = np.zeros(LANES, np.uint64)
+        for byte_index in range(4):
+            index = np.uint64(int(selector[0]) >> 4 * byte_index & 0xF)
             byte = both >> index * np.uint64(8) & np.uint64(0xFF)
-            made |= byte << np.uint64(8 * place)
-        return made.astype(np.uint32)
+            result |= byte << np.uint64(8 * byte_index)
+        return result.astype(np.uint32)
 
     @staticmethod
     def and_b32(a, b):
@@ -64,15 +64,15 @@ class Bits(Warp):
 
 @pytest.mark.parametrize("name,unit", [("BITS", 256), ("NATIVE", 1)])
 def test_every_byte(name: str, unit: int) -> None:
-    """In every place of two pairs."""
+    """At every position in two pairs."""
     every = np.arange(256, dtype=np.uint8)
     assembly = getattr(sys.modules["portable.fp8"], name).value.replace("$", "r")
     for turn in range(4):
         for words in np.roll(every, turn).view(np.uint32).reshape(2, LANES):
             values = Bits().run(assembly, {"r2": words})
-            made = np.stack([values[f"r{i}"].astype(np.uint32) for i in range(2)])
-            got = made.view(np.float16).reshape(2, LANES, 2)  # byte of a pair, lane, pair
-            given = words.copy().view(np.uint8).reshape(LANES, 2, 2).transpose(2, 0, 1)
-            want = given.copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) / unit
+            halves = np.stack([values[f"r{i}"].astype(np.uint32) for i in range(2)])
+            got = halves.view(np.float16).reshape(2, LANES, 2)  # byte of a pair, lane, pair
+            pairs = words.copy().view(np.uint8).reshape(LANES, 2, 2).transpose(2, 0, 1)
+            want = pairs.copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) / unit
             np.testing.assert_array_equal(got.astype(np.float32), want)
             assert np.array_equal(np.signbit(got), np.signbit(want))

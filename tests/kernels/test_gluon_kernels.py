@@ -1,9 +1,9 @@
 """The Hopper kernels on the CPU (gluon_threads.py), against float64.
 
-Guards against barriers that wait for ever or let go too early, tiles read before they are there or
-after they are gone, blocks left out or visited twice, and masks; not against what the compiler
-makes of them. Every candidate of tune.py that is not timed yet is here, too. Every mask and every
-head dim runs each time, all pairs of them exhaustively.
+Guards against barriers that deadlock or release too early, tiles read before they arrive or after
+they are overwritten, blocks that are left out or visited twice, and wrong masks; not against
+compiler errors. Candidates of tune.py that have no timings yet are included. Every mask and every
+head dim runs each time, all their pairs under `-m exhaustive`.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
         np.testing.assert_allclose(extra["row_max"], p.want["top"], atol=1e-4, rtol=1e-6)
 
 
-# for what has its way of masking from a plain row of the table, or is none
+# For kernels that mask like a plain kernel of the table, and for candidates outside the table.
 SOME = ("two rows", "ids that come back", "longer queries")
 EVERY = some(itertools.product([(64, 64), (128, 128)], MASKS), 0, 6, 9, 11, 13, 15)
 WIDE = (192, 128), (256, 256), (192, 192)
 WIDE_FORWARD = (*WIDE, (512, 512))
 EVERY += some(itertools.product(WIDE_FORWARD, (*SOME, "one row")), 0, 5, 10, 14)
-# The same masks are the fused backward's, so each head dim has one of them.
+# test_backward covers the same masks, so every run has one of them for each head dim.
 OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 2, 15)
 OF_EACH_DIM += some(itertools.product(WIDE, (*SOME, "one row")), 2, 5, 10)
 
@@ -101,7 +101,7 @@ def test_the_simulator_refuses_boxes_that_a_gpu_refuses():
 
 
 def test_forward_of_logits_far_below_zero():
-    """The mean, also below -1e30."""
+    """Logits below -1e30 give the mean."""
     p = Problem("two rows", (64, 64))
     p.query[...], p.key[...], p.scale = 1, -1, 1e32
     p.want, p.plain = p.oracle(), p.oracle(HALF)
@@ -122,7 +122,7 @@ def launch_keys(
     dv: np.ndarray,
     dbias: np.ndarray | None = None,
 ) -> None:
-    """A kernel whose programs are tiles of keys."""
+    """Runs a kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
     variant = table.sm90(kernel, SM90, "bf16", *dims, "13.4")
     programs = -(-p.kv_len // 128) * (128 // variant.block) * p.batch * p.kv_heads
@@ -159,7 +159,7 @@ def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], MASKS), *range(2, 9)))
 def test_backward(dim, case):
-    heads = 4 if case.startswith("longer") else 2  # of two key/value heads where tiles are few
+    heads = 4 if case.startswith("longer") else 2  # two key/value heads if there are few tiles
     backward(Problem(case, (dim, dim), heads=heads, kv_heads=heads // 2), "backward_sm90", {})
 
 
@@ -198,7 +198,7 @@ def test_keys_and_values_alone_the_other_way(dim, fold, case):
 
 
 def queries_alone(p: Problem, kernel: str = "backward_dq_sm90") -> None:
-    """Programs that take tiles until none is left, or one half of a tile each."""
+    """Programs take tiles until none is left; in parts, each takes half a tile."""
     stats, dq, kernel = Statistics(p), poisoned(p.query), kernel + p.option
     source = table.KERNELS[kernel]
     in_parts = kernel in table.PARTS
@@ -295,7 +295,7 @@ OF_BLOCK_LISTS = (64, 64), (128, 128), (192, 128), (256, 256)
     ),
     ids=str,
 )
-def test_maps_of_blocks(dims, blocks, case):
+def test_block_masks(dims, blocks, case):
     p = Problem(case, dims, "_block_lists", blocks=blocks)
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
@@ -308,7 +308,7 @@ def test_maps_of_blocks(dims, blocks, case):
     ids=str,
 )
 def test_packed_trees(dims, case):
-    """Lists that leave siblings out, full blocks, and the test of a key's subtree in the others."""
+    """Lists that exclude siblings, full blocks, and the subtree check in partial blocks."""
     p = Problem(case, dims, "_block_lists", heads=4, kv_heads=2)
     assert p.mask["q_block_lists"][..., 1].any() and (p.mask["q_blocks"][:, 4] & 1).any()
     forward(p, {})

@@ -1,7 +1,7 @@
-"""The Triton kernels in the interpreter: the integers of the XLA versions, attention of an oracle.
+"""The Triton kernels in the interpreter: mask integers equal XLA's, attention equals an oracle.
 
 Guards against a kernel that is right only on tidy input: odd lengths, empty rows, segment-checked
-rows, tiles of every shape, garbage in padding. The oracle is float64.
+rows, tiles of every shape, garbage in padding. The oracle is in float64.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 @pytest.mark.parametrize(
     "kind,case", once_each(["none", "restart", "in pairs", "random", "two limits"], id_cases())
 )
-def test_documents_equal_the_xla_twin(kind: str, case: str) -> None:
+def test_documents_equal_those_of_xla(kind: str, case: str) -> None:
     q, kv = id_cases()[case]
     compare = {"none": 0, "two limits": 2}.get(kind, 1)
     kind = "restart" if compare == 2 else kind
     q_pos, kv_pos = (positions(x, kind) if compare else x for x in (q, kv))
-    # a second batch row, reversed, so that a mix-up of rows shows
+    # The second batch row is reversed, so that mixed-up rows show.
     arrays = [np.ascontiguousarray(np.stack([x, x[::-1]])) for x in (q, kv, q_pos, kv_pos)]
     if compare == 2:
         arrays[2] = np.stack([arrays[2] + 1, arrays[2] - 5], axis=1)
@@ -71,7 +71,7 @@ def test_documents_equal_the_xla_twin(kind: str, case: str) -> None:
     ),
     ids=str,
 )
-def test_blocks_equal_the_xla_twin(kind: str, lengths: tuple[int, int]) -> None:
+def test_blocks_equal_those_of_xla(kind: str, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     rng = np.random.default_rng(q_len + kv_len)
     if kind == "causal":
@@ -93,7 +93,7 @@ def test_blocks_equal_the_xla_twin(kind: str, lengths: tuple[int, int]) -> None:
 
 
 def oracle(query, key, value, dout, dlse, attends, scale):
-    """float64: out, lse, dq, dk, dv. attends (Bm, Sq, Skv)."""
+    """float64 out, lse, dq, dk and dv. `attends`: (mask batch, Sq, Skv)."""
     q, k, v, do = (x.astype(np.float64) for x in (query, key, value, dout))
     group = q.shape[2] // k.shape[2]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
@@ -114,7 +114,7 @@ def oracle(query, key, value, dout, dlse, attends, scale):
     return out, lse, np.einsum("bhqk,bkhd->bqhd", ds, k), back(dk), back(dv)
 
 
-Tiles = tuple[tuple[int, int], ...]  # of the forward, dkdv and dq
+Tiles = tuple[tuple[int, int], ...]  # for the forward, dkdv and dq
 
 
 TILES = (
@@ -145,8 +145,8 @@ def test_attention_equals_the_oracle(case: str, tiles: Tiles) -> None:
     ids=str,
 )
 def test_head_dims(case: str, dims: tuple[int, int]) -> None:
-    """Where a dim is no power of two, the columns behind it are the next head's. With the smallest
-    tiles there are."""
+    """If a head dim is no power of two, the columns after it belong to the next head. With the
+    smallest tiles."""
     check_attention(case, ((64, 32), (32, 32), (32, 64)), *dims)
 
 
@@ -166,7 +166,7 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     dout = draw(q_len, heads, v_dim)
     dlse = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
     scale = 1.5 * qk_dim**-0.5
-    # no row attends these keys, and these rows attend nothing: what they hold must not matter
+    # Keys that no row attends and rows that attend nothing: their content must not matter.
     idle_keys, idle_rows = ~attends.any(1), ~attends.any(2)
     key[np.broadcast_to(idle_keys, key.shape[:2])] = 1e30
     value[np.broadcast_to(idle_keys, key.shape[:2])] = -1e30
@@ -193,8 +193,8 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
 
 
-def test_a_head_group_are_those_of_a_call_of_their_own() -> None:
-    """Bit by bit; the other heads of out and dq stay as they were."""
+def test_a_head_group_equals_a_separate_call() -> None:
+    """Bit for bit; the other heads of out and dq keep their initial content."""
     mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)
     rng = np.random.default_rng(9)
 
@@ -203,25 +203,25 @@ def test_a_head_group_are_those_of_a_call_of_their_own() -> None:
 
     query, key, value, out, dout = (draw(*x) for x in ((6, 16), (1, 16), (1, 32), (6, 32), (6, 32)))
     tiles = ((64, 32), (32, 64), (64, 64))
-    own = range(2, 4)
+    group = range(2, 4)
     alone = [np.ascontiguousarray(x[:, :, 2:4]) for x in (query, out, dout)]
     want_out, lse = interpreter.forward(alone[0], key, value, mask, 0.3, tiles[0])
-    got_out, got_lse = interpreter.forward(query, key, value, mask, 0.3, tiles[0], own)
+    got_out, got_lse = interpreter.forward(query, key, value, mask, 0.3, tiles[0], group)
     np.testing.assert_array_equal(got_lse, lse)
     dlse = rng.standard_normal(lse.shape).astype(np.float32)
     arguments = dlse, mask, 0.3, *tiles[1:]
     want = interpreter.backward(alone[0], key, value, alone[1], lse, alone[2], *arguments)
-    got = interpreter.backward(query, key, value, out, lse, dout, *arguments, own)
+    got = interpreter.backward(query, key, value, out, lse, dout, *arguments, group)
     for name, a, b in zip(("out", "dq"), (got_out, got[0]), (want_out, want[0]), strict=True):
         np.testing.assert_array_equal(a[:, :, 2:4], b, err_msg=name)
-        assert np.isnan(np.delete(a, own, axis=2)).all(), name
+        assert np.isnan(np.delete(a, group, axis=2)).all(), name
     for name, a, b in zip(("dk", "dv"), got[1:], want[1:], strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def test_a_block_of_rows_that_reaches_over_the_hull_reads_no_row_behind_it() -> None:
-    """Blocks of 128 rows from row 64 reach over a document that ends at 384: NaNs behind it stay
-    there."""
+def test_a_block_of_rows_that_crosses_the_end_of_a_document_reads_no_row_after_it() -> None:
+    """Blocks of 128 rows from row 64 cross the end of a document at row 384: NaNs after it do not
+    reach the document."""
     ids = packed(384, 116)
     mask = mask_of(packax.causal() & packax.documents(ids), 500, 500)
     rng = np.random.default_rng(5)

@@ -1,8 +1,8 @@
-"""Which tile a program takes: every one of them once, and none left to a few multiprocessors at the
-end.
+"""Which tile a program takes: every tile is taken once, and at the end no few multiprocessors are
+left with long tiles.
 
 Guards against an order of tiles and heads in which the last head's long tiles run alone, and
-against Hopper's walk (sm90/common.place_of_tile) being another than the portable kernels'.
+against a difference between Hopper's order (sm90/common.place_of_tile) and the portable kernels'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiers import once_each
 
 
 def walk_of_sm90():
-    """sm90.common.place_of_tile as a Python function: Gluon has no interpreter."""
+    """sm90.common.place_of_tile as a Python function, because Gluon has no interpreter."""
     source = (KERNEL_DIR / "sm90/common.py").read_text()
     module = ast.parse(source)
     names = ("scheduler_phases", "place_of_tile")
@@ -86,8 +86,8 @@ def test_every_tile_once(tiles, heads, batch, mask_batch, block):
 
 
 def tiles_of_keys(lengths):
-    """Blocks of 64 rows that each tile of keys visits, for one query head, in the order of
-    kv_order."""
+    """The number of blocks of 64 rows that each tile of keys visits for one query head, in the
+    order of kv_order."""
     lengths = np.array(lengths)
     ends = np.cumsum(lengths)
     first = np.arange(0, ends[-1], 128)
@@ -97,7 +97,7 @@ def tiles_of_keys(lengths):
 
 
 def tiles_of_rows(lengths):
-    """Blocks of 128 keys that each tile of rows visits, most first."""
+    """The number of blocks of 128 keys that each tile of rows visits, largest first."""
     lengths = np.array(lengths)
     ends = np.cumsum(lengths)
     first = np.arange(0, ends[-1], 128)
@@ -106,8 +106,8 @@ def tiles_of_rows(lengths):
 
 
 def busy(steps, multiprocessors=132):
-    """The fraction of the multiprocessors' time in which they have a program. Each takes the next
-    program when it has finished one; caches are ignored."""
+    """The fraction of the multiprocessors' time in which a program runs. Each multiprocessor takes
+    the next program when it finishes one; caches are ignored."""
     free = [0.0] * multiprocessors
     for n in steps:
         heapq.heapreplace(free, free[0] + n)
@@ -121,12 +121,11 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_program_waits(name, monkeypatch):
-    """In both passes the multiprocessors are busy, and not less than with one head after the other,
-    with which a case loses a sixth of the time, and rows of 4k a third.
+def test_multiprocessors_stay_busy(name, monkeypatch):
+    """The multiprocessors stay busy in both passes, and no less than when heads run one after
+    another, which costs one case a sixth of the time, and rows of 4k a third.
 
-    A program takes one step for every block that its tile visits, and some for its beginning and
-    end.
+    A program takes one step for every block that its tile visits, and some for its start and end.
     """
     monkeypatch.syspath_prepend(BENCHMARKS)
     (case,) = importlib.import_module("lib.cases").select(name)
@@ -139,4 +138,4 @@ def test_no_program_waits(name, monkeypatch):
         by_head = busy([n for _ in range(case.kv_heads) for n in steps for _ in range(members)])
         assert busy(steps[tiles]) > max(0.98, by_head - 0.01)
     least = {"docs64_32k_d128": 0.85, "causal_4k_d128": 0.67}.get(name, 1.01)
-    assert by_head < least  # of the backward
+    assert by_head < least  # in the backward

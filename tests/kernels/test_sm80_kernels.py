@@ -1,7 +1,7 @@
-"""The kernels of mma.sync and cp.async on the CPU (gluon_threads.py), against float64.
+"""The kernels that use mma.sync and cp.async, on the CPU (gluon_threads.py), against float64.
 
-Guards against tiles read before they are there or overwritten while they are read, blocks that are
-left out or visited twice, and masks; not against what the compiler makes of them.
+Guards against tiles read before they arrive or overwritten while being read, blocks left out or
+visited twice, and wrong masks; not against compiler errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
 
 
 def constants(kernel, kind, dims):
-    """Of the table's row, and its rows or keys."""
+    """The constants of the kernel's row in the table, and its block."""
     arch = next(arch for arch in table.ARCHS.values() if arch.tiles == kind)
     rows = table.variants((arch.name.removeprefix("sm_"),), ("bf16",), (dims,))
     found = [v for v in rows if v.kernel == kernel]
@@ -79,8 +79,8 @@ def test_values_of_another_head_dim(case):
 
 
 @pytest.mark.parametrize("stages,case", some(list(itertools.product((1, 2), SOME)), 1, 5))
-def test_places(stages, case):
-    """With one place, a block is copied over the one before it as soon as that is read."""
+def test_numbers_of_stages(stages, case):
+    """With one stage, a block is copied over the previous one as soon as that has been read."""
     p = Problem(case, (128, 128), heads=4, kv_heads=2)
     check_backward(p, "backward_sm80", "small", STAGES=stages, DO_STAGES=3 - stages)
     check_backward(p, "backward_sm80", "small", STAGES=stages, DO_STAGES=stages, V_REGISTERS=0)
@@ -115,8 +115,8 @@ def check_backward(p, kernel, kind, **changed):
 
 
 @pytest.mark.parametrize("n,threads", [(16, 128), (32, 256)])
-def test_sums_take_every_cell_once(n, threads):
-    """Both kernels see a block of dQ by thread and register."""
+def test_partial_sums_are_added_and_loaded_in_the_same_order(n, threads):
+    """Both kernels map threads and registers to the elements of a dQ block in the same way."""
     from sm80.bwd import add_asm, load_asm
 
     texts = [str(getattr(asm(n, threads), "value", asm(n, threads))) for asm in (add_asm, load_asm)]

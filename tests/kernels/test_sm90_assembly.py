@@ -1,8 +1,8 @@
 """Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no
 interpreter.
 
-Guards against a float of dQ that is where backward_postprocess does not look for it, and against a
-P or dS of another row or key than its score's.
+Guards against a float of dQ at a place where backward_postprocess does not read it, and against a P
+or dS at another row or key than its score.
 """
 
 import re
@@ -18,7 +18,7 @@ sys.path.insert(0, str(KERNEL_DIR))
 import ml_dtypes
 from sm90 import bwd_dkdv_d192, bwd_prepost, dq_reduce
 
-ROW, COLUMN = 16, 8  # of one warp and one octet of accumulator registers
+ROW, COLUMN = 16, 8  # rows of a warp, columns of eight accumulator registers
 OPERATIONS = {
     "mov": lambda a: a,
     "and": lambda a, b: a & b,
@@ -30,7 +30,7 @@ OPERATIONS = {
 
 
 def execute(assembly, thread, **operands):
-    """Integer instructions of one thread; memory instructions as (address, registers)."""
+    """Runs one thread's integer instructions; returns memory accesses as (address, registers)."""
     values = {"%tid.x": thread, **operands}
     memory = []
 
@@ -57,7 +57,7 @@ def execute(assembly, thread, **operands):
 
 
 def accumulator(thread, registers):
-    """(row, column) of each register: see sm90/common.py."""
+    """The (row, column) of each register: see sm90/common.py."""
     warp, lane = thread % 128 // 32, thread % 32
     return [
         (ROW * warp + lane // 4 + 8 * (i // 2 % 2), i // 4 * COLUMN + 2 * (lane % 4) + i % 2)
@@ -66,22 +66,22 @@ def accumulator(thread, registers):
 
 
 def rows_of_sum(columns):
-    """Float by float, the (row, column) that backward_postprocess takes from there."""
+    """For each float of the sum, the (row, column) that backward_postprocess reads it as."""
     shape, axes = bwd_prepost.sum_shape(columns), bwd_prepost.SUM_TO_ROWS.value
-    place = np.arange(64 * columns).reshape([int(n) for n in getattr(shape, "value", shape)])
-    place = place.transpose(axes).reshape(64, columns)
+    index = np.arange(64 * columns).reshape([int(n) for n in getattr(shape, "value", shape)])
+    index = index.transpose(axes).reshape(64, columns)
     found = np.empty((64 * columns, 2), int)
-    found[place] = np.stack(np.indices((64, columns)), -1)
+    found[index] = np.stack(np.indices((64, columns)), -1)
     return found
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
-def test_every_float_of_dq_lies_where_finish_looks(columns):
+def test_every_float_of_dq_is_stored_where_postprocess_reads_it(columns):
     registers = columns // 2
     names = tuple(f"$r{i}" for i in range(registers))
     assembly = dq_reduce.store_registers_asm((), (names, ("$base",)))
     want, seen = rows_of_sum(columns), set()
-    for thread in range(128, 256):  # of the second warp group
+    for thread in range(128, 256):  # the second warp group
         places = dict(zip(names, accumulator(thread, registers), strict=True))
         for address, four in execute(assembly, thread, **{"$base": 0}):
             for i, name in enumerate(four):
@@ -103,7 +103,7 @@ def packed(half, high, low):
 
 
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
-# on registers of 32 bits, whatever they hold
+# Operations on 32-bit registers, whatever their type.
 ARITHMETIC = {
     "mov.u32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -128,8 +128,7 @@ ARITHMETIC = {
 
 
 def compute(assembly, thread, operands, lines=()):
-    """The registers that one thread's arithmetic leaves; `lines`: floats in shared memory from
-    address 0."""
+    """One thread's result registers. `lines`: the floats in shared memory from address 0."""
     values = {"%tid.x": thread, **{f"${i}": x for i, x in operands.items()}}
 
     def value(text):
@@ -160,7 +159,7 @@ def compute(assembly, thread, operands, lines=()):
 
 
 def tile(pairs, thread, half, of):
-    """Packed pairs of one thread into their places in a tile of 64 keys and 64 rows."""
+    """Store one thread's packed pairs at their elements of a tile of 64 keys and 64 rows."""
     for i, (key, row) in enumerate(accumulator(thread, 32)):
         bits = pairs[i // 2] >> 16 * (i % 2) & 0xFFFF
         of[key, row] = np.uint16(bits).view(half)
@@ -168,8 +167,8 @@ def tile(pairs, thread, half, of):
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
 def test_p_and_ds_of_the_tile_of_keys(name):
-    """Scores are (keys, rows): lse2 and delta belong to columns. What a bit of the mask clears is
-    0, were it NaN before."""
+    """Scores are (keys, rows), so lse2 and delta belong to columns. Elements that the mask clears
+    are 0, even if they were NaN."""
     half, rng = HALVES[name], np.random.default_rng()
     s, dp = rng.standard_normal((2, 64, 64), np.float32)
     lse, delta = rng.standard_normal((2, 64), np.float32)
@@ -187,13 +186,13 @@ def test_p_and_ds_of_the_tile_of_keys(name):
         operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
         operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}
         pairs = compute(bwd_dkdv_d192.ds_asm(name), thread, operands, delta)
-        # as sm90/common.range_bits_asm: of each of the two keys, two bits an octet of rows
+        # As in sm90/common.range_bits_asm: for each of two keys, two bits per octet of rows.
         bits = [0, 0]
         for i, at in enumerate(places):
             bits[i // 2 % 2] |= int(attended[at]) << (i // 4 * 2 + i % 2)
         operands = {16 + i: pair for i, pair in enumerate(pairs)} | {32: bits[0], 33: bits[1]}
         tile(compute(bwd_dkdv_d192.clear_bits_asm(), thread, operands), thread, half, ds)
-    # in float32 the last bit of a sum may differ, which moves a few roundings
+    # In float32 the last bit of a sum may differ, which changes a few roundings.
     for got, want in ((p, want_p), (ds, want_ds)):
         error = np.abs(got.astype(np.float32) - want.astype(np.float32))
         allowed = 2 * np.finfo(np.float32).eps + 2.0**-7 * np.abs(want.astype(np.float32))

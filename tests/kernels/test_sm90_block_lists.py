@@ -1,9 +1,8 @@
-"""Block masks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly
-instruction by instruction for a warp group.
+"""Block masks on Hopper: sm90/block_lists.py with numpy in place of Gluon, and its assembly
+instruction by instruction for a warp group, because Gluon has no interpreter.
 
-Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word
-or an entry that is read past the end of a mask or a list, and a list of another head or tile. Gluon
-has no interpreter.
+Guards against a bit of another row or key, a shift that is wrong for some block size, a word or
+list entry that is read out of bounds, and a list of another head or tile.
 """
 
 import collections
@@ -29,15 +28,15 @@ BlockMask, HeadMask = (
     for x in (args.BlockMask, args.HeadMask)
 )
 
-THREADS = 128  # of a warp group
+THREADS = 128  # in a warp group
 TID = np.arange(THREADS, dtype=np.uint64)
-# of the two rows that a thread has of the accumulator's 64
+# The two rows of the accumulator's 64 that each thread has.
 PLACES = [16 * (TID // 32) + TID % 32 // 4 + 8 * i for i in (0, 1)]
 U32 = np.uint64(0xFFFFFFFF)
 
 
 class Tensor(np.ndarray):
-    """Numbers of a kernel."""
+    """A number or tensor in a kernel."""
 
     type = None
 
@@ -50,7 +49,7 @@ def tensor(x):
 
 
 class Pointer:
-    """To int32, of which those in [low, high) may be read."""
+    """A pointer to int32; only elements in [low, high) may be read."""
 
     def __init__(self, memory, at=0, bounds=None):
         self.memory, self.at = memory, tensor(at)
@@ -66,7 +65,7 @@ class Pointer:
 
 
 class Assembly:
-    """The instructions of sm90/block_lists.py. Registers: one number a thread."""
+    """The instructions of sm90/block_lists.py. A register has one number per thread."""
 
     def __init__(self, text):
         text = re.sub(r"(\w+):", r"\1:;", text.strip().removeprefix("{").removesuffix("}"))
@@ -159,27 +158,28 @@ class Assembly:
 
 
 def inline_asm(text, constraints, arguments, *_, **__):
-    """Results by thread, (registers, THREADS): a tensor of 64 is two registers, one number one."""
+    """Results by thread, (registers, THREADS). A tensor of 64 rows takes two registers, a scalar
+    one."""
     kinds = constraints.split(",")
-    made = sum(kind.startswith("=") for kind in kinds)
+    outputs = sum(kind.startswith("=") for kind in kinds)
     registers, pointer = [], None
     for x in arguments:
         if isinstance(x, Pointer):
             pointer, x = x, 4 * x.at
         x = np.asarray(x, np.int64).astype(np.uint64)
         registers += [x[place] for place in PLACES] if x.shape else [np.full(THREADS, x)]
-    assert len(registers) == len(kinds) - made
-    values = {f"${made + i}": x for i, x in enumerate(registers)}
-    for (name, x), kind in zip(values.items(), kinds[made:], strict=True):
+    assert len(registers) == len(kinds) - outputs
+    values = {f"${outputs + i}": x for i, x in enumerate(registers)}
+    for (name, x), kind in zip(values.items(), kinds[outputs:], strict=True):
         values[name] = x & U32 if kind == "r" else x
     values = Assembly(str(text)).run(values, pointer)
-    made = np.stack([values[f"${i}"] for i in range(made)])
-    return tensor(made[0][0]) if len(made) == 1 else made
+    results = np.stack([values[f"${i}"] for i in range(outputs)])
+    return tensor(results[0][0]) if len(results) == 1 else results
 
 
 @pytest.fixture(autouse=True)
 def gluon(monkeypatch):
-    """The functions of sm90/block_lists.py as Python has them."""
+    """Makes the functions of sm90/block_lists.py plain Python."""
     language = SimpleNamespace(
         int32=None, int64=None, where=lambda c, a, b: tensor(np.where(c, a, b)),
         minimum=lambda a, b: tensor(np.minimum(a, b)), load=Pointer.read, inline_asm=inline_asm,
@@ -192,7 +192,7 @@ def gluon(monkeypatch):
 
 
 def columns_of(thread_bits):
-    """Bits of two registers by thread to (64, 64): rows of the accumulator and its columns."""
+    """The bits of two registers per thread as (64, 64): rows and columns of the accumulator."""
     found = np.zeros((64, 64), bool)
     for place, bits in zip(PLACES, thread_bits, strict=True):
         for octet in range(8):
@@ -206,7 +206,7 @@ Q_LEN, KV_LEN, BATCH, HEADS = 270, 331, 2, 3
 
 
 def mapped(size, heads=HEADS, batch=BATCH, q_len=Q_LEN, kv_len=KV_LEN, seed=None):
-    """A map, its words, and the kernels' BlockMask without lists."""
+    """A block mask, its words, and the kernels' BlockMask without lists."""
     shape = batch, heads, -(-q_len // size[0]), -(-kv_len // size[1])
     chosen = np.random.default_rng(seed).random(shape) < 0.5
     words = np.asarray(lists.packed(jnp.asarray(chosen)))
@@ -218,22 +218,22 @@ def lengths(q_len=Q_LEN, kv_len=KV_LEN):
 
 
 def words_of(blocks, words, b, head, **sizes):
-    """mask_of_head, where only the words of this head may be read."""
+    """mask_of_head, restricted so that only the words of this head may be read."""
     found = block_lists.mask_of_head(blocks, lengths(**sizes), tensor(b), tensor(head))
-    here = words[b % len(words), head % words.shape[1]].size
-    first = (b % len(words) * words.shape[1] + head % words.shape[1]) * here
+    size = words[b % len(words), head % words.shape[1]].size
+    first = (b % len(words) * words.shape[1] + head % words.shape[1]) * size
     assert found.words.at == first and found.width == words.shape[3]
-    bounded = Pointer(found.words.memory, found.words.at, (first, first + here))
+    bounded = Pointer(found.words.memory, found.words.at, (first, first + size))
     return found._replace(words=bounded)
 
 
 def brute(chosen, size, b, head, first_row, first_key):
-    """(64, 64) bits of rows and keys that are there, and which of them are."""
+    """The (64, 64) bits of these rows and keys, and which of them are in bounds."""
     rows, keys = first_row + np.arange(64), first_key + np.arange(64)
-    there = (rows < Q_LEN)[:, None] & (keys < KV_LEN)
+    in_bounds = (rows < Q_LEN)[:, None] & (keys < KV_LEN)
     at = np.minimum(rows, Q_LEN - 1) // size[0], np.minimum(keys, KV_LEN - 1) // size[1]
     of_head = chosen[b % len(chosen), head % chosen.shape[1]]
-    return of_head[np.ix_(*at)], there
+    return of_head[np.ix_(*at)], in_bounds
 
 
 SHIFTS = range(13)
@@ -241,27 +241,28 @@ SHIFTS = range(13)
 
 @pytest.mark.parametrize("q_shift", some(SHIFTS, 6))
 def test_bits(q_shift):
-    """Rows by keys, and keys by rows, for every size of a block, at every block of 64; the last
-    ones are part full."""
+    """bits_of_keys and bits_of_rows, for every block size and block of 64; the last blocks are
+    partial."""
     for kv_shift in SHIFTS:
         size = 1 << q_shift, 1 << kv_shift
         chosen, words, blocks = mapped(size)
         b, head = kv_shift % BATCH, (q_shift + kv_shift) % HEADS
         head_mask = words_of(blocks, words, b, head)
-        for i in range(6):  # every block of rows and of keys, in other pairs for each size
+        for i in range(6):  # every block of rows and of keys, paired differently for each size
             first_row, first_key = (i + q_shift + kv_shift) % 5 * 64, i * 64
-            want, there = brute(chosen, size, b, head, first_row, first_key)
+            want, in_bounds = brute(chosen, size, b, head, first_row, first_key)
             rows = tensor(first_row + np.arange(64))
             got = block_lists.bits_of_keys(head_mask, rows, tensor(first_key), tensor(Q_LEN))
-            np.testing.assert_array_equal(columns_of(got)[there], want[there], str(size))
+            np.testing.assert_array_equal(columns_of(got)[in_bounds], want[in_bounds], str(size))
             keys = tensor(first_key + np.arange(64))
             got = block_lists.bits_of_rows(head_mask, keys, tensor(first_row), tensor(Q_LEN))
-            np.testing.assert_array_equal(columns_of(got).T[there], want[there], str(size))
+            np.testing.assert_array_equal(columns_of(got).T[in_bounds], want[in_bounds], str(size))
 
 
 @pytest.mark.parametrize("first", [Q_LEN, 320])
 def test_rows_past_the_end_read_nothing_else(first):
-    """A tile of 128 rows, whose second half may have none: any bits, but no read past the mask."""
+    """The second half of a tile of 128 rows may be out of bounds: its bits may be anything, but no
+    read may pass the mask."""
     for size in ((1, 1), (2, 64), (64, 1), (512, 512)):
         _, words, blocks = mapped(size)
         for head in (0, HEADS - 1):
@@ -272,11 +273,11 @@ def test_rows_past_the_end_read_nothing_else(first):
 
 @pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 95, 97, 130])
 def test_keys_past_the_end_read_nothing_else(kv_len):
-    """The second word of a step, and the words of the keys of a tile of 128."""
+    """The second word of a step, and the words for the keys of a tile of 128."""
     for shift in (0, 1, 5, 6, 7):
         _, words, blocks = mapped((1, 1 << shift), kv_len=kv_len)
         head_mask = words_of(blocks, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
-        rows = tensor(Q_LEN - 64 + np.arange(64))  # behind the last one nothing may be read
+        rows = tensor(Q_LEN - 64 + np.arange(64))  # nothing may be read after the last row
         for first in range(0, kv_len, 64):
             block_lists.bits_of_keys(head_mask, rows, tensor(first), tensor(Q_LEN))
         for first in range(0, -(-kv_len // 128) * 128, 64):
@@ -285,8 +286,8 @@ def test_keys_past_the_end_read_nothing_else(kv_len):
 
 
 @pytest.mark.parametrize("heads,batch", [(1, 1), (1, 2), (3, 1)])
-def test_one_map_for_all(heads, batch):
-    """Of all heads, of all batch rows: its words, and the lists of its heads."""
+def test_block_masks_shared_by_heads_or_batch_rows(heads, batch):
+    """Their words, and the lists of their heads."""
     chosen, words, blocks = mapped((4, 16), heads, batch)
     for b in range(BATCH):
         for head in range(HEADS):
@@ -299,16 +300,16 @@ def test_one_map_for_all(heads, batch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64, 4096, (1 << 30) - 1, 1 << 30, (1 << 31) - 1])
 def test_shift(size):
-    """Of a power of two; the handlers see to that."""
+    """The shift of a power of two; the handlers refuse other sizes."""
     assert block_lists.shift_of(tensor(size)) == size.bit_length() - 1
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 def test_lists(heads):
-    """Of a tile of rows, of keys, and of the heads of a group: those that block_lists.py made
-    for that place."""
+    """The lists for a tile of rows, for a tile of keys and for the heads of a group are those that
+    block_lists.py made for them."""
     chosen, _, blocks = mapped((16, 64), heads, q_len=700, kv_len=523)
-    chosen[0, 0, :8] = False  # a tile of rows without any
+    chosen[0, 0, :8] = False  # a tile of rows without blocks
     mask = packax.create_attention_mask(
         packax.masks.block_sparse(chosen, (16, 64)) & packax.causal(), q_len=700, kv_len=523
     )
@@ -323,7 +324,7 @@ def test_lists(heads):
                     rows, scalars, tensor(b), tensor(head), tensor(128 * tile)
                 )
                 want = of_rows[b, head % heads, tile]
-                none = want[:2].sum() == 0  # then one that the mask empties
+                none = want[:2].sum() == 0  # then the list has one block, which the mask empties
                 empty += none
                 assert (edges, core) == (max(want[0], none), want[1])
                 for i in range(edges + core):

@@ -1,8 +1,8 @@
 """What the Hopper backward writes to shared memory for its products, instruction by instruction for
-a warp: Gluon has no interpreter.
+a warp, because Gluon has no interpreter.
 
-Guards against dS of another key or row, and parts of an LSE or delta that are not all of it or lie
-in another row.
+Guards against a dS of another key or row, and against parts of an LSE or delta that do not sum to
+it or are stored in another row.
 """
 
 import sys
@@ -26,13 +26,13 @@ def halfwords(shared, address, n):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_ds_lies_where_the_products_read_it(half):
-    """Rows of 128 bytes, whose pieces of 16 are swapped by the row's number in eight (the swizzle
-    of 128 bytes)."""
+def test_ds_is_stored_where_the_products_read_it(half):
+    """Rows of 128 bytes, in which the row's index modulo 8 permutes the pieces of 16 bytes (the
+    128-byte swizzle)."""
     rng = np.random.default_rng()
     ds = rng.standard_normal((64, 64)).astype(HALVES[half])  # keys, rows
     base, shared = 3 * 8192, {}
-    n = 32  # of a thread
+    n = 32  # registers per thread
     names = tuple(f"$r{i}" for i in range(n))
     assembly = dq_reduce.store_ds_asm((), (names, ("$base",)))
     for w in range(4):
@@ -52,20 +52,20 @@ def test_ds_lies_where_the_products_read_it(half):
 
 
 def parts_of(numbers):
-    """(64, 16): what one product adds up for each row."""
+    """(64, 16): the parts that one product adds up for each row."""
     values = {"%laneid": LANE, "$at": np.full(LANES, 4096)}
     values |= {f"$x{i}": numbers[i::2].astype(F32) for i in (0, 1)}  # rows 2 * lane + i
     warp = Warp()
     warp.run(lse_by_mma.parts_asm((), (("$x0", "$x1"), ("$at",))), values)
-    assert len(warp.shared) == 64 * 16  # the garbage of the block before is gone
+    assert len(warp.shared) == 64 * 16  # overwrites all garbage of the previous block
     return np.stack([halfwords(warp.shared, 4096 + 32 * row, 16) for row in range(64)]).view(
         ml_dtypes.bfloat16
     )
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 100.0, 1e30])
-def test_parts_of_a_number_are_all_of_it(size):
-    """But for what is below half of bfloat16's smallest number, 2^-133."""
+def test_the_parts_of_a_number_sum_to_it(size):
+    """Except for what is below half of bfloat16's smallest number, 2^-133."""
     numbers = (np.random.default_rng().standard_normal(64) * size).astype(F32)
     numbers[:4] = [0, -size, lse_by_mma.FAR.value, np.nextafter(F32(size), F32(2 * size))]
     parts = parts_of(numbers)

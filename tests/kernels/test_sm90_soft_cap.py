@@ -1,9 +1,9 @@
-"""The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32: Gluon has no
-interpreter.
+"""The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32, because Gluon
+has no interpreter.
 
-Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends
-in another's register or depends on its neighbours, and a warp whose threads diverge. ex2
-and rcp are as wrong as PTX allows them to be.
+Guards against a wrong coefficient or sign in one of its two branches, a score that ends up in
+another's register or depends on its neighbours, and a warp whose threads diverge. ex2 and rcp have
+the largest errors that PTX allows.
 """
 
 import sys
@@ -19,14 +19,14 @@ sys.path.insert(0, str(KERNEL_DIR))
 
 from sm90 import soft_cap
 
-NEAR, FAR = 3e-7, 4e-7  # of the polynomial, and of the exponential
+NEAR, FAR = 3e-7, 4e-7  # error bounds of the polynomial and of the exponential
 
 
 def tanh_of(warp, scores, k=1.0):
-    """`scores` (lanes, registers): what becomes of them."""
+    """`scores` (lanes, registers): their results."""
     scores = np.asarray(scores, F32)
     n = scores.shape[1]
-    values = {f"${i}": scores[:, i].copy() for i in range(n)}  # tied: results begin as the scores
+    values = {f"${i}": scores[:, i].copy() for i in range(n)}  # tied: results start as the scores
     values[f"${2 * n}"] = np.full(LANES, k, F32)
     values = warp.run(soft_cap.tanh_asm(n), values)
     return np.stack([values[f"${i}"] for i in range(n)], 1)
@@ -37,7 +37,7 @@ def error_of(got, x):
 
 
 def warps_of(points, registers=16):
-    """Shuffled, so that every warp has scores of all sizes."""
+    """Shuffled points, so that every warp has scores of all magnitudes."""
     points = np.random.default_rng(0).permutation(np.asarray(points, F32))
     count = len(points) // (LANES * registers)
     return points[: count * LANES * registers].reshape(count, LANES, registers)
@@ -47,7 +47,7 @@ def test_scores_up_to_a_half_take_the_polynomial():
     points = np.linspace(-0.5, 0.5, 1 << 17, dtype=F32)
     assert points[0] == -0.5 and points[-1] == 0.5
     for x in warps_of(points):
-        warp = Warp(ex2_error=1e6)  # not executed
+        warp = Warp(ex2_error=1e6)  # ex2 must not run
         assert error_of(tanh_of(warp, x), x) <= NEAR
         assert "ex2.approx.ftz.f32" not in warp.executed
 
@@ -57,7 +57,7 @@ ERRORS = [(e, r) for e in (-1, 0, 1) for r in (-1, 0, 1)]
 
 @pytest.mark.parametrize("ex2,rcp", some(ERRORS, 8))
 def test_larger_scores_take_the_exponential(ex2, rcp):
-    """One per warp is enough, and small ones in the same warp are correct, too."""
+    """One larger score per warp is enough; small scores in the same warp are also right."""
     points = np.concatenate([np.linspace(-12, 12, 1 << 16), np.linspace(-0.6, 0.6, 1 << 16)])
     for x in warps_of(points):
         assert np.abs(x).max() > 0.5
@@ -67,10 +67,10 @@ def test_larger_scores_take_the_exponential(ex2, rcp):
 
 
 def test_the_border_between_the_two():
-    """At 1/2 and one float above it: the next number, another branch."""
+    """1/2 and the next float above it take different branches."""
     x = np.full((LANES, 8), 0.5, F32)
     near = tanh_of(Warp(), x)
-    for register in range(8):  # any of them decides for the warp
+    for register in range(8):  # any register can decide for the warp
         lane = 31 - 4 * register
         above = x.copy()
         above[lane, register] = np.nextafter(F32(0.5), F32(1)) * F32(-1 if register % 2 else 1)
@@ -82,8 +82,8 @@ def test_the_border_between_the_two():
 
 
 def test_a_score_does_not_depend_on_its_neighbours():
-    """The same bits in a warp of small scores and with large ones, infinities and NaN: else
-    padding and other documents change a row's last bits."""
+    """The same bits in a warp of small scores and beside large ones, infinities and NaN. Otherwise
+    padding and other documents would change a row's last bits."""
     rng = np.random.default_rng()
     near = rng.uniform(-0.5, 0.5, (LANES, 16)).astype(F32)
     alone = tanh_of(Warp(1, 1), near)
@@ -109,8 +109,7 @@ def test_every_score_stays_in_its_place_and_is_scaled(registers, k):
 
 
 def test_the_ends():
-    """Infinities and what overflows are 1 or -1, as is all that rounds to it; 0 is 0 in the
-    polynomial."""
+    """Infinities, overflows and all that rounds to it give 1 or -1; 0 gives 0 in the polynomial."""
     x = np.zeros((LANES, 8), F32)
     assert (tanh_of(Warp(), x) == 0).all()
     x[:, :6] = [np.inf, -np.inf, 3e38, -3e38, 20, -20]
@@ -121,7 +120,7 @@ def test_the_ends():
 
 @pytest.mark.parametrize("loud", [0.4, 3.0])
 def test_a_nan_stays_alone(loud):
-    """It says nothing about the branch, and changes no other score."""
+    """It does not decide the branch, and changes no other score."""
     s = np.linspace(-loud, loud, LANES * 8, dtype=F32).reshape(LANES, 8)
     clean = tanh_of(Warp(), s)
     s[3, 5] = np.nan
@@ -132,5 +131,5 @@ def test_a_nan_stays_alone(loud):
 
 
 def test_results_are_tied_to_scores():
-    """The branch that is not taken would leave a result that is no score's register as it was."""
+    """Otherwise the branch that is not taken could leave a result register unset."""
     assert soft_cap.tanh_constraints(3) == "=f,=f,=f,0,1,2,f"

@@ -1,9 +1,9 @@
 """The softmax step of the Hopper forward and its bias, instruction by instruction for a warp: Gluon
 has no interpreter.
 
-Guards against a score that ends in another's place or under another row's maximum, a maximum that
-moves without the sums, a row that reaches its first key late, lost infinities and NaNs, and
-a bias of another row or key.
+Guards against a score at another's place or under another row's maximum, a maximum that changes
+without the sums, a row that reaches its first key late, lost infinities and NaNs, and a bias of
+another row or key.
 """
 
 import re
@@ -19,20 +19,20 @@ sys.path.insert(0, str(KERNEL_DIR))
 
 from sm90 import alibi, softmax
 
-N = 32  # scores of a thread: 64 keys
+N = 32  # scores per thread, for 64 keys
 UNSET = F32(-1e30)
-# (row, key) of each lane's registers, of the warp's 16 rows
+# (row, key) of each lane's registers, within the warp's 16 rows
 LANE, REGISTER = np.arange(LANES)[:, None], np.arange(N)
 ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
 KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
 
 
 def step(scores, m, parts, scale, half="bf16", growth=8, natural=False):
-    """`scores` (16, 64); m (16,); parts (lanes, 2): P (16, 64), m, parts, alpha (16,)."""
-    place, pairs = ROWS[:, :3:2], N // 2  # rows of registers 0 and 2
+    """scores (16, 64), m (16,), parts (lanes, 2) -> P (16, 64), m, parts, alpha (16,)."""
+    thread_rows, pairs = ROWS[:, :3:2], N // 2  # rows of registers 0 and 2
     first = pairs + 6
     values = {f"${first + i}": scores[ROWS, KEYS][:, i].astype(F32) for i in range(N)}
-    values |= {f"${first + N + r}": m[place[:, r]].astype(F32) for r in (0, 1)}
+    values |= {f"${first + N + r}": m[thread_rows[:, r]].astype(F32) for r in (0, 1)}
     values |= {f"${first + N + 2 + r}": parts[:, r].astype(F32) for r in (0, 1)}
     values[f"${first + N + 4}"] = np.full(LANES, scale, F32)
     values = Warp().run(softmax.softmax_asm(N, half, growth, natural), values)
@@ -45,28 +45,28 @@ def step(scores, m, parts, scale, half="bf16", growth=8, natural=False):
     for at in (pairs, pairs + 4):
         both = np.stack([values[f"${at + r}"] for r in (0, 1)], 1)
         of_row = np.zeros(16, F32)
-        of_row[place] = both
-        np.testing.assert_array_equal(of_row[place], both, "the four threads of a row")
+        of_row[thread_rows] = both
+        np.testing.assert_array_equal(of_row[thread_rows], both, "the four threads of a row")
         of_rows.append(of_row)
     new_l = np.stack([values[f"${pairs + 2 + r}"] for r in (0, 1)], 1)
     return p, of_rows[0], new_l, of_rows[1]
 
 
 def sum_of(parts):
-    """Of the rows, from the threads' parts."""
+    """The sums of the rows, from the threads' parts."""
     total = np.zeros(16)
     np.add.at(total, ROWS[:, :3:2], parts.astype(float))
     return total
 
 
 def checked_step(scores, m, parts, scale, half, growth):
-    """By the definition: the maximum moves when it would grow by more than `growth`, or when there
-    was none."""
+    """Compare a step with the definition: the maximum moves if it would grow by more than `growth`,
+    or if there was none."""
     p, new_m, new_l, alpha = step(scores, m, parts, scale, half, growth)
     logits = scores.astype(F32).astype(float) * float(F32(scale))
     top = logits.max(1)
     moved = (top > m.astype(float) + growth) & (top > -np.inf)
-    close = (np.abs(top - m - growth) < 1e-3) & (growth > 0)  # rounding may say either
+    close = (np.abs(top - m - growth) < 1e-3) & (growth > 0)  # rounding may decide either way
     want_m = np.where(moved, top, m.astype(float))
     assert ((np.abs(new_m - want_m) <= 2e-7 * np.abs(want_m)) | close).all()
     less = np.where(scores == -np.inf, 0, logits - new_m.astype(float)[:, None])  # rounded once
@@ -84,12 +84,12 @@ def checked_step(scores, m, parts, scale, half, growth):
 
 
 def steps_of(rng, kind):
-    """Scores of some steps, (16, 64) each."""
+    """The scores of some steps, (16, 64) each."""
     for i in range(6):
         s = rng.standard_normal((16, 64)) * 3
         if kind == "rising":
             s += 12 * i * (np.arange(16)[:, None] % 3 == 0)
-        if kind == "one rises":  # of all scores of a warp
+        if kind == "one rises":  # one score of the warp
             s[rng.integers(16), rng.integers(64)] += 100 * i
         if kind == "falling":
             s -= 40.0 * i
@@ -97,7 +97,7 @@ def steps_of(rng, kind):
             s -= 3000
         if kind == "one key":
             s[:, 1:] = -np.inf
-        if kind == "late":  # rows that reach their first key at step 1, 3, ... or never
+        if kind == "late":  # rows whose first key comes in a later step, or never
             s[np.arange(16) % 5 > i] = -np.inf
             s[15] = -np.inf
         yield s.astype(F32)
@@ -149,8 +149,8 @@ def test_bias(start, slope):
 
 @pytest.mark.parametrize("hidden", [-np.inf, -3.39e38, -1e9, 3.39e38])
 def test_logits_that_a_bias_moves_far(hidden):
-    """In base e, with a maximum that is a logit: rows with this number on all keys, on some, on
-    none; then a second step with ordinary logits."""
+    """In base e, with a maximum that is a logit: rows with this number at all keys, at some and at
+    none, then a second step with ordinary logits."""
     rng = np.random.default_rng()
     scores = rng.standard_normal((16, 64)).astype(F32)
     scores[:5] = hidden

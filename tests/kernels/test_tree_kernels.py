@@ -1,7 +1,7 @@
-"""The fallback Triton kernels in the interpreter over packed trees: lists that leave siblings out,
-full blocks, and the test of a key's subtree in the others.
+"""The fallback Triton kernels in the interpreter with packed trees: lists that exclude siblings,
+full blocks, and the subtree check in partial blocks.
 
-Guards against a tile that is not tested where its list takes a block that it attends in part.
+Guards against a tile that skips the check although its list has a block that it attends in part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """block_sparse: its meaning, the lists that the kernels get, attention and gradients in XLA.
 
-Guards against a list that misses a block or calls one full that is not, a head that gets another's
-map, a row without a key that leaves anything but zeros, an array of Sq x Skv.
+Guards against a list that misses a block or marks a partial one as full, a head with another head's
+mask, a row without a key whose results are not zero, and an array of Sq x Skv.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_as_array_is_the_definition(data):
 
 
 def blocks_of(x, axis, how, fill):
-    """(any or all) of blocks of 64 along an axis."""
+    """Reduces blocks of 64 along an axis with how (any or all)."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % 64)
     x = np.pad(x, pad, constant_values=fill)
@@ -70,13 +70,13 @@ def blocks_of(x, axis, how, fill):
 
 
 def pairs(x, how, fill):
-    """Of blocks of 64 along axis 2, tiles of 128."""
+    """Reduces blocks of 64 along axis 2 to tiles of 128."""
     x = np.pad(x, ((0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)), constant_values=fill)
     return how(x.reshape(*x.shape[:2], -1, 2, x.shape[3]), axis=3)
 
 
 def listed(lists):
-    """Which blocks are listed at all, and which as full; each block's number is there once."""
+    """Which blocks are listed, and which of them as full; every block number occurs once."""
     number = lists.shape[-1] - 2
     order, (masked, full) = lists[..., 2:], np.moveaxis(lists[..., :2], -1, 0)[..., None]
     np.testing.assert_array_equal(np.sort(order), np.broadcast_to(np.arange(number), order.shape))
@@ -96,14 +96,14 @@ def listed(lists):
     ],
 )
 def test_lists(lengths, size, heads, share):
-    """Of eight masks at once: no block is missed, every block called full is, and few come in
-    vain."""
+    """Eight masks at once: no block is missed, every block marked full is full, and few blocks are
+    listed without need."""
     q_len, kv_len = lengths
     rng = np.random.default_rng(q_len)
     lo = rng.integers(0, kv_len, (8, 1)) + rng.integers(0, 9, (8, q_len))
     lo[:4], hi = np.maximum(lo[:4] - kv_len, 0), rng.integers(1, kv_len + 1, (8, 1)) + 0 * lo
     hi[:4] = kv_len
-    hi[3] = np.where(rng.random(q_len) < 0.3, 0, hi[3])  # empty rows here and there
+    hi[3] = np.where(rng.random(q_len) < 0.3, 0, hi[3])  # some rows are empty
     chosen, _ = cases.random_map(1, size, share, (8, heads), lengths)
     expression = packax.masks.block_sparse(chosen, size) & packax.masks.ranges(lo, hi)
     mask = packax.create_attention_mask(expression, kv_len=kv_len)
@@ -117,29 +117,29 @@ def test_lists(lengths, size, heads, share):
     )
     assert kv_block_lists.shape == (8, heads, key_tiles, 2 + -(-q_len // 64))
 
-    some = blocks_of(blocks_of(allowed, 2, np.any, False), 3, np.any, False)
-    empty = ~hull.any(2)[:, None, :, None]  # of a tile of rows these do not count
-    meets, full = listed(q_block_lists)
-    attended = pairs(some, np.any, False)
-    assert not (attended & ~meets).any()
-    here = blocks_of(allowed | empty, 3, np.all, False)  # a partial last block is none
-    every = blocks_of(here, 2, np.all, True)
+    any_allowed = blocks_of(blocks_of(allowed, 2, np.any, False), 3, np.any, False)
+    empty = ~hull.any(2)[:, None, :, None]  # empty rows do not count for a tile of rows
+    visited, full = listed(q_block_lists)
+    attended = pairs(any_allowed, np.any, False)
+    assert not (attended & ~visited).any()
+    full_along_keys = blocks_of(allowed | empty, 3, np.all, False)  # partial last blocks are not
+    every = blocks_of(full_along_keys, 2, np.all, True)
     tile_full = pairs(every, np.all, True)
     assert not (full & ~tile_full).any()
-    # Where rows have one hull, the lists are exact.
+    # The lists are exact for rows with one key range.
     one = [0, 1, 2] if q_len < TILE else []
     np.testing.assert_array_equal((full[one] & attended[one]), (tile_full & attended)[one])
 
-    meets, full = listed(kv_block_lists)
-    attended = pairs(some.swapaxes(2, 3), np.any, False)
-    assert not (attended & ~meets).any()
+    visited, full = listed(kv_block_lists)
+    attended = pairs(any_allowed.swapaxes(2, 3), np.any, False)
+    assert not (attended & ~visited).any()
     every = blocks_of(blocks_of(allowed, 2, np.all, False), 3, np.all, False).swapaxes(2, 3)
     every = pairs(every, np.all, True)
     assert not (full & ~every).any()
     if size == (64, 64):
         assert full.any() and (full == every)[:3].all()
     if share < 0.1:
-        assert meets[:3].mean() > 0.9 and not full.any()  # 1 x 1: hardly a block has nothing
+        assert visited[:3].mean() > 0.9 and not full.any()  # 1 x 1: hardly any block is empty
 
 
 def test_bits():
@@ -171,7 +171,7 @@ def test_attention(name, dtype, dims, options):
 
 
 def small(seed=0, heads=4, kv_heads=2, dtype=np.float32):
-    """Tensors of 2 x 70 rows and 140 keys, and cotangents."""
+    """Tensors with 2 x 70 rows and 140 keys, and cotangents."""
     rng = np.random.default_rng(seed)
     shapes = (2, 70, heads, 8), (2, 140, kv_heads, 8), (2, 140, kv_heads, 8), (2, 70, heads, 8)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -221,7 +221,7 @@ def test_rows_that_attend_nothing_may_hold_anything():
 def test_blocks_that_no_head_attends_are_not_read():
     query, key, value, dout = small()
     chosen = CHOSEN.copy()
-    chosen[1, :, :, 6] = False  # the keys from 120 on; XLA's blocks are 128 and 12 keys
+    chosen[1, :, :, 6] = False  # keys from 120 on; XLA's blocks have 128 and 12 keys
     chosen[0, :, :, :] = False
     key[0] = value[0] = np.nan
     key[1, 128:] = value[1, 128:] = np.nan
@@ -232,12 +232,12 @@ def test_blocks_that_no_head_attends_are_not_read():
 
 def test_vmap_over_the_map():
     tensors = small()
-    maps = np.stack([CHOSEN, ~CHOSEN, CHOSEN[::-1]])
-    alone = [step(*tensors, x) for x in maps]
-    together = jax.vmap(step, (None, None, None, None, 0))(*tensors, maps)
+    block_masks = np.stack([CHOSEN, ~CHOSEN, CHOSEN[::-1]])
+    alone = [step(*tensors, x) for x in block_masks]
+    together = jax.vmap(step, (None, None, None, None, 0))(*tensors, block_masks)
     for x, *ys in zip(together, *alone, strict=True):
         np.testing.assert_allclose(x, np.stack(ys), atol=2e-6)
-    # one map for all, tensors mapped: it stays one
+    # One mask for mapped tensors is not repeated.
     one = jax.vmap(step, (0, 0, 0, 0, None))(*(x[:, None] for x in tensors), CHOSEN[:1])
     wanted = step(*tensors, np.broadcast_to(CHOSEN[:1], CHOSEN.shape))
     for x, y in zip(one, wanted, strict=True):
@@ -246,7 +246,7 @@ def test_vmap_over_the_map():
 
 @pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
-    """Of a map that is traced: they are those of the dense attention."""
+    """With a traced mask: equal to those of dense attention."""
 
     def ours(query, key, value, chosen):
         mask = packax.create_attention_mask(
@@ -285,7 +285,7 @@ def test_batch_and_heads_over_a_mesh():
         alone = packax.create_attention_mask(
             packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140
         )
-        # and inside a shard_map of the caller's, by the specs of its arrays
+        # Also inside the caller's shard_map, by the specs of the mask's arrays.
         mapped = [
             jax.shard_map(
                 lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, return_lse=True)[1],
@@ -332,7 +332,8 @@ def test_export_with_symbolic_sizes():
 
 
 def test_memory_is_that_of_the_blocks():
-    """Four times the tokens and blocks of keys, four times the memory, but for the mask itself."""
+    """Four times the tokens and key blocks take four times the memory, apart from the mask
+    itself."""
 
     def temporary(length):
         def loss(query, key, value, chosen):
@@ -349,7 +350,7 @@ def test_memory_is_that_of_the_blocks():
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporary(1 << 12), temporary(1 << 14)
-    assert large < 5 * small and large < 32 * (1 << 20)  # scores of 16k tokens would be 2 GiB
+    assert large < 5 * small and large < 32 * (1 << 20)  # scores of 16k tokens would take 2 GiB
 
 
 def test_a_mask_without_a_map_has_none_of_its_arrays():

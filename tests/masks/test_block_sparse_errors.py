@@ -1,4 +1,4 @@
-"""What block_sparse refuses, and how it says so."""
+"""What block_sparse rejects, and its error messages."""
 
 import context
 import jax

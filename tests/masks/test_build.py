@@ -1,4 +1,4 @@
-"""create_attention_mask: what its arrays allow is what the expression means."""
+"""create_attention_mask: its arrays allow exactly the pairs that the expression allows."""
 
 import cases
 import jax
@@ -20,7 +20,7 @@ def test_arrays_mean_the_expression(drawn):
     check(packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len), expression)
 
 
-# Only these may pay for comparing the ids of every pair.
+# Only these cases may need the comparison of the ids of every pair.
 SEGMENT_CHECKED = {
     "ids_reappear",
     "ids_alternate",
@@ -51,7 +51,7 @@ def test_leaves_are_as_documented():
         )
         & packax.masks.block_sparse(np.ones((1, 6, 9, 38), bool), (50, 8))
     )
-    assert mask.kv_plan is None  # there only with a plan
+    assert mask.kv_plan is None  # set only with a plan
     assert {
         name: getattr(mask, name).shape
         for name in vars(mask)
@@ -85,12 +85,12 @@ def test_what_is_not_needed_is_not_held():
     assert one.mask_mode == 1 and one.q_pos is None and one.kv_ids is None
     none = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
     assert none.mask_mode == 0 and none.q_ids is None
-    # 16 bytes a token, and the summaries of blocks
+    # 16 bytes a token, plus the block summaries.
     by_position = packax.create_attention_mask(
         packax.causal() & packax.documents(np.tile(ids, 20), positions=np.tile(positions, 20))
     )
-    held = sum(x.nbytes for x in jax.tree.leaves(by_position))
-    assert held <= 16.7 * 20 * len(ids)
+    size = sum(x.nbytes for x in jax.tree.leaves(by_position))
+    assert size <= 16.7 * 20 * len(ids)
 
 
 def test_lengths_come_from_arrays_or_keywords():

@@ -1,7 +1,7 @@
-"""A built mask looked at, and mapped by vmap over its batch.
+"""A built mask: its dense array, its repr, and vmap over its batch.
 
-Guards against a mask whose arrays say something else than its expression, and against a vmap over
-a mask, as Equinox models are mapped, that fails or mixes rows.
+Guards against a mask whose arrays differ from its expression, and against a vmap over a mask, as
+Equinox models use, that fails or mixes rows.
 """
 
 import jax
@@ -14,23 +14,23 @@ from tiers import some
 B, S, HEADS = 2, 9, 2
 IDS = np.array([[0, 0, 0, 1, 1, 1, 0, 0, -1], [3, 3, 3, 3, 5, 5, 5, -1, -1]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 1, 4, 0], [0, 1, 2, 3, 2, 1, 0, 0, 0]], np.int32)
-MAP = np.random.default_rng(1).random((B, HEADS, S, 3)) < 0.6
+BLOCKS = np.random.default_rng(1).random((B, HEADS, S, 3)) < 0.6
 PACKED = packax.documents(IDS, positions=POSITIONS)
-KINDS = {  # expression, what repr says it was built from
+KINDS = {  # expression, and what repr says it was built from
     "ranges": (packax.masks.ranges(IDS, IDS + 4), "ranges of keys, without documents"),
     "ids": (packax.sliding_window(4) & packax.documents(IDS), "documents>"),
     "positions": (packax.causal() & PACKED, "an upper limit, as of causal>"),
     "window": (packax.sliding_window(2, 1) & PACKED, "two limits, as of a window>"),
     "keys": (packax.documents(IDS, kv_segment_ids=IDS[::-1], positions=POSITIONS,
         kv_positions=IDS) & packax.causal(), "documents"),
-    "map": (packax.masks.block_sparse(MAP, (1, 4)) & PACKED & packax.causal(),
+    "map": (packax.masks.block_sparse(BLOCKS, (1, 4)) & PACKED & packax.causal(),
         "block_sparse of blocks (1, 4)>"),
     "map_of_rows": (
-        packax.masks.block_sparse(MAP[:, 0], (1, 4)) & packax.documents(IDS),
+        packax.masks.block_sparse(BLOCKS[:, 0], (1, 4)) & packax.documents(IDS),
         "block_sparse",
     ),
     "map_of_all": (
-        packax.masks.block_sparse(MAP[:1], (1, 4)) & packax.documents(IDS),
+        packax.masks.block_sparse(BLOCKS[:1], (1, 4)) & packax.documents(IDS),
         "block_sparse",
     ),
     "one_for_all": (packax.causal() & packax.documents(IDS[0]), "documents>"),
@@ -71,7 +71,7 @@ def test_text_of_trees_of_anything():
 
 @pytest.mark.parametrize("kind", some(KINDS, 0, 4, 8))
 def test_vmap_over_the_batch(kind):
-    """As Equinox maps a model of one row: results and gradients are those without vmap."""
+    """As Equinox maps a model of one row: results and gradients equal those without vmap."""
     mask = build(kind)
     rng = np.random.default_rng(0)
     shapes = (B, S, HEADS, 8), (B, S, 1, 8), (B, S, 1, 8), (B, S, HEADS, 8)
@@ -84,12 +84,12 @@ def test_vmap_over_the_batch(kind):
         return lambda *x: jax.vmap(one, (0, 0, 0, axes))(*x, mask)
 
     expected, transpose = jax.vjp(lambda *x: packax.flash_attention(*x, mask), *tensors)
-    ways = [mask.vmap_axes()]
+    in_axes = [mask.vmap_axes()]
     if kind == "one_for_all":
-        ways.append(None)
-    elif kind != "map_of_all":  # whose map has no batch to be mapped
-        ways.append(0)
-    for axes in ways:
+        in_axes.append(None)
+    elif kind != "map_of_all":  # whose block mask has no batch axis to map
+        in_axes.append(0)
+    for axes in in_axes:
         got, gradients = jax.vjp(together(axes), *tensors)
         for x, y in zip((got, *gradients(dout)), (expected, *transpose(dout)), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
@@ -108,7 +108,8 @@ def test_vmap_of_a_mask_that_is_not_mapped_or_of_a_batch_inside():
 
 
 def test_no_hash():
-    """By identity it would be a static argument of jit that compiles anew for each mask."""
+    """With a hash by identity, a mask as a static argument of jit would recompile for every
+    mask."""
     mask = build("ids")
     with pytest.raises(TypeError, match=r"an AttentionMask has no hash.* ordinary argument"):
         hash(mask)

@@ -1,9 +1,8 @@
 """Mask expressions as Python values: equality, hashes, text, operators, trees with other leaves,
-and programs that take one and are written to a file.
+and exported programs that take one.
 
-Guards against a program compiled anew for each equal expression, a cache that takes two masks for
-one, a union that stops being one range when its offsets are replaced, and errors that do not say
-what to do.
+Guards against a recompilation for each equal expression, a cache that confuses two masks, a union
+that stops being one range when its offsets are replaced, and errors that do not say what to do.
 """
 
 import os
@@ -23,7 +22,7 @@ from tiers import some
 IDS = np.array([[0, 0, 0, 1, 1, 1, -1, -1], [3, 3, 3, 3, 3, 3, 3, 3]], np.int32)
 OFFSET = jnp.array([2, 5])
 
-STATIC = {  # without arrays: two makers of each, that are equal
+STATIC = {  # without arrays: each maker returns an equal expression
     "full": lambda: packax.full(),
     "causal": lambda: packax.causal(),
     "offset": lambda: packax.causal(3),
@@ -34,7 +33,7 @@ STATIC = {  # without arrays: two makers of each, that are equal
     "or": lambda: (packax.causal() & packax.chunked(4)) | packax.sliding_window(2),
     "or_of_offsets": lambda: packax.causal(3) | packax.sliding_window(2, offset=3),
 }
-HELD = {  # with arrays
+WITH_ARRAYS = {
     "documents": lambda: packax.causal() & packax.documents(IDS, positions=IDS),
     "ranges": lambda: packax.masks.ranges(np.zeros(8, int), np.full(8, 5)),
     "offsets": lambda: packax.causal(OFFSET) | packax.sliding_window(2, offset=OFFSET),
@@ -45,17 +44,17 @@ HELD = {  # with arrays
 
 
 def test_expressions_without_arrays_are_values():
-    made = {name: make() for name, make in STATIC.items()}
+    expressions = {name: make() for name, make in STATIC.items()}
     for name, make in STATIC.items():
-        assert make() == made[name] and hash(make()) == hash(made[name])
-        assert [other for other in made if made[other] == make()] == [name]
+        assert make() == expressions[name] and hash(make()) == hash(expressions[name])
+        assert [other for other in expressions if expressions[other] == make()] == [name]
     assert packax.causal() != "causal()" and packax.causal(0) == packax.causal()
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", WITH_ARRAYS)
 def test_expressions_with_arrays_say_why_they_are_not_static(name):
-    expression = HELD[name]()
-    assert expression == expression and expression != HELD[name]()
+    expression = WITH_ARRAYS[name]()
+    assert expression == expression and expression != WITH_ARRAYS[name]()
     with pytest.raises(TypeError, match="holds arrays: it cannot be a static argument") as caught:
         hash(expression)
     assert repr(expression) in str(caught.value) and "ordinary argument" in str(caught.value)
@@ -75,7 +74,7 @@ def test_equal_expressions_share_a_program():
         for make in STATIC.values():
             np.testing.assert_array_equal(static(make()), make().as_array(8, 8))
     assert len(traces) == len(STATIC)
-    # As an ordinary argument a number is data: another offset, the same program.
+    # As an ordinary argument, a number is data: another offset uses the same program.
     traces.clear()
     traced = jax.jit(dense)
     for offset in (1, 3):
@@ -120,8 +119,8 @@ def test_text_of_trees_of_anything():
 
 
 def test_unions_keep_their_offsets_equal():
-    """Any leaves may be put in a tree: what was one offset stays one, and the mask what it
-    means."""
+    """A tree may hold any leaves: a shared offset stays one leaf, and the mask keeps its
+    meaning."""
     unions = {
         "arrays": packax.causal(OFFSET) & packax.chunked(4, offset=OFFSET)
         | packax.sliding_window(1, offset=OFFSET),
@@ -140,7 +139,7 @@ def test_unions_keep_their_offsets_equal():
             check(mask, other)
         mask = jax.jit(lambda x: packax.create_attention_mask(x, q_len=8, kv_len=8))(union)
         check(mask, union)
-    # unions need not have the offsets of all members in common: where they differ they stay apart
+    # A union of different offsets keeps them as separate leaves.
     both = packax.causal(7) | packax.causal(2)
     assert len(jax.tree.leaves(both)) == 2
     check(packax.create_attention_mask(both, q_len=8, kv_len=8), both)
@@ -150,12 +149,12 @@ def test_unions_keep_their_offsets_equal():
 
 
 def test_vmap_takes_the_batch_of_every_array():
-    """Also of lengths of every row, and of maps with heads, whose rank says what they are."""
+    """Also lengths for every row, and block masks with heads, whose rank defines their axes."""
     lengths = np.array([[1, 2, 5, 0, 3, 7, 1, 1]] * 2) + np.arange(2)[:, None]
-    maps = np.random.default_rng(0).random((2, 2, 4, 4)) < 0.6
+    block_masks = np.random.default_rng(0).random((2, 2, 4, 4)) < 0.6
     for expression in (
         packax.prefix(lengths),
-        packax.masks.block_sparse(maps, 2) & packax.causal(),
+        packax.masks.block_sparse(block_masks, 2) & packax.causal(),
     ):
         whole = packax.create_attention_mask(expression, q_len=8, kv_len=8)
 
@@ -287,7 +286,7 @@ def test_traced_prefixes_of_packed_documents_are_warned_of():
     "lengths,arguments",
     [
         (LENGTHS, {"positions": np.zeros_like(IDS)}),
-        (LENGTHS + 3, {}),  # they reach into the second document
+        (LENGTHS + 3, {}),  # reach into the second document
         (3, {"segment_ids": IDS[1]}),  # one document
         (LENGTHS[1:], {"segment_ids": IDS[1]}),
         (0, {}),
@@ -300,11 +299,13 @@ def test_other_prefixes_are_not_warned_of(lengths, arguments):
         packax.create_attention_mask(expression)
 
 
-@pytest.mark.parametrize("name", some([*STATIC, *HELD], *range(0, len(STATIC) + len(HELD), 3)))
+@pytest.mark.parametrize(
+    "name", some([*STATIC, *WITH_ARRAYS], *range(0, len(STATIC) + len(WITH_ARRAYS), 3))
+)
 def test_exported_programs_take_expressions(name):
-    """Written and read again; a caller's arrays and numbers are data."""
+    """Written and read back; the caller's arrays and numbers are data."""
     pytest.importorskip("flatbuffers")
-    expression = {**STATIC, **HELD}[name]()
+    expression = {**STATIC, **WITH_ARRAYS}[name]()
     rng = np.random.default_rng(0)
     tensors = [rng.standard_normal((2, 8, heads, 8)).astype(np.float32) for heads in (2, 1, 1)]
     program = jax.jit(packax.flash_attention)
@@ -314,7 +315,7 @@ def test_exported_programs_take_expressions(name):
 
 
 def test_an_exported_program_in_another_process(tmp_path):
-    """Of symbolic lengths: the expression's arrays say them, so it has none of its own."""
+    """With symbolic lengths, which the expression takes from its arrays."""
     pytest.importorskip("flatbuffers")
     sizes = jax.export.symbolic_shape("b, s")
     ids = jax.ShapeDtypeStruct(sizes, jnp.int32)

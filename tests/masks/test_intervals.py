@@ -1,8 +1,8 @@
-"""Intervals of places, and `&` and `|` of them: `as_array` and the arrays of a mask against a
+"""Intervals of positions, joined by `&` and `|`: `as_array` and a mask's arrays against a
 definition in Python integers, one pair at a time.
 
 Guards against a limit that wraps around int32, a union that is two ranges, a span that ends in the
-wrong place, an offset of another row of the batch.
+wrong position, and an offset of another batch row.
 """
 
 import jax.numpy as jnp
@@ -21,15 +21,14 @@ PADDING = packax.PADDING_SEGMENT_ID
 
 @pytest.fixture(autouse=True, scope="module")
 def without_jit():
-    """Every expression is a separate program: too many to compile, so operations run by
-    themselves."""
+    """Runs operations eagerly: each expression would be a separate program, too many to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_build", build._build.__wrapped__)
         yield
 
 
 def expression_of(recipe):
-    """The expression that nested tuples stand for."""
+    """The expression for a recipe of nested tuples."""
     kind, *rest = recipe
     if kind == "and":
         return expression_of(rest[0]) & expression_of(rest[1])
@@ -41,7 +40,7 @@ def expression_of(recipe):
 
 
 class Definition:
-    """Whether row i of batch row b attends key j, in words."""
+    """Whether row i of batch row b attends to key j, by definition."""
 
     def __init__(self, document, q_len, kv_len, ranges=None):
         self.document, self.ranges = document or {}, ranges
@@ -191,13 +190,13 @@ def masks(draw):
     return recipe, document, ranges, q_len, kv_len
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # whatever is drawn has its meaning
+@pytest.mark.filterwarnings("ignore::UserWarning")  # whatever is drawn has a defined meaning
 @given(masks())
 def test_arrays_and_as_array_are_the_definition(drawn):
     recipe, document, ranges, q_len, kv_len = drawn
     try:
         expression = expression_of(recipe)
-    except NotImplementedError:  # `|` that may be two ranges: test_refused_unions
+    except NotImplementedError:  # `|` that may be two ranges: see test_refusals
         return
     if document:
         expression = expression & packax.documents(**document)
@@ -219,7 +218,7 @@ def test_arrays_and_as_array_are_the_definition(drawn):
 IDS = np.zeros(4, np.int32)
 POSITIONS = packax.documents(IDS, positions=IDS)
 CACHE = jnp.arange(2)
-MAP = np.ones((2, 2), bool)
+BLOCKS = np.ones((2, 2), bool)
 
 
 def two_batches():
@@ -229,8 +228,8 @@ def two_batches():
 
 @pytree(static=("size",))
 class BlockCausal(Interval):
-    """A kind of mask as CONTRIBUTING.md says to write one, with no more than it must have: the rows
-    of a block attend it and all before it."""
+    """A mask kind written as CONTRIBUTING.md describes, with only the required methods: rows attend
+    to their block and all earlier ones."""
 
     size: int
 
@@ -300,7 +299,7 @@ def test_a_kind_of_ones_own():
             "for self-attention, but documents(...) has kv_"),
         (NotImplementedError, lambda: packax.masks.spans(IDS, packax.causal() & POSITIONS),
             "spans(span_ids) & documents(...)"),
-        (NotImplementedError, lambda: packax.masks.spans(IDS, packax.masks.block_sparse(MAP, 2)),
+        (NotImplementedError, lambda: packax.masks.spans(IDS, packax.masks.block_sparse(BLOCKS, 2)),
             "spans(span_ids) & block_sparse(...)"),
         (NotImplementedError, lambda: packax.causal() | POSITIONS, "(a | b) & documents(...)"),
         (NotImplementedError,
@@ -321,7 +320,7 @@ def test_refusals(error, build, text):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: packax.causal(7) | packax.prefix(3),  # unbounded below, both
+        lambda: packax.causal(7) | packax.prefix(3),  # both are unbounded below
         lambda: packax.sliding_window(3, None, offset=2) | packax.sliding_window(1, None),
         lambda: packax.full() | packax.chunked(3, offset=9),
         lambda: packax.sliding_window(1, offset=CACHE) | packax.chunked(4, offset=CACHE),
@@ -332,7 +331,7 @@ def test_refusals(error, build, text):
             (packax.causal() & packax.chunked(4))
             | packax.masks.spans(IDS, packax.sliding_window(1))
         ),
-        # a member of the first union holds the row's own place, so the union does
+        # The first union contains each row's own position, so it can be joined again.
         lambda: (packax.full() | packax.chunked(3, offset=9)) | packax.chunked(3),
     ],
 )
@@ -358,7 +357,7 @@ ENDS = np.array([INT32.min, INT32.min + 1, -4, 0, 3, INT32.max - 1, INT32.max], 
     ids=str,
 )
 def test_positions_at_the_ends_of_int32(recipe, falling):
-    """Limits that would leave int32: all pairs."""
+    """Limits that would overflow int32, for all pairs."""
     positions = np.roll(ENDS, 3) if falling else ENDS
     document = {"segment_ids": np.zeros(7, np.int32), "positions": positions}
     definition = Definition(document, 7, 7)

@@ -1,4 +1,4 @@
-"""Intervals under jit and vmap, and spans by hand."""
+"""Intervals under jit and vmap, and spans with expected values written by hand."""
 
 import jax
 import numpy as np
@@ -7,14 +7,15 @@ from mask_checks import check
 
 
 def test_spans_by_hand():
-    """Equal ids apart are two spans, side by side they are one; a document cuts it."""
+    """Equal ids apart are two spans, adjacent ones are one; a document boundary splits a span."""
     ids = np.array([0, 0, -1, 0, 1, 1, 1, -1], np.int32)
     expected = np.tril(np.ones((8, 8), bool))
     expected[0, 1] = expected[4, 5:7] = expected[5, 6] = True
     np.testing.assert_array_equal(packax.masks.spans(ids).as_array(8, 8), expected)
     documents = np.array([3, 3, 3, 3, 3, 4, 4, 4], np.int32)
     expected &= documents[:, None] == documents
-    # The first document's part of a span has positions up to 4: not the second one's last key.
+    # The first document's part of a span has positions up to 4, which the second one's last key is
+    # not part of.
     restart = np.array([0, 1, 2, 3, 4, 0, 1, 2], np.int32)
     for positions in (None, restart):
         cut = packax.masks.spans(ids) & packax.documents(documents, positions=positions)
@@ -23,7 +24,7 @@ def test_spans_by_hand():
 
 
 def test_expressions_cross_jit_and_vmap():
-    """Offsets, lengths and span ids may be traced; under vmap they lose their batch."""
+    """Offsets, lengths and span ids may be traced; under vmap they lose their batch axis."""
     offsets, lengths = np.array([3, -2, 500], np.int32), np.array([5, 0, 2], np.int32)
     spans = np.array([[-1, 4, 4, -1], [0, 0, 1, 1], [2, 2, 2, 2]], np.int32)
 

@@ -10,7 +10,7 @@ from strategies import expression_of
 
 
 def attends(recipe, b, i, j):
-    """The definition in words of one pair."""
+    """The definition for one pair."""
     args, causal, limits = recipe
 
     def at(name, index):
@@ -38,7 +38,7 @@ def test_as_array_is_the_definition(drawn):
     got = np.asarray(expression_of(recipe).as_array(q_len, kv_len))
     assert got.dtype == bool and got.shape[-2:] == (q_len, kv_len)
     got = got if got.ndim == 3 else got[None]
-    # The definition is slow in Python: all pairs of small masks, a sample of large ones.
+    # The definition is slow in Python: all pairs of small masks, a sample for large ones.
     pairs = list(np.ndindex(q_len, kv_len))
     if q_len * kv_len > 400:
         pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (400, 2))
@@ -66,11 +66,11 @@ def test_positions_serve_both_sides_in_self_attention():
     once = (packax.causal() & packax.documents(ids, positions=positions)).as_array(4, 4)
     twice = packax.causal() & packax.documents(ids, positions=positions, kv_positions=positions)
     np.testing.assert_array_equal(once, twice.as_array(4, 4))
-    assert once[0, 2] and not once[2, 1]  # equal positions both ways; later ones never
+    assert once[0, 2] and not once[2, 1]  # equal positions attend both ways, to later ones never
 
 
 def test_only_ids_are_positional():
-    """Positions in the second place would be taken for ids of keys."""
+    """A second positional argument could be mistaken for ids of keys."""
     ids, positions = np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32)
     with pytest.raises(TypeError, match="1 positional argument but 2 were given"):
         packax.documents(ids, positions)

@@ -1,4 +1,4 @@
-"""Pictures of masks: what is coloured, which blocks have a frame, and what is refused."""
+"""Pictures of masks: what is coloured, which blocks have a frame, and what is rejected."""
 
 import sys
 
@@ -10,7 +10,7 @@ IDS = np.array([[5] * 4 + [2] * 8 + [-1] * 4, [1] * 16])
 EXPRESSION = packax.causal() & packax.documents(IDS)
 
 
-def drawn(*arguments, **keywords):
+def draw(*arguments, **keywords):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     ax = packax.masks.plot_mask(*arguments, **keywords)
@@ -23,9 +23,9 @@ def drawn(*arguments, **keywords):
 @pytest.mark.parametrize("built", [False, True])
 def test_documents_padding_and_blocks(built):
     mask = packax.create_attention_mask(EXPRESSION) if built else EXPRESSION
-    image, frames, title = drawn(mask, block_size=4)
+    image, frames, title = draw(mask, block_size=4)
     allowed = np.asarray(EXPRESSION.as_array(16, 16))[0]
-    colour = np.repeat([2, 3, 1], [4, 8, 4])  # of documents, in the order in which they begin
+    colour = np.repeat([2, 3, 1], [4, 8, 4])  # of documents, in order of first appearance
     padding = (IDS[0] == -1)[:, None] | (IDS[0] == -1)
     np.testing.assert_array_equal(image, np.where(allowed, colour[:, None], padding))
     assert frames == [
@@ -35,20 +35,20 @@ def test_documents_padding_and_blocks(built):
         ("partial", 8, 8, 4, 4),
     ]
     assert ("causal() & documents(int32[2, 16])" in title) is not built
-    other, frames, _ = drawn(mask, batch=1, block_size=(8, 16))
+    other, frames, _ = draw(mask, batch=1, block_size=(8, 16))
     np.testing.assert_array_equal(other, np.where(np.tri(16), 2, 0))
     assert frames == [("partial", 0, 0, 8, 16), ("partial", 8, 0, 8, 16)]
 
 
 def test_groups_of_shared_prefixes():
-    """Each group has its colour, and padding is grey, also where documents go with the tree."""
+    """Each group has a colour and padding is grey, also for a tree joined with documents."""
     groups = np.array([7, 7, 7, 3, 3, -1])
     expression = packax.masks.shared_prefix(groups, [-1, 0, 1, -1, 0, -1])
     padding = (groups == -1)[:, None] | (groups == -1)
     wanted = np.where(expression.as_array(6, 6), np.array([2, 2, 2, 3, 3, 1])[:, None], padding)
-    np.testing.assert_array_equal(drawn(expression)[0], wanted)
+    np.testing.assert_array_equal(draw(expression)[0], wanted)
     segments = packax.masks.tree([0, 0, 0, 1, 1, -1], [-1, 0]) & packax.documents([4] * 6)
-    image = drawn(segments)[0]
+    image = draw(segments)[0]
     assert set(image[:5, :5].flat) == {0, 2} and (image[5] == 1).all() and (image[:, 5] == 1).all()
 
 
@@ -68,10 +68,10 @@ def test_titles_of_neighbours_do_not_overlap():
 def test_heads_lengths_and_last_blocks():
     maps = np.array([[[[True]], [[False]]]])
     one = packax.masks.block_sparse(maps, 8)
-    image, frames, _ = drawn(one, q_len=5, kv_len=7, block_size=4)
+    image, frames, _ = draw(one, q_len=5, kv_len=7, block_size=4)
     assert image.shape == (5, 7) and (image == 2).all()
     assert [x[0] for x in frames] == ["full"] * 4 and frames[-1] == ("full", 4, 4, 1, 3)
-    image, frames, _ = drawn(one, q_len=5, kv_len=7, head=1)
+    image, frames, _ = draw(one, q_len=5, kv_len=7, head=1)
     assert not image.any() and not frames
 
 
@@ -102,7 +102,7 @@ def test_without_matplotlib(monkeypatch):
         packax.masks.plot_mask(EXPRESSION)
 
 
-def drawn_plan(*arguments, **keywords):
+def draw_plan(*arguments, **keywords):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     ax = packax.context.plot_plan(*arguments, **keywords)
@@ -121,7 +121,7 @@ def test_a_plan_has_a_lane_for_each_rank():
     ids = np.repeat([0, 1, -1], [512, 384, 128])
     expression = packax.causal() & packax.documents(ids)
     plan = packax.context_plan(expression, ranks=2, chunk=128)
-    image, names, texts, lines, title = drawn_plan(plan, expression)
+    image, names, texts, lines, title = draw_plan(plan, expression)
     assert names == ["documents", "rank 0", "rank 1"]
     np.testing.assert_array_equal(image[0], np.where(ids < 0, -1, 1 + ids))
     area = np.concatenate([1 + np.arange(512), 1 + np.arange(384), np.zeros(128)])
@@ -131,7 +131,7 @@ def test_a_plan_has_a_lane_for_each_rank():
         assert set(image[1 + rank]) == {0, 1 + rank}
         assert texts[rank] == f"{area[rows[rank]].sum() / area.sum() * 2:.3f}"
     starts = [set(rows[rank][::128]) for rank in range(2)]
-    for rank in range(2):  # a border where two chunks of the rank are neighbours
+    for rank in range(2):  # a border where two chunks of the rank are adjacent
         wanted = [x for x in sorted(starts[rank]) if x - 128 in starts[rank]]
         assert [x[0, 0] for x in lines[rank]] == wanted
     assert title.startswith('"balanced": 2 ranks, 8 chunks of 128 rows')
@@ -140,7 +140,7 @@ def test_a_plan_has_a_lane_for_each_rank():
 def test_a_plan_without_loads_and_one_of_rows():
     expression = packax.causal() & packax.documents(np.repeat([0, 1, 2], [512, 256, 256]))
     plan = packax.context_plan(expression, ranks=2, kind="local")
-    image, names, texts, _, title = drawn_plan(plan)
+    image, names, texts, _, title = draw_plan(plan)
     assert (image.shape, names, texts) == ((2, 1024), ["rank 0", "rank 1"], [])
     assert "largest load" not in title
     np.testing.assert_array_equal((image > 0).sum(0), 1)
@@ -156,5 +156,5 @@ def test_what_plot_plan_refuses():
 
 def test_a_group_that_comes_back_has_a_colour_of_its_own():
     groups = np.array([7, 7, 3, 3, 7, 7])
-    image = drawn(packax.masks.shared_prefix(groups, [-1, 0, -1, 0, -1, 0]))[0]
+    image = draw(packax.masks.shared_prefix(groups, [-1, 0, -1, 0, -1, 0]))[0]
     assert image.max(1).tolist() == [2, 2, 3, 3, 4, 4]

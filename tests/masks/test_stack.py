@@ -1,4 +1,4 @@
-"""stack_masks: layers of several kinds in one scan, with the results of a loop over layers."""
+"""stack_masks: layers of several kinds in one scan give the results of a loop over layers."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_a_mask_of_the_stack_attends_what_it_did(name):
     stack = stack_masks(masks)
     assert len(stack) == 2
     for kind, mask in enumerate(masks):
-        got = stack[kind].as_array()  # for the batch of all masks, where one has none
+        got = stack[kind].as_array()  # a mask of batch 1 is broadcast
         np.testing.assert_array_equal(got, np.broadcast_to(mask.as_array(), got.shape))
     if name != "ids":
         return
-    assert stack[0].mask_mode == masks[0].mask_mode  # nothing is added where nothing lacks
+    assert stack[0].mask_mode == masks[0].mask_mode  # masks of equal form get nothing added
 
 
 @pytest.mark.parametrize(("name", "remat"), some([(n, r) for n in KINDS for r in (0, 1)], 3))
@@ -93,7 +93,7 @@ def test_scan_equals_a_loop(name, remat):
 
 
 def test_the_body_is_compiled_once():
-    """A scan of a stack has the attention of one layer; lax.cond has that of both kinds."""
+    """A scan over a stack contains the attention of one layer; lax.cond contains both kinds."""
     stack = stack_masks(built("positions"))
     masks = built("positions")
 
@@ -118,7 +118,7 @@ def test_the_body_is_compiled_once():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [None, "balanced", "local"])
 def test_under_a_mesh(kind):
-    """Context parallelism: masks of one plan stack, and carry its sharding."""
+    """Context parallelism: masks with one plan can be stacked, and keep their sharding."""
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
     with jax.set_mesh(mesh):

@@ -1,8 +1,8 @@
-"""tree and shared_prefix: what they mean, the arrays of their masks, and what they refuse.
+"""tree and shared_prefix: their meaning, the arrays of their masks, and what they reject.
 
-Guards against a row that attends a sibling or misses an ancestor, a depth that is not that of the
-path, a block that is visited in vain or called full and is not, and arrays that are no trees and
-are taken for one.
+Guards against a row that attends to a sibling or misses an ancestor, a depth that differs from the
+path's length, a block visited without need or marked full and not full, and arrays accepted as a
+tree that are none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def built(ids, parents, joined):
 
 @pytest.mark.parametrize("joined", trees.JOINED)
 def test_definition(joined):
-    """as_array, by squaring, is what walking up says."""
+    """as_array, computed by squaring, equals a walk up the tree."""
     for seed in range(6):
         tree = trees.random_tree(seed, 41, 9)
         allowed = trees.meaning(tree, joined)
@@ -36,9 +36,9 @@ def test_definition(joined):
         assert isinstance(got, np.ndarray)
         np.testing.assert_array_equal(got, allowed)
         depth = trees.depths(trees.attended(tree))
-        of = packax.masks.tree_positions(packax.masks.tree(*tree))
-        assert isinstance(of, np.ndarray) and of.dtype == np.int32
-        np.testing.assert_array_equal(of, depth)
+        positions = packax.masks.tree_positions(packax.masks.tree(*tree))
+        assert isinstance(positions, np.ndarray) and positions.dtype == np.int32
+        np.testing.assert_array_equal(positions, depth)
 
 
 def check_masks(seed, joined, batch):
@@ -55,10 +55,10 @@ def test_masks(joined):
 
 @pytest.mark.parametrize("joined", some(["alone", "causal", "wide window"], 2))
 def test_what_kernels_attend(joined):
-    """Lists, flags and ranges together, of both passes; the lists of whole paths are exact."""
+    """Lists, flags and ranges together, of both passes; lists of whole paths are exact."""
     length = 460
     tree = trees.batch_of_trees(2, 12, length, SEGMENTS)
-    tree.ids[0] = np.repeat(np.arange(4), 115)  # full blocks
+    tree.ids[0] = np.repeat(np.arange(4), 115)  # gives full blocks
     tree.parents[0] = [-1, 0, 1, 0, *range(3, SEGMENTS - 1)]
     mask, _ = built(*tree, joined)
     allowed = trees.meaning(tree, joined)
@@ -78,7 +78,7 @@ def test_what_kernels_attend(joined):
 
 @pytest.mark.parametrize("name", some(trees.LARGE, 0))
 def test_blocks_of_siblings_are_skipped(name):
-    """What is visited is what has a pair, at the sizes that models train on."""
+    """At sizes used in training, hardly more blocks are visited than have a pair."""
     tree = trees.LARGE[name]()
     mask, _ = jax.jit(
         lambda *x: (packax.create_attention_mask(packax.masks.tree(*x) & packax.causal()), 0)
@@ -93,27 +93,32 @@ def test_blocks_of_siblings_are_skipped(name):
 
 @pytest.mark.parametrize("joined", some(["alone", "causal", "window"], 1))
 def test_shared_prefix(joined):
-    """Runs of ids, padding left out; what a tree of the same segments is."""
+    """Runs of ids, with padding left out, equal a tree of the same segments."""
     groups = [7, 7, 7, -1, 7, 7, 7, 7, 3, 3, 3, -1, 3, 7, 7, 7]
     answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
     segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
     tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
     make = trees.JOINED[joined][0] or packax.full
-    of = packax.masks.shared_prefix(groups, answers) & make()
+    expression = packax.masks.shared_prefix(groups, answers) & make()
     wanted = trees.meaning(tree, joined)
-    host = jax.jit(lambda: (of.as_array(16, 16), packax.create_attention_mask(of).as_array()[0]))
+    host = jax.jit(
+        lambda: (
+            expression.as_array(16, 16),
+            packax.create_attention_mask(expression).as_array()[0],
+        )
+    )
     for got in host():
         np.testing.assert_array_equal(got, wanted)
     traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
     np.testing.assert_array_equal(jax.jit(lambda: traced.as_array(16, 16)[0])(), wanted)
     depth = trees.depths(trees.attended(tree))
-    np.testing.assert_array_equal(packax.masks.tree_positions(of), depth)
+    np.testing.assert_array_equal(packax.masks.tree_positions(expression), depth)
     assert packax.masks.tree_positions(traced).shape == (1, 16)
 
 
 @pytest.mark.exhaustive
 def test_deep_and_wide():
-    """A path of 64 segments, 200 roots, one segment, all padding, no tokens at all."""
+    """A path of 64 segments, 200 roots, one segment, all padding, and no tokens."""
     index = np.arange(128)
     for joined, ids, parents in (
         ("window", index // 2, np.arange(64) - 1),
@@ -144,8 +149,8 @@ def test_with_documents_ranges_and_block_masks():
     expression = packax.masks.tree(*tree)
     for other in others:
         expression &= other
-        of = np.asarray(other.as_array(LENGTH, LENGTH))
-        wanted = wanted & (of[:, None] if of.ndim == 3 else of)
+        other_allowed = np.asarray(other.as_array(LENGTH, LENGTH))
+        wanted = wanted & (other_allowed[:, None] if other_allowed.ndim == 3 else other_allowed)
         mask = packax.create_attention_mask(expression)
         got = np.asarray(mask.as_array())
         np.testing.assert_array_equal(got if got.ndim == 4 else got[:, None], wanted)
@@ -159,7 +164,8 @@ def test_with_documents_ranges_and_block_masks():
 
 
 def test_spans_end_with_documents_and_segments():
-    """With a tree, too, a span ends where the id of documents changes: by walking runs."""
+    """Also with a tree, a span ends where the document id changes; expected values walk the
+    runs."""
     documents = packax.documents([3, 5, 3])
     expression = packax.masks.spans([0, 0, 0]) & documents & packax.masks.tree([0, 0, 0], [-1])
     np.testing.assert_array_equal(expression.as_array(3, 3), [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
@@ -178,15 +184,15 @@ def test_spans_end_with_documents_and_segments():
     wanted = allowed & both & (in_span | np.tri(LENGTH, dtype=bool))
     for make in (np.asarray, jnp.asarray):
         of_tree = packax.masks.tree(*map(make, tree))
-        of = [packax.masks.spans(make(images)), packax.documents(make(ids)), of_tree]
-        for order in (of, of[::-1]):
+        parts = [packax.masks.spans(make(images)), packax.documents(make(ids)), of_tree]
+        for order in (parts, parts[::-1]):
             expression = order[0] & order[1] & order[2]
             np.testing.assert_array_equal(expression.as_array(LENGTH, LENGTH), wanted)
             mask = packax.create_attention_mask(expression)
             np.testing.assert_array_equal(mask.as_array(), wanted)
 
 
-BROKEN = {  # (segment_ids, parents), and what of it an error names
+BROKEN = {  # (segment_ids, parents), and a part of the error
     "cycle": ([0, 1, 2], [-1, 2, 1], "of segment 1 is 2"),
     "itself": ([0, 1], [-1, 1], "of segment 1 is 1"),
     "below -1": ([0], [-2], "of segment 0 is -2"),
@@ -209,19 +215,20 @@ def test_what_is_no_tree(name):
 
 
 def test_what_is_no_tree_and_is_not_known():
-    """That row of the batch attends nothing; the others are what they are."""
+    """When traced, a batch row that is not a tree attends to nothing; the other rows are
+    unaffected."""
     broken = [*BROKEN.values(), ([0, 0, 1, 1], [-1, 0, -1, -1], "")]
     ids = np.array([[*x, *[-1] * (4 - len(x))] for x, _, _ in broken])
     parents = np.array([[*x, *[-1] * (4 - len(x))] for _, x, _ in broken])
     ids[list(BROKEN).index("no such segment"), 3] = 7
 
     @jax.jit
-    def of(*tree):
+    def results_of(*tree):
         expression = packax.masks.tree(*tree)
         mask = packax.create_attention_mask(expression)
         return mask.as_array(), expression.as_array(4, 4), packax.masks.tree_positions(expression)
 
-    attended, meant, depth = map(np.asarray, of(ids, parents))
+    attended, meant, depth = map(np.asarray, results_of(ids, parents))
     np.testing.assert_array_equal(attended, meant)
     assert not attended[:-1].any() and not depth[:-1].any()
     np.testing.assert_array_equal(attended[-1].sum(1), [2, 2, 4, 4])
@@ -282,9 +289,9 @@ def test_errors(make, error, message):
 
 def test_text_and_static_fields():
     assert repr(TREE & packax.causal()) == "tree(int32[3], int32[2]) & causal()"
-    of = packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1])
-    assert repr(of) == "shared_prefix(int32[3], int32[3])"
-    mask = packax.create_attention_mask(of)
+    expression = packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1])
+    assert repr(expression) == "shared_prefix(int32[3], int32[3])"
+    mask = packax.create_attention_mask(expression)
     assert "built from a tree" in repr(mask) and mask.block_size == (1 << 30, 1 << 30)
 
 

@@ -1,4 +1,4 @@
-"""path_predecessors: the token before on the path, by the definition, in numpy and traced."""
+"""path_predecessors: the previous token on the path, by the definition, in NumPy and traced."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from packax.masks import path_predecessors
 
 
 def by_definition(expression, length):
-    """A token's path is what it attends under causal(); the one before it is the last of these."""
+    """A token attends to its path under causal(); the predecessor is the last other token of it."""
     dense = np.asarray((packax.causal() & expression).as_array(length, length))
     dense = dense & ~np.eye(length, dtype=bool)
     return np.where(dense.any(-1), length - 1 - dense[..., ::-1].argmax(-1), -1)

@@ -1,7 +1,7 @@
-"""What is surely, or as a rule, not meant warns where its values are known, and nothing else does.
+"""Masks that are probably a mistake warn where their values are known, and no other masks do.
 
-Guards against a chunk of a prompt whose window is not behind the cache, a new token that attends
-the first key alone, and padding that becomes a document.
+Guards against a prompt chunk whose window ignores the cache, a new token that attends only to the
+first key, and padding that becomes a document.
 """
 
 import re
@@ -37,7 +37,7 @@ def build(expression, q_len=4, kv_len=10):
         packax.causal(N) & packax.sliding_window(W, offset=N - 1),
         packax.causal(OFFSETS) & packax.sliding_window(W),
         packax.causal(OFFSETS) & packax.sliding_window(W, offset=N),
-        packax.causal(TRACED) & packax.sliding_window(W),  # whatever it is, it was not given twice
+        packax.causal(TRACED) & packax.sliding_window(W),  # unknown, but not one array used twice
     ],
 )
 def test_unequal_offsets(expression):
@@ -61,7 +61,8 @@ def test_equal_offsets():
 
 
 def test_a_window_behind_a_cache():
-    """The rows of docs/guide/masks.md: the last 4 of 10 tokens, each with the W before it."""
+    """The rows of docs/guide/masks.md: the last 4 of 10 tokens, each with the W tokens before
+    it."""
     expression = packax.sliding_window(W, offset=N)
     whole = packax.sliding_window(W).as_array(10, 10)
     np.testing.assert_array_equal(expression.as_array(4, 10), whole[N:])
@@ -84,7 +85,7 @@ def test_rows_that_are_placed():
     for expression in (
         packax.causal(6),
         packax.causal(TRACED[0]),
-        packax.causal() & packax.documents(ids, kv_segment_ids=kv_ids),  # of another sequence
+        packax.causal() & packax.documents(ids, kv_segment_ids=kv_ids),  # keys of another sequence
         packax.causal() & packax.documents(ids, kv_segment_ids=kv_ids, **positions),
         packax.full(),
     ):
@@ -96,7 +97,7 @@ def test_rows_that_are_placed():
 LIKE_PADDING = [
     [1, 1, 1, 2, 2, 0, 0],
     [[1, 1, 2, 3], [1, 1, 0, 0]],
-    [1, 1, 1, 0],  # a mask of 0 and 1
+    [1, 1, 1, 0],  # a 0/1 mask
     [0, 0, 1, 1, -100, -100],
 ]
 
@@ -118,14 +119,14 @@ def test_ids_that_look_like_padding(ids):
     "ids",
     [
         [0, 0, 1, 1],
-        [0, 0, 1, 1, 0, 0],  # an id that comes back
+        [0, 0, 1, 1, 0, 0],  # an id that reappears
         [0, 0, 0],
         [1, 1, -1, 0],
-        [2, 1, 0, 0],  # not numbered upwards
+        [2, 1, 0, 0],  # ids do not increase
         [[1, 1, 0, 0], [0, 0, 1, 1]],  # 0 is a document in another row
         [-100, -100, 1],
         [],
-        jnp.array([1, 1, 0, 0]),  # to look would wait for the device
+        jnp.array([1, 1, 0, 0]),  # reading it would wait for the device
     ],
 )
 def test_other_ids(ids):
@@ -134,7 +135,7 @@ def test_other_ids(ids):
 
 
 def test_each_warning_stands_at_the_call_of_the_user():
-    with pytest.warns(UserWarning) as heard:
+    with pytest.warns(UserWarning) as caught:
         packax.documents([1, 1, 0])
         build(packax.causal(N) & packax.sliding_window(W))
-    assert {re.sub(".*/", "", x.filename) for x in heard} == {"test_warnings.py"}
+    assert {re.sub(".*/", "", x.filename) for x in caught} == {"test_warnings.py"}

@@ -1,4 +1,4 @@
-"""The mask arrays: exactly the integers that docs/internals/mask_format.md defines, by hand."""
+"""The mask arrays hold exactly the integers that docs/internals/mask_format.md defines."""
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def documents_by_hand(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
         j = end
 
     rows = []
-    # one upper limit of positions for each row, or an upper and a lower one
+    # One upper position limit per row, or an upper and a lower one.
     upper, lower = q_pos if compare_positions == 2 else (q_pos, [None] * len(q_ids))
     for q_id, last, first in zip(q_ids, upper, lower, strict=True):
         a, b = slot_a(q_id), slot_b(q_id)
@@ -154,7 +154,7 @@ def test_documents(data, q_len, kv_len, compare):
 
 @pytest.mark.parametrize("kv_len", [512, 513, 1500])
 def test_documents_where_the_tables_grow(kv_len):
-    """Both sides of T = 1024, with many ids, of which some collide and some come back."""
+    """Both sides of the table size T = 1024, with many ids; some collide and some reappear."""
     rng = np.random.default_rng(kv_len)
     ids = np.repeat(rng.integers(-1, 5000, kv_len), rng.integers(1, 9, kv_len))[None, :kv_len]
     positions = np.cumsum(rng.integers(-1, 9, kv_len))[None]
@@ -162,7 +162,8 @@ def test_documents_where_the_tables_grow(kv_len):
 
 
 def test_colliding_ids_are_tested_and_ordinary_ones_not():
-    """Two ids in one slot of both tables: the hull is wide, so the rows must be tested."""
+    """Two ids in one slot of both tables: the key range covers both, so rows must be
+    segment-checked."""
     slots = xla_mask.table_size(64)
 
     def slot(i):
@@ -179,7 +180,7 @@ def test_colliding_ids_are_tested_and_ordinary_ones_not():
 def test_blocks(data, q_len, kv_len, seed):
     rng = np.random.default_rng(seed)
     lo, hi = np.sort(rng.integers(0, kv_len + 1, (2, 2, q_len)), axis=0).astype(np.int32)
-    if data.draw(st.booleans()):  # causal and full rows leave mask-free cores
+    if data.draw(st.booleans()):  # causal and full rows have blocks that need no mask
         lo[:] = 0
         hi[0], hi[1] = np.minimum(np.arange(q_len) + 1, kv_len), kv_len
     empty = (lo >= hi) | (rng.random((2, q_len)) < data.draw(st.sampled_from([0.0, 0.02, 1.0])))
@@ -201,7 +202,7 @@ def check_blocks(lo, hi, tested, kv_len):
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1000, 1000), (640, 300), (130, 900)])
 def test_blocks_of_documents(q_len, kv_len):
-    """Several tiles, cores longer than one block, and gaps between them."""
+    """Several tiles, unmasked runs longer than one block, and gaps between them."""
     rng = np.random.default_rng(q_len)
     edges = np.sort(rng.integers(0, kv_len, 3))
     rows = np.arange(q_len)

@@ -1,7 +1,7 @@
-"""A pytest plugin of peer_suites.py: packax where another project's tests find their attention.
+"""A pytest plugin for peer_suites.py that replaces another project's attention by packax.
 
-The environment says which project (PEER_SUITE; with PEER_PLAIN set nothing is replaced) and where
-the outcome of every test is written (PEER_REPORT, JSON).
+PEER_SUITE names the project; with PEER_PLAIN set, nothing is replaced. The outcome of every test is
+written to PEER_REPORT as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _jax() -> None:
 
 
 def _flax() -> None:
-    """Also where a class or a function keeps Flax's own as the default of an argument."""
+    """Also replaces Flax's function in default arguments of functions and classes."""
     import packax.integrations.flax as ours
     from flax import linen, nnx
 
@@ -61,10 +61,10 @@ def _among(x: Any, functions: set[Any]) -> bool:
 
 
 def _kvax() -> None:
-    """packax.kvax under kvax's names; what only kvax has (its reference, its helpers) is its own.
+    """packax.kvax under kvax's names; what only kvax has (its reference, its helpers) stays kvax's.
 
-    That was written for older jax: a sharding that jax dropped is made of today's. Where there is
-    no GPU its reference, cuDNN by jax.nn, is jax.nn's plain XLA.
+    kvax was written for older jax, so a removed sharding class is rebuilt from current ones. Its
+    reference uses cuDNN through jax.nn; without a GPU, jax.nn's XLA implementation replaces that.
     """
     import jax
     import packax.kvax as ours
@@ -73,8 +73,8 @@ def _kvax() -> None:
         package = importlib.import_module(f"{ours.__name__}{name}")
         sys.modules[f"kvax{name}"] = package
         for _, module, _ in list(pkgutil.iter_modules(package.__path__)):
-            there = importlib.import_module(f"{package.__name__}.{module}")
-            sys.modules[f"kvax{name}.{module}"] = there
+            replacement = importlib.import_module(f"{package.__name__}.{module}")
+            sys.modules[f"kvax{name}.{module}"] = replacement
         package.__path__.append(os.path.join("kvax", *name.split(".")[1:]))
     if not hasattr(jax.sharding, "PositionalSharding"):
         jax.sharding.PositionalSharding = _Positional
@@ -90,7 +90,7 @@ def _kvax() -> None:
 
 
 class _Positional:
-    """jax.sharding.PositionalSharding, of which jax 0.7 was the last: an axis a dimension."""
+    """jax.sharding.PositionalSharding, last in jax 0.7, with one mesh axis per dimension."""
 
     def __init__(self, devices: Any, whole: bool = False):
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -104,7 +104,7 @@ class _Positional:
         return _Positional(self.devices, whole=True)
 
     def reshape(self, *shape: Any) -> _Positional:
-        """Of a replicated one only."""
+        """Supported only for a replicated sharding."""
         return self
 
 
@@ -115,8 +115,8 @@ def _maxtext() -> None:
 
 
 def _levanter() -> None:
-    """Where a call names no implementation, also on the CPU; and for Grug's "xla_flash" and the
-    layers' flash attention of Levanter 1.2, which their tests call by name."""
+    """Serves calls that name no implementation, also on the CPU. Grug's "xla_flash" and the layers'
+    flash attention of Levanter 1.2 are replaced, too: their tests call them by name."""
     from packax.integrations import levanter
 
     levanter.install(default="everywhere")

@@ -1,12 +1,12 @@
-"""A tiny model like Grug's trains to the same losses by packax as by Levanter's own attention.
+"""A tiny model like Grug's trains to the same losses with packax as with Levanter's own attention.
 
     python tests/peers/levanter_training.py [--steps 20]
 
 Six layers, five with a window and the last without; packed and padded rows; FSDP and context
 parallelism on four fake CPU devices with axes of Explicit type, so that no call names a layout.
-Levanter's reference runs every layer in turn. packax does too, and once more in a scan over layers
-that chooses between two masks, each built once a step. Prints the losses of the last step and the
-largest relative difference, and exits 1 where that is above 1e-5. Needs marin-levanter.
+Levanter's reference runs the layers one by one. packax does so, too, and once more in a scan over
+layers that selects one of two masks, each built once per step. Prints the first and last losses and
+the largest relative difference; exits with 1 if that is above 1e-5. Needs marin-levanter.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def parameters(seed: int) -> dict[str, jax.Array]:
         "value": (layers, WIDTH, KV_HEADS * DIM),
         "out": (layers, HEADS * DIM, WIDTH),
     }
-    made = {name: rng.standard_normal(shape) * 0.2 for name, shape in shapes.items()}
-    return {  # sharded over their last but one dimension, as FSDP has them
+    arrays = {name: rng.standard_normal(shape) * 0.2 for name, shape in shapes.items()}
+    return {  # sharded over the second to last dimension, as in FSDP
         name: jax.device_put(jnp.asarray(x, jnp.float32), P(*[None] * (x.ndim - 2), "fsdp"))
-        for name, x in made.items()
+        for name, x in arrays.items()
     }
 
 
 def batches(seed: int, steps: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Tokens that repeat what stood a few places before, and ids of documents with padding."""
+    """Tokens that repeat every quarter of the row, and ids of documents with padding."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(steps):
@@ -90,11 +90,11 @@ def model(params: dict[str, jax.Array], tokens: jax.Array, ids: jax.Array, how: 
             levanter.build_mask(mask, LENGTH, sliding_window=size) for size in (None, WINDOW)
         )
 
-        def body(x, given):
-            own, is_global = given
+        def body(x, inputs):
+            layer_weights, is_global = inputs
             chosen = jax.tree.map(lambda a, b: jnp.where(is_global, a, b), whole, window)
             attend = functools.partial(levanter.attention, mask=chosen)
-            return layer(x, own, attend), None
+            return layer(x, layer_weights, attend), None
 
         is_global = jnp.asarray([size is None for size in WINDOWS])
         x, _ = jax.lax.scan(body, x, (weights, is_global))

@@ -1,13 +1,13 @@
-"""Tiny trainings by an installed MaxText, with its own dense attention and with packax's: losses.
+"""Trains tiny models with an installed MaxText, by its dense attention and by packax, and compares.
 
     python tests/peers/maxtext_trainings.py [--only llama,mla] [--steps 4] [--out DIR]
 
-Needs maxtext from the package index (docs/guide/maxtext.md says what else), fetches nothing, and
-runs on two devices of the CPU. Each model trains twice from the same seed on the same synthetic
-tokens in float32, with attention=dot_product, then with attention=packax after
+Needs maxtext from the package index (docs/guide/maxtext.md lists the rest), downloads nothing, and
+runs on two CPU devices. Each model trains twice from the same seed on the same synthetic tokens in
+float32: first with attention=dot_product, then with attention=packax after
 `packax.integrations.maxtext.install()`, or with `install(every=True)` where MaxText's checks accept
-dot_product alone. The losses must agree to 1e-5 of themselves: else the
-program exits 1. Writes maxtext_trainings.json into --out (default: $OUT, else benchmarks/results).
+only dot_product. The program exits with 1 if losses differ by more than 1e-5, relatively. Writes
+maxtext_trainings.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     calls = []
     attention = attention_op.flash_attention
     attention_op.flash_attention = lambda *x, **y: calls.append(x) or attention(*x, **y)
-    os.environ["PACKAX_FALLBACK"] = "error"  # every call on packax
+    os.environ["PACKAX_FALLBACK"] = "error"  # no call may fall back
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "maxtext_trainings.json"

@@ -1,4 +1,4 @@
-"""Other projects' own tests with packax in place of their attention, on the CPU.
+"""Runs other projects' own tests with packax in place of their attention, on the CPU.
 
     python tests/peers/peer_suites.py jax CHECKOUT [--out DIR]
     python tests/peers/peer_suites.py flax CHECKOUT
@@ -8,14 +8,14 @@
     PYTHONPATH=CHECKOUT/src python tests/peers/peer_suites.py maxtext CHECKOUT \
         --name "maxtext main" --version e591f30
 
-CHECKOUT is a folder with the project's sources at the version that is installed here; nothing is
-fetched. Every test runs twice, first with the project as it is, then with packax in place
-(in_place.py says how). A test that passes as it is and not with packax is "refused" if packax said
-NotImplementedError, else "wrong": then the program exits 1. kvax does not run as it is, without a
-GPU and in today's jax: all of its tests count. Writes peer_suites.json into --out (default: $OUT,
-else benchmarks/results), in addition to the suites that it already holds.
+CHECKOUT is a folder with the project's sources at the installed version; nothing is downloaded.
+Every test runs twice: with the unchanged project, then with packax in place (see in_place.py). A
+test that passes unchanged but not with packax is "refused" if packax raised NotImplementedError,
+otherwise "wrong"; either makes the program exit with 1. kvax does not run unchanged without a GPU
+and on today's jax, so all of its tests count. Writes peer_suites.json into --out (default: $OUT,
+else benchmarks/results) and keeps the other suites in that file.
 
-JAX_PLATFORMS is "cpu" where it is not set: kvax's tests of rows of 32k tokens want a GPU.
+JAX_PLATFORMS defaults to "cpu"; kvax's tests of rows with 32k tokens need a GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from lib.output import default_out, say, write_json
 
 HERE = Path(__file__).resolve().parent
-SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest; files that the checkout may lack
+SUITES: dict[str, tuple[str, ...]] = {  # pytest arguments; the checkout may lack some files
     "jax": ("tests/nn_test.py", "-k", "DotProductAttention"),
     "flax": ("tests/linen/linen_attention_test.py", "tests/nnx/nn/attention_test.py"),
     "kvax": ("tests",),
-    "levanter": (  # of Marin; of Levanter 1.2, which was a repository by itself
+    "levanter": (  # in Marin; then in Levanter 1.2, a separate repository
         "lib/levanter/tests/grug/test_attention.py",
         "lib/levanter/tests/test_attention.py",
         "tests/test_attention.py",
@@ -54,7 +54,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest; files that the ch
     ),
 }
 NOT_AS_IT_IS = ("kvax",)
-DISTRIBUTIONS = {"levanter": "marin-levanter"}  # where they have another name
+DISTRIBUTIONS = {"levanter": "marin-levanter"}  # where the name differs
 
 
 def arguments_of(suite: str, checkout: Path) -> list[str]:
@@ -89,7 +89,7 @@ def outcomes(suite: str, checkout: Path, arguments: list[str], plain: bool) -> d
 
 
 def summary(plain: dict[str, str] | None, ours: dict[str, str]) -> dict[str, object]:
-    """Counts, and what each test that packax breaks says. No `plain`: all tests should pass."""
+    """Counts, and the outcome of each test that packax breaks. Without `plain`, all should pass."""
     if plain is None:
         plain = {}
         passes = {name for name, outcome in ours.items() if outcome != "skipped"}

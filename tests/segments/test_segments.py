@@ -16,25 +16,25 @@ from packax import segments
 
 
 def of_lengths(lengths, length):
-    """The definition: each document's tokens have its number."""
+    """The definition: all tokens of a document have its number."""
     ids = [n for n, size in enumerate(lengths) for _ in range(size)]
     return np.array(ids + [-1] * (length - len(ids)), np.int32)
 
 
 def random_ids(rng, shape=(3, 40)):
-    """Runs of ids that may come back, with padding anywhere."""
+    """Runs of ids that may reappear, with padding anywhere."""
     ids = np.repeat(rng.integers(-1, 5, (shape[0], 20)), rng.integers(1, 4, 20), axis=1)
     return np.pad(ids, ((0, 0), (0, shape[1])), constant_values=-1)[:, : shape[1]].astype(np.int32)
 
 
 def runs(rng, rows=3, length=40):
-    """Ids that do not come back."""
-    made = [segments.from_lengths(rng.integers(0, 9, 6), length=50) for _ in range(rows)]
-    return np.where(rng.random((rows, 50)) < 0.1, -1, np.stack(made))
+    """Ids that do not reappear."""
+    ids = [segments.from_lengths(rng.integers(0, 9, 6), length=50) for _ in range(rows)]
+    return np.where(rng.random((rows, 50)) < 0.1, -1, np.stack(ids))
 
 
 def both(function, *arrays, **sizes):
-    """Of numpy, and of jax under jit, checked to be equal: int32 and numpy for numpy."""
+    """The result for NumPy inputs, checked to equal that of JAX under jit; NumPy in, NumPy out."""
     ours = function(*arrays, **sizes)
     leaves = jax.tree.leaves(ours)
     assert all(isinstance(x, np.ndarray) for x in leaves)
@@ -78,7 +78,7 @@ def test_from_cu_seqlens_is_from_lengths():
 
 
 def test_absent_documents_of_cu_seqlens():
-    """As in the offsets of jax's cuDNN attention."""
+    """As in the offsets of JAX's cuDNN attention."""
     ends = np.array([[0, 3, 7, -1, -1], [0, -1, -1, -1, -1], [0, 2, 3, 5, 9]])
     ids = both(segments.from_cu_seqlens, ends, length=10)
     np.testing.assert_array_equal(ids, [of_lengths(x, 10) for x in ([3, 4], [0], [2, 1, 2, 4])])
@@ -106,7 +106,7 @@ def test_from_positions():
 
 
 def test_from_positions_of_numpy_with_a_traced_valid():
-    """As in a step that knows its positions when tracing, and its padding only when it runs."""
+    """As in a step whose positions are known when tracing, but whose padding is not."""
     positions, valid = np.array([0, 1, 0, 0]), np.array([1, 1, 1, 0])
     ids = jax.jit(lambda valid: segments.from_positions(positions, valid))(valid)
     np.testing.assert_array_equal(ids, [0, 0, 1, -1])
@@ -209,7 +209,7 @@ def test_errors(call, message):
 
 
 def first_fit(sizes, length):
-    """The definition: which row each document goes to, the longest first."""
+    """The definition: the documents of each row, the longest placed first."""
     room, rows = [], {}
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         row = next((r for r, left in enumerate(room) if left >= sizes[n]), len(room))

@@ -1,8 +1,8 @@
-"""Biases that hide keys or rows, as masks are often written: -inf, the least finite number, -1e9
-and others; and a check of attention with them against float64.
+"""Biases that hide keys or rows as additive masks do (-inf, the lowest finite number, -1e9, ...),
+and a check of attention with such biases against float64.
 
-A row of nothing but -inf attends nothing; of nothing but one finite number it is the softmax of the
-scores. Cotangents of rows that attend nothing are NaN here: they are ignored.
+A row with only -inf attends nothing. A row with only one finite value is the softmax of the scores.
+The cotangents of rows that attend nothing are NaN here, since they must be ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KINDS = ("left 40", "left 64", "left 100", "left 200", "keys", "rows", "both")
 
 
 def values_of(dtype: Any) -> dict[str, float]:
-    """What hides, by name: none is an infinity that was not meant."""
+    """Hiding values by name. Only "-inf" is infinite: the others are clipped to the dtype."""
     least, most = (float(x) for x in (jnp.finfo(dtype).min, jnp.finfo(dtype).max))
     finite = {"least": least, "0.7 least": 0.7 * least, "-1e9": -1e9, "-1e4": -1e4, "most": most}
     return {"-inf": -np.inf} | {name: max(x, least) for name, x in finite.items()}
 
 
 def hiding(kind: str, value: float, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """A bias of shape (B or 1, H or 1, Sq or 1, Skv) in which `value` hides what `kind` says."""
+    """A bias of shape (B or 1, H or 1, Sq or 1, Skv) with `value` at the keys or rows of `kind`."""
     rng = np.random.default_rng(seed)
     bias = rng.standard_normal(shape)
     if kind.startswith("left"):
@@ -49,13 +49,13 @@ def biases(shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[str, jax.Array]
 
 
 def emptied(allowed: Any, bias: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(B, H, Sq) rows that attend nothing."""
+    """(B, H, Sq): the rows that attend nothing."""
     some = oracle.of_heads(allowed) & (np.asarray(bias, np.float32) != -np.inf)
     return np.broadcast_to(~some.any(-1), shape)
 
 
 def checker(attention: Callable[[Any], Any], allowed: Any) -> Callable[..., None]:
-    """Of attention(arrays) -> out, lse; a function that checks it and its gradients."""
+    """A function that checks `attention(arrays) -> (out, lse)` and its gradients."""
 
     @jax.jit
     def run(arrays, dout, dlse):
@@ -77,8 +77,8 @@ def _check(
     factors=None,
     float32_products=False,
 ) -> None:
-    """`scale`: one that is a number, no array with a gradient. `float32_products`: the gradient of
-    the bias may be as wrong as one product of float32 rows."""
+    """`scale`: a Python number, for a scale that is not among the differentiable arrays.
+    `float32_products`: allow the bias gradient the rounding error of one float32 dot product."""
     idle = emptied(allowed, arrays["bias"], dlse.shape)
     by_row = idle.swapaxes(1, 2)[..., None]
     got = run(arrays, jnp.where(by_row, jnp.nan, dout), jnp.where(idle, jnp.nan, dlse))
@@ -86,12 +86,12 @@ def _check(
     dout, dlse = np.where(by_row, 0, np.asarray(dout, np.float32)), np.where(idle, 0, dlse)
     oracles = functools.partial(score_oracle.true_and_plain, soft_cap=soft_cap, factors=factors)
     true, plain, _ = oracles(arrays | fixed, allowed, dout, dlse)
-    # Plain attention in the tensors' dtype would make infinities of a bias of more than that holds.
+    # A bias beyond the range of the tensors' dtype would become infinite in plain attention.
     bias, limits = arrays["bias"], jnp.finfo(arrays["query"].dtype)
     if bool((jnp.isfinite(bias) & (jnp.abs(bias) > float(limits.max))).any()):
-        held = jnp.clip(bias, float(limits.min), float(limits.max))
-        held = jnp.where(jnp.isfinite(bias), held, bias)
-        _, plain, _ = oracles(arrays | fixed | {"bias": held}, allowed, dout, dlse)
+        clipped = jnp.clip(bias, float(limits.min), float(limits.max))
+        clipped = jnp.where(jnp.isfinite(bias), clipped, bias)
+        _, plain, _ = oracles(arrays | fixed | {"bias": clipped}, allowed, dout, dlse)
     for name in fixed:
         del true.gradients[name], plain.gradients[name]
     if float32_products:
@@ -103,10 +103,10 @@ def _check(
 
 
 def rounding_of_products(dout: Any, value: Any) -> float:
-    """The largest error of a float32 dot product of a row of dout and a value.
+    """The largest error of a float32 dot product of a row of dout and a row of value.
 
-    A query with one key has a gradient of 0, which the kernels compute as the difference of two
-    such products, each with its own order of summation (docs/guide/numerics.md). The plain
+    For a query with one key the gradient is 0. The kernels compute it as the difference of two such
+    products, each with its own order of summation (docs/guide/numerics.md), whereas the plain
     implementation subtracts a number from itself.
     """
     dout = np.asarray(dout, np.float64)
@@ -119,15 +119,15 @@ def rounding_of_products(dout: Any, value: Any) -> float:
 
 
 def compare(got: Any, true: Any, plain: Any, idle: np.ndarray, where: str) -> None:
-    """The rule of oracle.check for all but the log-sum-exp, which is so large that it allows
-    anything; its own rounding for that."""
+    """Apply the rule of oracle.check to all results but the log-sum-exp. Here the log-sum-exp is so
+    large that the rule would accept anything, so it is held to its rounding error instead."""
     by_row = idle.swapaxes(1, 2)[..., None]
     assert not np.any(np.where(by_row, got.out, 0)), where
     assert not np.any(np.where(by_row, got.gradients["query"], 0)), where
     found, wanted = np.asarray(got.lse, np.float64), np.asarray(true.lse, np.float64)
     np.testing.assert_array_equal(np.isneginf(found), idle, err_msg=where)
     error = np.abs(found[~idle] - wanted[~idle])
-    # Half a unit of a logit, and the error of the yardstick where it is of 16 bits.
+    # Float32 rounding, and twice the error of plain attention, which may be computed in 16 bits.
     close = np.abs(np.asarray(plain.lse, np.float64)[~idle] - wanted[~idle])
     close = 2 * close + 2.0**-22 * np.maximum(np.abs(wanted[~idle]), 16)
     assert (error <= close).all(), f"{where}: lse by {error.max()}"

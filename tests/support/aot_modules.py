@@ -1,4 +1,4 @@
-"""The build's table of kernels and its compiler (csrc/aot), as modules."""
+"""The build's kernel table and compiler (csrc/aot), imported as modules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
 
 
 def arguments_of(kernel: str, source: str = "") -> list[str]:
-    """As a kernel's file declares them, constants included, without those that are None in it."""
+    """A kernel's arguments as its source declares them, constants included, without unused ones."""
     module = source or table.KERNELS[kernel]
     function = table.function(kernel, module)
     text = compiler.module_file(module).read_text()

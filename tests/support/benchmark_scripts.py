@@ -1,5 +1,5 @@
-"""Runs code against the modules of benchmarks/, in a separate process: what they set in jax stays
-there."""
+"""Runs code against the modules of benchmarks/ in a subprocess, so that their changes to jax's
+configuration do not reach the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paths import BENCHMARKS, COMPARE, TUNE, importing
 
 
 def script(code: str, *arguments: str) -> str:
-    """What the code prints."""
+    """The output of the code."""
     result = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,

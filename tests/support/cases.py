@@ -1,4 +1,4 @@
-"""Named inputs, for every implementation: small, odd, and each there for a failure it can show."""
+"""Named inputs for every implementation: small, of odd sizes, each aimed at one kind of failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
     kv_heads: int = 1
 
     def tensors(self, dtype, qk_dim: int = 64, v_dim: int = 64):
-        """query, key, value, dout in dtype, and dlse (B, H, Sq) in float32: the same every time."""
+        """query, key, value and dout in dtype, dlse (B, H, Sq) in float32; fixed by the name."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
 
         def normal(length, heads, dim):
@@ -40,8 +40,7 @@ class Case:
         )
 
     def allowed(self) -> np.ndarray:
-        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv), or with heads, (B or 1, H or 1, Sq,
-        Skv)."""
+        """The dense mask: (Sq, Skv), (B or 1, Sq, Skv) or (B or 1, H or 1, Sq, Skv)."""
         return np.asarray(self.expression().as_array(self.q_len, self.kv_len))
 
     def __str__(self) -> str:
@@ -60,9 +59,8 @@ def positions_of(ids: np.ndarray) -> np.ndarray:
     return (index - np.maximum.accumulate(np.where(starts, index, 0))).astype(np.int32)
 
 
-LENGTH = (
-    409  # odd, three whole tiles of 128 and a rest; one length, so that cases share compilations
-)
+# Odd: three whole tiles of 128 and a partial one. A single length lets cases share compilations.
+LENGTH = 409
 ODD = ids_of((0, 1), (1, 17), (2, 128), (3, 63), (4, 131), (5, 64), (6, 5))
 PADDED = ids_of((-1, 3), (0, 70), (-1, 61), (1, 100), (2, 1), (-1, 9), (3, 90), (-1, 75))
 BACK = ids_of((7, 90), (8, 40), (7, 65), (9, 1), (8, 100), (-1, 13), (7, 100))
@@ -80,7 +78,7 @@ def _batch_of_three():
 
 
 def _hashed():
-    # 1024, 4096 and 2^20 apart: they fall in one slot of the id table's first hash.
+    # Values 1024, 4096 and 2^20 apart share a slot of the id table's first hash.
     values = [INT32.min, INT32.max, 12, 12 + 1024, 12 + 4096, 12 + (1 << 20), -2, 0, 123456789]
     return ids_of(*((value, 18 + 7 * n) for n, value in enumerate(values)))[:LENGTH]
 
@@ -96,7 +94,7 @@ def _window():
 
 
 def _prefix():
-    # Positions max(i, 99): the first 100 tokens attend each other both ways.
+    # Positions max(i, 99): the first 100 tokens attend each other in both directions.
     return _causal_documents(ids_of((0, LENGTH)), positions=np.maximum(np.arange(LENGTH), 99))
 
 
@@ -110,7 +108,7 @@ def _random_positions(seed, end):
 
 
 def _images():
-    """Spans of one id and of another, side by side, across the ends of documents, of one token."""
+    """Adjacent spans of different ids, spans across document ends, and a span of one token."""
     return ids_of((-1, 10), (0, 30), (1, 60), (-1, 5), (0, 1), (-1, 100), (4, 129), (-1, 74))
 
 
@@ -256,13 +254,13 @@ CASES = [
 
 
 def random_map(seed, size, share, shape=(), lengths=(LENGTH, LENGTH)):
-    """A block mask with this share of them, and its sizes of a block."""
+    """A random block mask with this share of blocks allowed, and its block sizes."""
     blocks = [-(-length // of) for length, of in zip(lengths, size, strict=True)]
     return np.random.default_rng(seed).random((*shape, *blocks)) < share, size
 
 
 def _moba():
-    """Each row attends its own block of keys and two of four earlier ones, every head others."""
+    """Each row attends its own block of keys and the top two of the earlier blocks, per head."""
     size, top = 64, 2
     scores = np.random.default_rng(5).random((1, 4, LENGTH, -(-LENGTH // size)))
     own = np.arange(LENGTH)[:, None] // size
@@ -275,12 +273,12 @@ def _moba():
 
 
 def _indexer():
-    """Keys one by one, the same for all heads."""
+    """A mask of single keys, the same for all heads."""
     chosen, size = random_map(6, (1, 1), 0.1, (2,))
     return packax.masks.block_sparse(chosen, size) & packax.causal() & packax.documents(PADDED)
 
 
-# What only the fallback kernels take: not among CASES.
+# Masks that only the fallback kernels support, so they are not in CASES.
 SPARSE = [
     Case("moba", "rows choose blocks of keys, heads their own", _moba, heads=4, kv_heads=2),
     Case("indexer", "keys one by one, a map for each batch row", _indexer, batch=2, heads=4),
@@ -317,12 +315,12 @@ SPARSE = [
 ]
 BY_NAME = {case.name: case for case in CASES + SPARSE}
 
-# Those that differ from others in lengths, heads, ids or the order of positions alone run
-# exhaustively.
+# Cases that differ from others only in lengths, heads, ids or the order of positions: they run
+# under `-m exhaustive`.
 AGAIN = {"one_token", "causal_tiles", "causal_long", "causal_tall", "documents_full"}
 AGAIN |= {"single_tokens", "gqa_1", "gqa_8", "ids_alternate", "positions_prefix"}
 AGAIN |= {"ranges_of_documents", "ranges_of_hulls", "window_of_documents"}
 AGAIN |= {"full", "documents_odd", "gqa_4", "hashed_ids", "cross_documents", "positions_restart"}
 AGAIN |= {"causal", "one_mask_for_all", "ids_reappear", "positions_fall"}
-EACH_TIME = [place for place, case in enumerate(CASES) if case.name not in AGAIN]
+EACH_TIME = [index for index, case in enumerate(CASES) if case.name not in AGAIN]
 assert len(BY_NAME) == len(CASES + SPARSE)

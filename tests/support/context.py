@@ -1,5 +1,4 @@
-"""What the tests of context parallelism share: meshes of CPU devices, inputs, one device's
-results."""
+"""Shared by the context parallelism tests: meshes of CPU devices, inputs, single-device results."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ FULL = packax.AttentionSharding(
 )
 TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
 
-# Documents of very different lengths, padding inside and at the end, an id that comes back.
+# Documents of very different lengths, padding inside and at the end, an id that reappears.
 ROWS = np.stack(
     [
         ids_of((0, LENGTH)),
@@ -57,8 +56,8 @@ def plan_of(kind, shards, ids=ROWS):
 def tensors(
     dtype=jnp.float32, *, heads=HEADS, kv_heads=KV_HEADS, batch=BATCH, length=LENGTH, seed=0
 ):
-    """query, key, value and the cotangents of output and log-sum-exp: numpy's, which a plan
-    permutes without compiling anything."""
+    """query, key, value and the cotangents of output and log-sum-exp. They are numpy arrays, which
+    a plan permutes without compiling anything."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -74,8 +73,8 @@ def tensors(
 
 
 def of_ids_alone(ids: Any) -> Any:
-    """Two limits of positions, spans, rows that are tested: all from ids, whole or a batch's
-    part."""
+    """A mask with two position limits, spans and element-checked rows, all computed from the ids,
+    which may be the whole batch or a part of it."""
     positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
     spans = jnp.where(ids % 2 == 0, ids, -1)
     window = packax.masks.spans(spans, packax.sliding_window(100))
@@ -111,7 +110,7 @@ def expression_of(kind: str, ids: np.ndarray = ROWS) -> Any:
 
 
 def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):
-    """out, lse and the three gradients; rows that attend nothing have lse 0 here."""
+    """out, lse and the gradients of query, key and value. lse is 0 for rows that attend nothing."""
 
     def attention(*tensors):
         return packax.flash_attention(
@@ -123,34 +122,34 @@ def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):
 
 
 def moved(plan, inputs):
-    """Inputs of `results` in the plan's order; without a plan, as they are."""
+    """The inputs of `results` in the plan's order, or unchanged without a plan."""
     if plan is None:
         return inputs
     return [plan.permute(x, 2 if n == 4 else 1) for n, x in enumerate(inputs)]
 
 
 def in_order(plan, got):
-    """What `results` returned of rows that `moved` moved, in the order of the sequence."""
+    """Outputs of `results` for inputs from `moved`, back in sequence order."""
     if plan is None:
         return got
     return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
 
 
 def specs_of(sharding):
-    """Of the inputs of `results`."""
+    """The specs of the inputs of `results`."""
     batch, context, heads = [*sharding.query, None, None][:3]
     rows = sharding.query, sharding.key_value, sharding.key_value, sharding.query
     return *rows, P(batch, heads, context)
 
 
 def placed(mesh, inputs, sharding):
-    """Inputs of `results` on the mesh."""
+    """The inputs of `results`, placed on the mesh."""
     pairs = zip(inputs, specs_of(sharding), strict=True)
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
 
 
 def restricted(spec, names):
-    """The spec over the axes of these names alone, those that a shard_map of the caller's maps."""
+    """The spec reduced to the axes in `names`: the axes of a caller's shard_map."""
 
     def of(axes):
         axes = axes if isinstance(axes, tuple) else (axes,)
@@ -175,7 +174,7 @@ def assert_same(got, expected, tolerance=1e-5):
 
 
 def collectives(text):
-    """(operation, elements of the result) of every collective in compiled HLO."""
+    """(operation, number of result elements) for every collective in compiled HLO."""
     found = re.findall(
         r"= \(?\w+\[([\d,]*)\]\S* "
         r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",

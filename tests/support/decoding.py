@@ -1,7 +1,7 @@
-"""Decoding by its definition, for the tests of decode_attention: float64 is the truth, a dtype
-itself the yardstick.
+"""A reference for decode_attention from its definition: float64 is the truth, the operands' own
+dtype gives the allowed error.
 
-It shares no code with the package: rows, keys and pages are counted in Python.
+It shares no code with the package: rows, keys and pages are enumerated in Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-GARBAGE = 1e30  # the content of memory that must not be read
+GARBAGE = 1e30  # fills memory that must not be read
 
 
 class Results(NamedTuple):
@@ -22,7 +22,7 @@ class Results(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Sizes of one call, and what it asks for."""
+    """Sizes and options of one call."""
 
     lengths: tuple[int, ...]
     q_len: int = 1
@@ -38,11 +38,11 @@ class Case(NamedTuple):
     sinks: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of decode_attention that are no arrays."""
+        """The keyword arguments of decode_attention that are not arrays."""
         return {"window": self.window, "causal": self.causal, "soft_cap": self.soft_cap}
 
     def allowed(self) -> np.ndarray:
-        """(B, Sq, capacity), by the docstring's words."""
+        """(B, Sq, capacity), as the docstring of decode_attention defines it."""
         allowed = np.zeros((len(self.lengths), self.q_len, self.capacity), bool)
         left, right = self.window or (None, None)
         for b, length in enumerate(self.lengths):
@@ -94,20 +94,20 @@ class Tensors(NamedTuple):
     block_table: np.ndarray | None
     starts: np.ndarray | None
     sinks: Any
-    key: np.ndarray  # (B, capacity, Hkv, Dqk) float64: what the caches hold, garbage as 0
+    key: np.ndarray  # (B, capacity, Hkv, Dqk) float64: the caches' content, garbage as 0
     value: np.ndarray
     key_scale: Any = None
     value_scale: Any = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those of decode_attention that are arrays."""
+        """The array arguments of decode_attention, positional and by keyword."""
         given = {"block_table": self.block_table, "kv_starts": self.starts, "sinks": self.sinks}
         given |= {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return self[:4], {name: x for name, x in given.items() if x is not None}
 
 
 def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Tensors:
-    """Fresh random operands; what no row attends is garbage, unused entries of a table too."""
+    """Random operands. Keys that no row attends and unused block table entries hold garbage."""
     rng = np.random.default_rng(seed)
     batch = len(case.lengths)
 
@@ -143,8 +143,7 @@ def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Te
 
 
 def cast(x: Tensors, dtype: Any) -> Tensors:
-    """The tensors rounded to a smaller dtype; float16 has no 1e30, infinity is the garbage that it
-    has."""
+    """The tensors rounded to a smaller dtype. In float16 the garbage 1e30 becomes infinity."""
     names = ("query", "key_cache", "value_cache")
     key, value = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (x.key, x.value))
     rounded = {name: getattr(x, name).astype(dtype) for name in names}
@@ -155,9 +154,10 @@ SCALES = ("none", "one", "heads", "rows")
 
 
 def in_fp8(case: Case, x: Tensors, kind: str, seed: int | None = None) -> Tensors:
-    """Caches in float8_e4m3fn with scales of a kind of SCALES; "rows": of sequences or of pages.
+    """Quantize the caches to float8_e4m3fn with a kind of scales from SCALES.
 
-    What no row attends is NaN, its scales too. Values reach from subnormal ones to the largest.
+    "rows" means one scale per sequence, or per page, and head. Keys that no row attends are NaN,
+    and so are scales that cover only such keys. Values range from subnormals to the largest finite.
     """
     rng = np.random.default_rng(seed)
     idle = ~case.allowed().any(1)
@@ -165,7 +165,7 @@ def in_fp8(case: Case, x: Tensors, kind: str, seed: int | None = None) -> Tensor
     if x.block_table is not None:
         block, within = places[1] // case.page_size, places[1] % case.page_size
         places = np.array([np.where(idle, 0, x.block_table[places[0], block]), within])
-    made, scales, clean = [], [], []
+    caches, scales, clean = [], [], []
     for cache in (x.key_cache, x.value_cache):
         cache = np.asarray(cache, np.float64)
         shape = {"none": (), "one": (), "heads": cache.shape[2:3], "rows": cache.shape[:3:2]}[kind]
@@ -178,24 +178,24 @@ def in_fp8(case: Case, x: Tensors, kind: str, seed: int | None = None) -> Tensor
         clean.append(np.where(idle[..., None, None], 0, (small * factor)[tuple(places)]))
         if kind == "rows":
             scale = np.where(lost.all((1, 3)), np.nan, scale).astype(np.float32)
-        made.append(jnp.asarray(small))
+        caches.append(jnp.asarray(small))
         scales.append(None if kind == "none" else scale)
     names = ("key_cache", "value_cache", "key_scale", "value_scale", "key", "value")
-    return x._replace(**dict(zip(names, [*made, *scales, *clean], strict=True)))
+    return x._replace(**dict(zip(names, [*caches, *scales, *clean], strict=True)))
 
 
 def exact(case: Case, x: Tensors, scale: float) -> Results:
-    """float64."""
+    """The result in float64."""
     q = np.asarray(x.query, np.float64)
     q = np.where(np.abs(q) > 0.9 * GARBAGE, 0, q)
     return Results(*(np.asarray(r) for r in _dense(np, case, x.sinks, q, x.key, x.value, scale)))
 
 
 def plain(case: Case, x: Tensors, scale: float, tf32: bool = False) -> Results:
-    """What anybody would write in jax.numpy, in the operands' dtype.
+    """Straightforward jax.numpy attention in the operands' dtype.
 
-    tf32: products of operands rounded to 11 bits. XLA takes those of one row in float32, whatever
-    is asked for.
+    tf32: round the operands of products to TF32 (11 significant bits) explicitly, because XLA
+    computes products of a single row in float32 whatever precision is requested.
     """
     q = np.where(np.abs(np.asarray(x.query, np.float64)) > 0.9 * GARBAGE, 0, x.query)
     arrays = (jnp.asarray(y, x.query.dtype) for y in (q, x.key, x.value))
@@ -249,7 +249,7 @@ def run(case: Case, x: Tensors, scale: float, implementation: str | None = None)
 
 
 class Extension:
-    """packax._ext as far as lowering asks it."""
+    """A stand-in for packax._ext with what lowering queries."""
 
     @staticmethod
     def variants():

@@ -1,4 +1,4 @@
-"""Inputs of the tests of packax.dot_product_attention."""
+"""Inputs for the tests of packax.dot_product_attention."""
 
 import inspect
 
@@ -21,14 +21,14 @@ def lengths(*values):
 
 
 DENSE = np.random.default_rng(9).random((2, HEADS, T, S)) < 0.7
-DENSE[..., 0] = True  # no row without a key
+DENSE[..., 0] = True  # every row has a key
 
 
 RESIDUALS = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
 
 
 def theirs(*tensors, return_residual=True, **options):
-    """jax.nn's; jax 0.7 has no residual: the one of dense attention, which they return since."""
+    """jax.nn.dot_product_attention. Where it returns no residual (jax 0.7), packax's."""
     if RESIDUALS:
         return jax.nn.dot_product_attention(*tensors, **options, return_residual=True)
     out = jax.nn.dot_product_attention(*tensors, **options)

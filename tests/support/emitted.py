@@ -1,4 +1,4 @@
-"""A made-up table of kernels for csrc/aot/emit.py, without a GPU or Triton."""
+"""A made-up kernel table as input of csrc/aot/emit.py, without a GPU or Triton."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ COMPILER = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
 def load_script():
     spec = importlib.util.spec_from_file_location("emit", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["emit"] = module  # dataclasses look their module up
+    sys.modules["emit"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
@@ -32,7 +32,7 @@ PARAMS = [
 ]
 
 
-MAPPED = [  # of kernel "mapped"
+MAPPED = [  # parameters of kernel "mapped"
     {"name": "query", "type": "tma"},
     {"name": "dk", "type": "tma"},
     {"name": "q_order", "type": "ptr"},
@@ -62,11 +62,11 @@ ROW = {
 
 
 KERNELS = dict.fromkeys(("sideways", "upwards", "mask_rows"), PARAMS)
-KERNELS |= {"mapped": MAPPED, "absent": MAPPED[1:]}  # no variant of "absent" anywhere here
+KERNELS |= {"mapped": MAPPED, "absent": MAPPED[1:]}  # the tests write no variant of "absent"
 
 
 def lines(kernels):
-    """kernels.txt."""
+    """The content of kernels.txt."""
     params = {k: [f"{p['name']}:{p['type']}" for p in v] for k, v in kernels.items()}
     return "".join(f"{kernel} {' '.join(p)}\n" for kernel, p in params.items())
 

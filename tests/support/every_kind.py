@@ -1,4 +1,4 @@
-"""Every kind of mask, from arrays that may be mapped or have symbolic sizes."""
+"""Every kind of mask, built from arrays that vmap may map or that may have symbolic sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_positions(a):
     return documents(a, positions=a["positions"])
 
 
-# From arrays (B, S), of rows (B,): so that they may be mapped, or have symbolic sizes.
+# Built from arrays (B, S) or (B,), so that vmap can map them or their sizes can be symbolic.
 KINDS = {
     "full": lambda a: packax.full(),
     "causal": lambda a: packax.causal(),
@@ -54,7 +54,7 @@ def arrays(length=S, batch=B, seed=0):
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, 3, (batch, length))
     return {
-        "ids": ids.astype(np.int32),  # not sorted: rows are tested by elements
+        "ids": ids.astype(np.int32),  # unsorted: ids are compared per element
         "positions": rng.integers(0, 9, (batch, length)).astype(np.int32),
         "span_ids": np.sort(rng.integers(-1, 4, (batch, length))).astype(np.int32),
         "map": rng.random((batch, length, length)) < 0.4,
@@ -65,15 +65,15 @@ def arrays(length=S, batch=B, seed=0):
 
 
 def of_trees(rng, batch, length):
-    """A root, two branches, one of which branches again, and a second tree; groups of three."""
+    """A root with two branches, one of which branches again, a second tree, and groups of three."""
     segments = np.sort(rng.integers(0, 7, (batch, length)))
     padded = rng.random((batch, length)) < 0.1
     groups = np.broadcast_to(np.arange(length) // 9, (batch, length))
     answers = np.broadcast_to(np.arange(length) % 9 // 3 - 1, (batch, length))
-    made = {
+    trees = {
         "segments": np.where(padded, -1, segments),
         "parents": np.broadcast_to([-1, 0, 1, 1, 0, -1, 5], (batch, 7)),
         "groups": groups,
         "answers": answers,
     }
-    return {name: x.astype(np.int32) for name, x in made.items()}
+    return {name: x.astype(np.int32) for name, x in trees.items()}

@@ -1,4 +1,4 @@
-"""Exported programs as another process has them."""
+"""Exported programs as another process loads them."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ import jax.export
 
 
 def restored(exported):
-    """As another process would have it, if flatbuffers is there, without which jax has no files."""
+    """The program after serialization, or unchanged without flatbuffers, which jax needs for it."""
     if importlib.util.find_spec("flatbuffers") is None:
         return exported
     return jax.export.deserialize(exported.serialize())

@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests, as a pytest plugin."""
+"""Fixtures for the GPU tests, loaded as a pytest plugin."""
 
 import pytest
 from gpu_kinds import DTYPES, KINDS, name_of
@@ -16,5 +16,5 @@ def deterministic(request):
 
 @pytest.fixture(params=KINDS, ids=name_of)
 def kind(request):
-    """dtype, head dims"""
+    """dtype and head dims"""
     return request.param

@@ -1,4 +1,4 @@
-"""dtypes and head dims that the GPU tests take, and masks that they share."""
+"""The dtypes, head dims and masks that the GPU tests share."""
 
 import itertools
 
@@ -7,11 +7,11 @@ import packax
 from gpu_runs import packed
 
 DTYPES = ("bfloat16", "float16")
-# of query and key, and of value
+# (head dim of query and key, head dim of value)
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 WIDE = DIMS[2:]
-# Each wide pair in one dtype: the other differs by the type of a load, and test_wide_cases has
-# both.
+# Each wide pair has one dtype here: the other differs only in the type of a load, and
+# test_wide_cases covers both.
 KINDS = [(dtype, dims) for dims in DIMS[:2] for dtype in DTYPES] + list(
     zip(itertools.cycle(DTYPES), WIDE, strict=False)
 )

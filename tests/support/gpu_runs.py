@@ -1,9 +1,9 @@
-"""How the GPU tests run the kernels, and what they compare with.
+"""Runs the kernels for the GPU tests and compares their results.
 
-`run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
-Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short
-test on a CPU. Large ones are made on the GPU. Numbers are judged by oracle.py: twice the error of
-plain attention in the same dtype.
+`run` first poisons the memory that the results will use, so that an element no kernel writes is a
+NaN. numpy creates the arrays, because jax would compile a program for every shape, which takes half
+the time of a short test on a CPU; large arrays are created on the GPU. oracle.py judges the
+results: at most twice the error of plain attention in the same dtype.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Tensors(NamedTuple):
 
 
 def has_hopper_kernels() -> bool:
-    """A proxy build (docs/internals/proxy.md) runs on Hopper without them."""
+    """False also on Hopper with a proxy build (docs/internals/proxy.md): it has no sm90 kernels."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return capability == "9.0" and any("sm90" in v["kernel"] for v in _ext.variants())
 
 
 def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tensors:
-    """`dims`: of query and key, and of value; or one for both."""
+    """`dims`: (head dim of query and key, head dim of value), or one number for both."""
     qk_dim, v_dim = (dims, dims) if isinstance(dims, int) else dims
     rng = np.random.default_rng(seed)
     rows, columns = (q_len, heads), (kv_len, kv_heads)
@@ -55,15 +55,15 @@ def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tenso
 
 
 def poison(x: Tensors) -> None:
-    """NaNs into memory of the sizes that the results will ask for, and back to the pool."""
+    """Fill buffers of the sizes that the results need with NaNs, and free them to the pool."""
     batch, q_len, heads, _ = x.query.shape
     kinds = [((batch, heads, q_len), np.dtype(np.float32))] * 4
     kinds += [(y.shape, y.dtype) for y in x[:4] for _ in "12"]
     workspace = (4 * batch, q_len + 64, heads, x.query.shape[3])
     kinds.append((workspace, np.dtype(np.float32)))
-    held = [jnp.asarray(np.full(shape, np.nan, dtype)) for shape, dtype in kinds]
-    jax.block_until_ready(held)
-    for y in held:
+    buffers = [jnp.asarray(np.full(shape, np.nan, dtype)) for shape, dtype in kinds]
+    jax.block_until_ready(buffers)
+    for y in buffers:
         y.delete()
 
 
@@ -106,7 +106,8 @@ def run(
     deterministic: bool = False,
     soft_cap: float | None = None,
 ) -> Results:
-    """Forward, LSE and gradients by the cubins, in poisoned memory. `expression`, or a mask."""
+    """Output, LSE and gradients from the CUDA kernels, in poisoned memory. `expression` may also be
+    an AttentionMask."""
     mask = expression
     if not isinstance(expression, packax.AttentionMask):
         mask = build(expression, x)
@@ -121,8 +122,8 @@ _plain = oracle.plain
 def assert_close(
     x: Tensors, got: Results, allowed: Any, scale: float | None = None, pad: int = 0
 ) -> None:
-    """The oracle's rule. `pad` > 0: plain attention runs on operands padded to that length, so that
-    many lengths share one compiled program."""
+    """Check against the oracle. With `pad`, plain attention runs on operands padded to that length,
+    so that many lengths share one compiled program."""
     scale = x.query.shape[-1] ** -0.5 if scale is None else scale
     allowed = np.asarray(allowed)
     true = oracle.exact(x.query, x.key, x.value, allowed, scale, x.dout, x.dlse)
@@ -152,7 +153,7 @@ def _pad(y: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def assert_identical(got: Any, expected: Any, what: str) -> None:
-    """Bit for bit, NaNs included; names the first difference."""
+    """Bit for bit equality, NaNs included; reports the first difference."""
     paths, _ = jax.tree_util.tree_flatten_with_path(got)
     for (path, x), y in zip(paths, jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x), np.asarray(y)
@@ -168,7 +169,7 @@ def assert_identical(got: Any, expected: Any, what: str) -> None:
 
 
 def assert_agree(got: Results, expected: Results) -> None:
-    """Two kinds of kernels, far closer than either has to be."""
+    """Compare two kinds of kernels, with a much tighter bound than either has to meet."""
     for name, a, b in zip(Results._fields, got, expected, strict=True):
         a, b = (np.asarray(y, np.float64) for y in (a, b))
         finite = np.isfinite(b)
@@ -178,12 +179,12 @@ def assert_agree(got: Results, expected: Results) -> None:
 
 
 def same_each_run(x: Results, deterministic: bool) -> Results:
-    """Without the dQ that Hopper's kernels sum in any order."""
+    """Drop dq unless deterministic: Hopper's kernels then sum it in varying order."""
     return x if deterministic else x._replace(dq=np.zeros(()))
 
 
 def packed(*lengths: int) -> np.ndarray:
-    """Segment ids of runs: a positive length is a new document, a negative one padding."""
+    """Segment ids of runs: a positive length starts a document, a negative length is padding."""
     ids, document = [], 0
     for length in lengths:
         document += length > 0

@@ -1,4 +1,4 @@
-"""What a traced program does, without running it."""
+"""Inspects the jaxpr of a traced program, without running it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def count(name, function, *args):
 
 
 def largest(function, *args):
-    """The most elements that an array of the jaxpr of a call has, at any depth."""
+    """The element count of the largest array in the jaxpr of a call, at any depth."""
     traced = equations(jax.make_jaxpr(function)(*args))
     return max(math.prod(x.aval.shape) for equation in traced for x in equation.outvars)
 
 
 def equations(jaxpr):
-    """Those of a jaxpr, at any depth."""
+    """All equations of a jaxpr, at any depth."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)

@@ -1,4 +1,4 @@
-"""Masks for the kernels in the interpreter, as a handler would get them."""
+"""Masks for kernels in the interpreter, with the arrays that the FFI handler passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mask_checks import kernel_operands
 
 
 def packed(*lengths: int) -> np.ndarray:
-    """Ids of one row: 0, 1, 2, ...; a negative length is padding."""
+    """Segment ids of one row: the index of each length; a negative length is padding."""
     return np.concatenate(
         [np.full(abs(n), i if n > 0 else -1) for i, n in enumerate(lengths)]
     ).astype(np.int32)
@@ -30,13 +30,14 @@ def positions(ids: np.ndarray, kind: str) -> np.ndarray:
 def mask_of(
     expression: packax._src.masks.expressions.MaskExpression, q_len: int, kv_len: int
 ) -> interpreter.Operands:
-    """The operands that the handler would get, blocks from the kernels: this tests both stages."""
+    """The mask operands as the FFI handler passes them. The mask kernels compute the blocks,
+    so this tests them too."""
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     names = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
     ops = kernel_operands(mask)
     lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = (ops[name] for name in names)
     segment_checked = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
-    made = interpreter.Operands(
+    operands = interpreter.Operands(
         lo,
         hi,
         segment_checked.astype(np.int32),
@@ -45,8 +46,8 @@ def mask_of(
         (q_ids, kv_ids),
         (q_pos, kv_pos),
     )
-    np.testing.assert_array_equal(made.kv_blocks, mask.kv_blocks)
-    return made
+    np.testing.assert_array_equal(operands.kv_blocks, mask.kv_blocks)
+    return operands
 
 
 def restarting(ids: np.ndarray) -> np.ndarray:

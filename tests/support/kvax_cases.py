@@ -1,4 +1,4 @@
-"""Inputs of the tests of packax.kvax: ids, positions and tensors."""
+"""Inputs for the tests of packax.kvax: ids, positions and tensors."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from cases import ids_of, positions_of
 ALONE = ((None,) * 4, (None,) * 4)
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 4, 90, 110, 4, 2, 16
 
-# Padding inside and after, an id that comes back, ids in no order, an id without keys (7).
+# Padding inside and at the end, an id that reappears, unsorted ids, a query id without keys (7).
 KV_IDS = np.stack(
     [
         ids_of((0, 110)),
@@ -20,7 +20,7 @@ Q_IDS = KV_IDS[:, 20:].copy()
 Q_IDS[1, 60:] = 7
 POSITIONS = np.stack([positions_of(ids) for ids in KV_IDS])
 KV_POSITIONS = POSITIONS.copy()
-KV_POSITIONS[3] = np.random.default_rng(5).integers(0, 20, KV_LEN)  # positions that go up and down
+KV_POSITIONS[3] = np.random.default_rng(5).integers(0, 20, KV_LEN)  # not monotonic
 TOKENS = (KV_POSITIONS[:, 20:], Q_IDS, KV_POSITIONS, KV_IDS)
 
 

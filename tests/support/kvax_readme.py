@@ -1,6 +1,6 @@
-"""The flow that kvax's README shows under "How to use", call by call, with packax in the imports.
+"""The flow of "How to use" in kvax's README, call by call, with packax in the imports.
 
-Flax modules as there: a transformer that permutes its tokens, makes one mask and hands it to its
+As in that README, a Flax transformer permutes its tokens, creates one mask and passes it to its
 layers, under a mesh and `attention_specs`. test_kvax_readme.py runs it on CPUs, test_gpu_kvax.py on
 a GPU.
 """
@@ -36,8 +36,8 @@ def config(**options):
 
 
 def dense(query, key, value, query_positions, query_segment_ids, scale, **_):
-    """What flash_attention of the layer means: rows and keys are those of one sequence, in
-    order."""
+    """Dense reference for the layer's flash_attention: queries and keys are one unpermuted
+    sequence."""
     ids, positions = query_segment_ids, query_positions
     allowed = (ids[:, :, None] == ids[:, None]) & (positions[:, :, None] >= positions[:, None])
     allowed = allowed & (ids != -1)[:, None]
@@ -123,8 +123,8 @@ class Transformer(nn.Module):
 
 
 def packed(times=1):
-    """tokens, positions, segment ids: Python lists of one row padded at its end, as there, and
-    another."""
+    """tokens, positions, segment ids: one row built from Python lists and padded at its end, as in
+    the README, and a second row."""
     ids = [0] * 20 + [1] * 30 + [PADDING_SEGMENT_ID] * 14, [4] * 5 + [2] * 50 + [7] * 9
     ids = np.repeat(ids, times, axis=1)
     starts = np.diff(ids, axis=1, prepend=-9) != 0
@@ -136,14 +136,14 @@ def packed(times=1):
 
 @contextlib.contextmanager
 def started(model, mesh_shape, kind="cpu", times=1):
-    """(jitted step, parameters, state), under the mesh and the specs. The rows are 64 * `times`
-    long."""
+    """Yields (jitted step, parameters, state) under the mesh and the specs. Rows have 64 * `times`
+    tokens."""
     mesh_devices = np.reshape(jax.devices(kind)[: np.prod(mesh_shape)], mesh_shape)
     mesh = jax.sharding.Mesh(mesh_devices, ("data", "context"))
     tokens, positions, segment_ids = packed(times)
     table = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH))
     optimizer = optax.sgd(0.1)
-    plain = Transformer(model.config, attention=dense)  # the same parameters, sooner made
+    plain = Transformer(model.config, attention=dense)  # same parameters, faster to initialize
     parameters = jax.jit(plain.init)(jax.random.key(0), table[tokens], positions, segment_ids)
 
     def loss(parameters):
@@ -172,8 +172,8 @@ def started(model, mesh_shape, kind="cpu", times=1):
 
 class Run(NamedTuple):
     losses: list[float]
-    gradients: Any  # the first step's
-    parameters: Any  # before, and after the last step
+    gradients: Any  # of the first step
+    parameters: Any  # the initial ones; `trained`: after the last step
     trained: Any
 
 
@@ -188,9 +188,9 @@ def training(model, mesh_shape, steps, kind="cpu", times=1):
 
 
 def check_training(model, kind, times):
-    """Two steps: everything finite, the loss down, every parameter moved, and the first gradients
-    within twice the error of dense attention in the model's dtype; true are those of dense
-    attention in float32.
+    """Train two steps: all values are finite, the loss falls, every parameter changes, and the
+    first gradients are within twice the error of dense attention in the model's dtype, measured
+    against dense attention in float32.
     """
 
     def in_float32(query, key, value, **kwargs):
@@ -200,9 +200,8 @@ def check_training(model, kind, times):
         other = Transformer(model.config, attention=attention)
         return training(other, (1, 1), 1, kind, times)
 
-    with jax.default_matmul_precision(
-        "highest"
-    ):  # of what is around attention, and of the true one
+    # For the layers around attention and for the float32 reference.
+    with jax.default_matmul_precision("highest"):
         run = training(model, (1, 1), 2, kind, times)
         true, plain = of(in_float32), of(dense)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((run.losses, run.trained)))

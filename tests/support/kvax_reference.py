@@ -1,7 +1,7 @@
-"""kvax's block bounds in plain numpy loops, and the pairs that kvax's kernels attend by them.
+"""kvax's block bounds in plain numpy loops, and the pairs that kvax's kernels attend with them.
 
-Written from the description of kvax's mask tensors, shares nothing with packax.kvax; the first was
-once compared with kvax 0.1.0's own mask kernel in Triton's interpreter, integer by integer.
+Written from the description of kvax's mask tensors, without code of packax.kvax. `bounds` was
+compared with kvax 0.1.0's mask kernel in Triton's interpreter: all integers were equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAD = -1
 def bounds(q_pos, q_ids, kv_pos, kv_ids, query_block, kv_block, *, outer, shards=1, skip=True):
     """lower, upper, lower_full, upper_full: (B, 1, query blocks) or (B, shards, key blocks)."""
     k_pos, k_ids = padded(kv_pos, kv_ids, kv_block, np.iinfo(np.int32).max)
-    inner_pad = k_ids.shape[1] + 1  # stands for padding on both sides
+    inner_pad = k_ids.shape[1] + 1  # the id of padding queries and keys
     k_ids = np.where(k_ids == PAD, inner_pad, k_ids)
     keys = (blocks(k_pos, kv_block), blocks(k_ids, kv_block))
     parts = []
@@ -67,7 +67,7 @@ def of_block(out_pos, out_ids, in_pos, in_ids, query_outer, pad, skip):
             lower, upper = min(lower, n), n + 1
         if full:
             lower_full, upper_full = min(lower_full, n), n + 1
-    if lower == count:  # nothing attended
+    if lower == count:  # no block is attended
         lower = upper
     if lower_full == count:
         lower_full = lower if query_outer else upper
@@ -75,7 +75,7 @@ def of_block(out_pos, out_ids, in_pos, in_ids, query_outer, pad, skip):
 
 
 def pairs_called_full(lower_full, upper_full, query_block, kv_block, q_len, kv_len):
-    """Pairs (q_len, kv_len) that bounds of one row, outer "query", say need no mask at all."""
+    """The pairs (q_len, kv_len) that bounds of one row, outer "query", mark as needing no mask."""
     result = np.zeros((q_len, kv_len), bool)
     for n, (first, last) in enumerate(zip(lower_full, upper_full, strict=True)):
         rows = slice(n * query_block, (n + 1) * query_block)

@@ -1,4 +1,4 @@
-"""Documents, and masks of every kind with them, for tests of plans that keep documents local."""
+"""Documents, and masks of every kind over them, for tests of plans that keep documents local."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import packax
 from cases import ids_of, positions_of
 
-# Long documents and short ones, tokens alone, padding anywhere, ids that come back.
+# Long and short documents, documents of one token, padding anywhere, ids that reappear.
 ROWS = np.stack(
     [
         ids_of((0, 300), *((n, 23 + 3 * n) for n in range(1, 12)), (12, 221), (-1, 52)),
@@ -24,7 +24,7 @@ ROWS = np.stack(
 def expression_of(kind):
     causal, documents = packax.causal(), packax.documents(ROWS)
     positions = np.stack([positions_of(row) for row in ROWS])
-    made = {
+    expressions = {
         "window": lambda: packax.sliding_window(50, 7) & documents,
         "chunked": lambda: causal & packax.chunked(96) & documents,
         "prefix": lambda: packax.prefix(np.array([90, 700, 500, 33])) & documents,
@@ -34,7 +34,7 @@ def expression_of(kind):
             packax.sliding_window(40, 3) & packax.documents(ROWS, positions=positions)
         ),
     }
-    return made[kind]() if kind in made else context.expression_of(kind, ROWS)
+    return expressions[kind]() if kind in expressions else context.expression_of(kind, ROWS)
 
 
 KINDS = (

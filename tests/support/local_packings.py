@@ -1,4 +1,4 @@
-"""Rows of documents, of every kind, for tests of plans that keep documents local."""
+"""Rows of packed documents of every kind, for tests of plans that keep documents local."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LENGTH = 2048
 
 
 def ids_of(lengths, length=LENGTH, padding_between=False):
-    """Documents one behind the other, numbered from 0; padding behind them, or between."""
+    """Consecutive documents numbered from 0, with the padding after them or between them."""
     ids = np.full(length, -1, np.int32)
     rest = length - sum(lengths)
     at = 0
@@ -28,7 +28,7 @@ def lognormal(rng, mean, length=LENGTH):
 
 
 def random_row(rng):
-    """Packings of every kind."""
+    """A row of document ids with a random kind of packing."""
     kind = rng.integers(8)
     lengths = lognormal(rng, int(rng.choice([20, 60, 200, 700])))
     if kind == 0:
@@ -40,10 +40,10 @@ def random_row(rng):
     elif kind == 3:
         lengths = [int(rng.integers(1, LENGTH + 1))]
     ids = ids_of(lengths, padding_between=bool(rng.integers(2)))
-    if kind == 4:  # not sorted, and negative
+    if kind == 4:  # unsorted and negative ids
         names = rng.permutation(np.arange(-LENGTH, LENGTH))
         ids = np.where(ids < 0, -1, names[ids])
-    elif kind == 5:  # ids that come back
+    elif kind == 5:  # ids that reappear
         ids = np.where(ids < 0, -1, ids % 3)
     elif kind == 6:
         ids = rng.integers(-1, 5, LENGTH).astype(np.int32)

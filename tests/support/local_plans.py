@@ -1,5 +1,5 @@
-"""Plans of kind "local" for tests: what must hold of one, by brute force, and a greedy that makes
-some without any of packax's own code for it."""
+"""Plans of kind "local" for tests: a brute-force check of their invariants, and a greedy planner
+that shares no code with packax's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def check_local(plan: ContextPlan, ids) -> None:
     ids = np.atleast_2d(np.asarray(ids))
     order, inverse = np.asarray(plan.order), np.asarray(plan.inverse)
     ranks, length = plan.ranks, plan.length
-    own = length // ranks
+    per_rank = length // ranks
     assert plan.kind == "local" and plan.chunk == 1 and plan.shared is not None
-    assert length % ranks == 0 and all(0 <= rows <= own for _, rows in plan.parts)
+    assert length % ranks == 0 and all(0 <= rows <= per_rank for _, rows in plan.parts)
     assert order.dtype == inverse.dtype == np.int32 and order.shape == inverse.shape
     assert order.shape in ((1, length), (ids.shape[0], length)) and ids.shape[1] == length
     if plan.split is None:
-        assert plan.parts[0] == (1, own)
+        assert plan.parts[0] == (1, per_rank)
     else:
         assert plan.split.dtype == np.int32
         assert plan.split.shape == (len(order), ranks, len(plan.parts))
@@ -45,37 +45,38 @@ def check_local(plan: ContextPlan, ids) -> None:
                 assert ends[level] <= rows, "more rows are split than are shared"
                 homes[piece[: ends[level]]] = ranks * (level + 1) + rank // (ranks // groups)
         for one in np.setdiff1d(document, [PADDING]):
-            there = np.unique(homes[document == one])
-            assert len(there) == 1, f"document {one} of row {row} is in several parts: {there}"
+            found = np.unique(homes[document == one])
+            assert len(found) == 1, f"document {one} of row {row} is in several parts: {found}"
 
 
 def greedy(ids, ranks, shared: int = 0) -> ContextPlan:
-    """A local plan of numpy: documents whole on the rank with most room, longest first.
+    """A local plan in numpy: each document goes whole to the rank with most room, longest first.
 
-    What does not fit is split, and put where there is room. `shared`: the least rows per rank.
-    `ranks`: a number, or sizes of levels: what fits into a host is split there.
+    Documents that do not fit are split over the remaining room. `shared`: the least number of
+    shared rows per rank. `ranks`: a number, or the sizes of levels; a document that fits into one
+    group of ranks is split only within that group.
     """
     ids = np.atleast_2d(np.asarray(ids))
     levels = ranks if isinstance(ranks, tuple) else (ranks,)
     ranks, length = int(np.prod(levels)), ids.shape[1]
-    own = length // ranks
+    per_rank = length // ranks
     rows = [_one_row(row, levels) for row in ids]
     order = np.array([np.concatenate([x for rank in row for x in rank]) for row in rows], np.int32)
     inverse = np.argsort(order, axis=1).astype(np.int32)
     split = [[np.cumsum([len(x) for x in rank[:-1]]) for rank in row] for row in rows]
     split = np.array(split, np.int32)
     most = tuple(max(shared, int(x)) for x in split.max((0, 1)))
-    if most[0] == own:
-        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=own)
+    if most[0] == per_rank:
+        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=per_rank)
     known = {"split": split, "checksum": checksum(ids)}
     if len(levels) == 1:
         return ContextPlan(order, inverse, "local", ranks, length, 1, shared=most[0], **known)
-    made = (order, inverse, "local", ranks, length, 1, most)
-    return ContextPlan(*made, **known, levels=levels)
+    arguments = (order, inverse, "local", ranks, length, 1, most)
+    return ContextPlan(*arguments, **known, levels=levels)
 
 
 def _one_row(ids: np.ndarray, levels: tuple[int, ...]) -> list[list[list[int]]]:
-    """Of each rank the rows that are split at each level, then the others, in order."""
+    """For each rank: the rows split at each level, then the rows of whole documents, in order."""
     groups = [[[*range(len(ids))]]]
     for parts in levels:
         groups = [part for group in groups for part in _divided(ids, group, parts)]
@@ -85,11 +86,11 @@ def _one_row(ids: np.ndarray, levels: tuple[int, ...]) -> list[list[list[int]]]:
 def _divided(ids: np.ndarray, group: list[list[int]], parts: int) -> list[list[list[int]]]:
     *before, tokens = group
     room = sum(map(len, group)) // parts
-    made = [[rows[part::parts] for rows in before] for part in range(parts)]
+    divided = [[rows[part::parts] for rows in before] for part in range(parts)]
     whole: list[list[int]] = [[] for _ in range(parts)]
 
     def left(part: int) -> int:
-        return room - sum(map(len, made[part])) - len(whole[part])
+        return room - sum(map(len, divided[part])) - len(whole[part])
 
     documents, lengths = np.unique(
         [ids[n] for n in tokens if ids[n] != PADDING] or [PADDING], return_counts=True
@@ -104,6 +105,6 @@ def _divided(ids: np.ndarray, group: list[list[int]], parts: int) -> list[list[l
     split.sort()
     for part in range(parts):
         free = left(part)
-        made[part] += [split[:free], sorted(whole[part])]
+        divided[part] += [split[:free], sorted(whole[part])]
         split = split[free:]
-    return made
+    return divided

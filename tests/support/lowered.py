@@ -1,6 +1,6 @@
-"""What the compiler gets, as text, and a stand-in for the extension that lowering asks.
+"""Lowered programs as text, and a stand-in for the extension that lowering queries.
 
-For the tests of lowering; the fixture `extension` (conftest.py) puts the stand-in in its place.
+The fixture `extension` (conftest.py) installs the stand-in.
 """
 
 import itertools
@@ -13,12 +13,12 @@ import packax
 from packax._src.ops.ffi import call_names
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-WIDEST = (512, 512)  # of the fallback kernels, in 16 bits
+WIDEST = (512, 512)  # only the fallback kernels, in 16-bit dtypes
 WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
 
 
 class Extension:
-    """packax._ext as far as lowering asks it, whatever the build at hand has."""
+    """A stand-in for packax._ext with what lowering queries, independent of the actual build."""
 
     @staticmethod
     def variants():
@@ -53,10 +53,10 @@ PORTABLE = Extension.variants()
 
 
 def with_sm90(cc=90, arch_specific=True, dims=DIMS[:3], kernels=("backward_sm90",)):
-    """The rows of a build with kernels for Hopper, of bf16."""
+    """The variants of a build that also has Hopper kernels, in bf16."""
     sm90 = {"dtype": "bf16", "cc": cc, "arch_specific": arch_specific}
-    made = itertools.product(kernels, dims)
-    return [*PORTABLE, *({**sm90, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
+    pairs = itertools.product(kernels, dims)
+    return [*PORTABLE, *({**sm90, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in pairs)]
 
 
 def abstract(dtype=jnp.bfloat16, dim=64, v_dim=64, q_len=300, kv_len=300, batch=2):
@@ -72,7 +72,7 @@ def text_of(function, *args, platforms=("cuda",)):
 
 
 def calls(text):
-    """[(target, {attribute: text}, [operand type], [result type])] of the FFI calls."""
+    """[(target, {attribute: text}, [operand type], [result type])] for each FFI call in text."""
     found = []
     for line in text.splitlines():
         call = re.search(r"custom_call @(packax\w+)\((.*?)\) \{(.*)\} : \((.*)\) -> (.*)$", line)
@@ -87,7 +87,7 @@ def calls(text):
 
 
 def by_name(call):
-    """The types of an attention call's operands, as calls() has it."""
+    """The operand types of an attention call from calls(), by operand name."""
     target, _, operands, _ = call
     return dict(zip(call_names(target.split("_")[1]), operands, strict=True))
 
@@ -103,7 +103,7 @@ def loss(query, key, value, mask, **kwargs):
 IDS = np.stack([np.arange(300) // 70, np.arange(300) // 41]).astype(np.int32)
 MASK = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
 
-# Operands of `abstract`, of MASK and of its blocks
+# Operand types of `abstract`, of MASK and of its blocks
 QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
 SUMS = "2x8x300xf32"
 ROWS, BLOCKS, ORDER, ORDER_192 = "2x300xi32", "2x5x5xi32", "2x3xi32", "2x2xi32"

@@ -1,10 +1,10 @@
-"""What the arrays of a mask allow, pair by pair, and what its expression means."""
+"""Checks the pairs that a mask's arrays allow against its expression."""
 
 import numpy as np
 
 
 def attended(mask, use_test=True):
-    """The pairs that the arrays allow, as docs/internals/mask_format.md reads them."""
+    """The pairs that the arrays allow, by the rules of docs/internals/mask_format.md."""
     index = np.arange(mask.kv_len)
     lo, hi = np.asarray(mask.kv_start)[..., None], np.asarray(mask.kv_end)[..., None]
     allowed = (lo <= index) & (index < hi)
@@ -25,7 +25,8 @@ def check(mask, expression):
     dense = np.asarray(expression.as_array(mask.q_len, mask.kv_len))
     dense = np.broadcast_to(dense, (mask.kv_start.shape[0], mask.q_len, mask.kv_len))
     np.testing.assert_array_equal(attended(mask), dense)
-    # Where no row of a block is segment_checked the ranges alone say it: kernels load no id there.
+    # Where no row of a block is segment-checked, the ranges alone must be exact: there the kernels
+    # load no ids.
     segment_checked = (np.asarray(mask.q_blocks)[:, 4] & 1).repeat(64, axis=1)[:, : mask.q_len] != 0
     ranges_only = attended(mask, use_test=False)
     np.testing.assert_array_equal(ranges_only[~segment_checked], dense[~segment_checked])
@@ -34,8 +35,7 @@ def check(mask, expression):
 
 
 def kernel_operands(mask):
-    """A mask's arrays by name, with others in place of ids and positions that it does not have, as
-    kernels get them."""
+    """A mask's arrays by name, as kernels get them: kv_start replaces absent ids and positions."""
     unread = dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), mask.kv_start)
-    there = unread | mask.operands("forward") | mask.operands("backward")
-    return {name: np.array(x) for name, x in there.items()}
+    operands = unread | mask.operands("forward") | mask.operands("backward")
+    return {name: np.array(x) for name, x in operands.items()}

@@ -1,7 +1,6 @@
-"""MaxText's attention as a dense reference, written from what its dense path says, and operands for
-it.
+"""A dense reference for MaxText's attention, written from its dense path, and operands for it.
 
-The reference is float64 numpy: a boolean of every pair from index comparisons, one softmax.
+The reference is float64 numpy: a boolean for every pair from index comparisons, and one softmax.
 """
 
 import types
@@ -23,7 +22,7 @@ def tensors(rows=S, keys=S, scale=1.5):
 
 
 def ids_and_positions(length=S):
-    """Two packings: documents of ids from 1, then MaxText's padding, 0; and negative ids."""
+    """Two packings: document ids from 1 with MaxText's padding id 0, and one with negative ids."""
     thirds = length // 3
     ids = np.stack([np.r_[[1] * thirds, [2] * thirds, [0] * (length - 2 * thirds)]] * 2)
     ids[1] = np.r_[[5] * (length - 8), [-3] * 4, [-1] * 4]
@@ -33,7 +32,8 @@ def ids_and_positions(length=S):
 
 
 def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
-    """Which keys are attended, (B, Sq, Skv): `row`, `col` are their places, (B or 1, length)."""
+    """The attended pairs, (B, Sq, Skv). `row`, `col`: token indices of queries and keys, (B or 1,
+    length)."""
     row = np.arange(ids.shape[1])[None] if row is None else row
     col = np.arange(ids.shape[1])[None] if col is None else col
     kv_ids = ids if kv_ids is None else kv_ids
@@ -47,7 +47,7 @@ def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
         "chunk": (c <= r) & (c // (size or 1) == r // (size or 1)),
         "block_diffusion": c // (size or 1) <= r // (size or 1),
     }[kind]
-    if spans is not None:  # numbered by hand: two tokens are in one image if all between are too
+    if spans is not None:  # two tokens share an image if all tokens between them are image tokens
         for b in range(len(spans)):
             for i in np.flatnonzero(spans[b]):
                 for j in np.flatnonzero(spans[b]):
@@ -58,7 +58,7 @@ def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
 
 
 def reference(q, k, v, allowed, cap=None, sinks=None):
-    """(out, largest logit of each head), scale 1; a row of no key gives 0."""
+    """(out, largest logit of each head) with scale 1. A row that attends nothing gives 0."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
     logits = np.einsum("bihd,bjhd->bhij", q, k)
@@ -99,7 +99,7 @@ KINDS = [
 
 IMAGES = np.zeros((B, S), bool)
 IMAGES[0, 2:6] = IMAGES[0, 14:21] = IMAGES[1, 4:9] = IMAGES[1, 10:12] = IMAGES[1, 15:30] = True
-MASKED = -0.7 * float(np.finfo(np.float32).max)  # of an additive mask
+MASKED = -0.7 * float(np.finfo(np.float32).max)  # the masked value of an additive mask
 MOBA = types.SimpleNamespace(moba=True, moba_chunk_size=6, moba_topk=3)
 
 
@@ -108,7 +108,7 @@ class Mesh:
 
 
 def moba_pairs(q, k, before, size=6, count=3):
-    """By loops: the own chunk, and the best of those before it by the product with their mean."""
+    """Loop reference: the row's own chunk and the earlier chunks whose mean key scores best."""
     rows, keys = q.shape[1], k.shape[1]
     allowed = np.zeros((B, HEADS, rows, keys), bool)
     for b, h, i in np.ndindex(B, HEADS, rows):
@@ -123,6 +123,6 @@ def moba_pairs(q, k, before, size=6, count=3):
 
 
 def of_heads(q, k, v, allowed, *options):
-    """`reference` for a mask of each head, (B, H, Sq, Skv)."""
+    """`reference` for a mask with a head axis, (B, H, Sq, Skv)."""
     outs = [reference(q, k, v, allowed[:, h], *options)[0][:, :, h] for h in range(HEADS)]
     return np.stack(outs, 2)

@@ -1,6 +1,6 @@
-"""Dense attention in float64 numpy, its gradients, and the 2x rule that judges the others.
+"""Dense attention and its gradients in float64 numpy, and the rule that judges other results by it.
 
-Quadratic and plain on purpose: it shares no code and no trick with the package.
+Quadratic and plain on purpose: it shares no code and no algorithm with the package.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Results(NamedTuple):
 
 
 def of_heads(allowed) -> np.ndarray:
-    """(B or 1, H or 1, Sq, Skv) of a mask's as_array."""
+    """A mask's as_array with all axes, (B or 1, H or 1, Sq, Skv)."""
     allowed = np.asarray(allowed)
     allowed = allowed if allowed.ndim > 2 else allowed[None]
     return allowed if allowed.ndim > 3 else allowed[:, None]
 
 
 def exact(query, key, value, allowed, scale, dout, dlse=None) -> Results:
-    """Forward and backward; `allowed` is boolean (Sq, Skv), (B or 1, Sq, Skv), or of heads."""
+    """Forward and backward. `allowed` is boolean: (Sq, Skv), (B or 1, Sq, Skv), or with heads."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (query, key, value, dout))
     heads = q.shape[2]
     group = heads // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     allowed = of_heads(allowed)
 
-    # Heads before rows, (B, H, S, D): the products are then numpy's fast ones.
+    # Heads before rows, (B, H, S, D), so that numpy computes the products with BLAS.
     q, k, v, do = (x.transpose(0, 2, 1, 3) for x in (q, k, v, do))
     s = np.where(allowed, q @ k.swapaxes(2, 3) * scale, -np.inf)
     some = allowed.any(-1)
@@ -59,7 +59,7 @@ def exact(query, key, value, allowed, scale, dout, dlse=None) -> Results:
 
 
 def plain(query, key, value, allowed, scale, dout, dlse=None) -> Results:
-    """What anybody would write in jax.numpy, in the operands' own dtype: the yardstick."""
+    """Straightforward jax.numpy attention in the operands' dtype: its error is the yardstick."""
     dlse = None if dlse is None else jnp.asarray(dlse, query.dtype)
     allowed = of_heads(allowed)
     return _plain(query, key, value, allowed, dout, dlse, scale=scale)
@@ -84,18 +84,18 @@ def _plain(query, key, value, allowed, dout, dlse, *, scale) -> Results:
 
 
 def run(attention, query, key, value, dout, dlse=None) -> Results:
-    """Results of `attention(query, key, value) -> (out, lse)` and of its own gradient."""
+    """Results of `attention(query, key, value) -> (out, lse)` and of its gradient."""
     (out, lse), transpose = jax.vjp(attention, query, key, value)
     dlse = jnp.zeros_like(lse) if dlse is None else jnp.asarray(dlse, lse.dtype)
     return Results(out, lse, *transpose((jnp.asarray(dout, out.dtype), dlse)))
 
 
 def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) -> None:
-    """Every result within `factor` of the yardstick's error, the largest and the RMS.
+    """Both the largest and the RMS error of every result are within `factor` of the yardstick's.
 
-    Where the yardstick is exact by luck (with one key its dp - delta is 0) rounding is still
-    allowed: 16 units of float32 of the largest value (of a log-sum-exp 4 of its own), and one of a
-    smaller dtype.
+    The yardstick can be exact by luck: with one key, its dp - delta is 0. Rounding is still allowed
+    then: 16 float32 units of the largest value (for a log-sum-exp, 4 units of its own), and one
+    unit of a smaller dtype.
     """
     failures = []
     largest = max(float(np.abs(x).max()) for name, x in true._asdict().items() if name != "lse")
@@ -107,7 +107,7 @@ def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) 
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(value[~finite], expected[~finite], err_msg=name)
         floor = 16 * 2.0**-24 * max(largest, 1)
-        if name == "lse":  # logarithms to base 2, added, times ln 2: three roundings of its size
+        if name == "lse":  # a sum of base-2 logarithms, times ln 2: three roundings of its size
             floor = max(floor, 4 * 2.0**-24 * np.abs(expected[finite]).max(initial=0))
         if dtype.itemsize < 4:
             floor += float(jnp.finfo(dtype).eps) * np.abs(expected[finite]).max(initial=0)

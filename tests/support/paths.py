@@ -17,6 +17,6 @@ AOT = ROOT / "csrc" / "aot"
 
 
 def importing(*folders: Path) -> dict[str, str]:
-    """This process's environment, in which a program also imports from these."""
+    """This process's environment, extended so that a program can import from these folders."""
     parts = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}

@@ -1,4 +1,4 @@
-"""Dropout's bits in numpy, from the paper alone: Philox4x32-10 (Salmon et al., 2011)."""
+"""Dropout's random bits in numpy, from the paper: Philox4x32-10 (Salmon et al., 2011)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOW = 0xFFFFFFFF
 
 
 def philox(counters: Any, key: Any) -> list[np.ndarray]:
-    """Four words of 32 bits, as uint64, of four counters and two words of a key."""
+    """Four 32-bit words, as uint64, for four counter words and a key of two words."""
     c = [np.asarray(x, np.uint64) for x in counters]
     k = [int(x) for x in key]
     for _ in range(10):
@@ -28,7 +28,7 @@ def philox(counters: Any, key: Any) -> list[np.ndarray]:
 
 
 def kept(key: Any, rate: float, shape: tuple[int, int, int, int]) -> np.ndarray:
-    """(B, H, Sq, Skv) bool: which probabilities flash_attention keeps for this dropout_key."""
+    """(B, H, Sq, Skv) bool: the probabilities that flash_attention keeps for this dropout_key."""
     words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
     b, h, i, j = np.meshgrid(*map(np.arange, shape), indexing="ij", sparse=True)
     counters = np.broadcast_arrays(j // 4, i, h, b)
@@ -37,5 +37,5 @@ def kept(key: Any, rate: float, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def factors(key: Any, rate: float, shape: tuple[int, int, int, int]) -> np.ndarray:
-    """What each probability is multiplied by: 0 or 1 / (1 - rate)."""
+    """The factor of each probability: 0 or 1 / (1 - rate)."""
     return kept(key, rate, shape) / (1 - rate)

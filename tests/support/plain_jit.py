@@ -1,7 +1,6 @@
-"""What the tests of attention under plain jit share: meshes, sharded inputs, one device's results.
+"""Shared by the tests of attention under plain jit: meshes, sharded inputs, single-device results.
 
-A compiled program may sum gradients of what is replicated; it must not gather, permute or exchange
-anything (`MOVES`).
+A compiled program may all-reduce gradients of replicated operands; it must contain none of `MOVES`.
 """
 
 import collections
@@ -126,12 +125,12 @@ CASES = {
 
 
 def weights_of(x):
-    """Constants, so that a cotangent has the same bits however XLA fuses what makes it."""
+    """numpy constants: the bits of a cotangent then do not depend on what XLA fuses."""
     return np.cos(np.arange(x.size)).reshape(x.shape).astype(np.float32)
 
 
 def both(function):
-    """Results and gradients of a loss of them all."""
+    """A function that returns the gradients of a loss over all results, and the results."""
 
     def loss(query, key, value, ids):
         results = function(query, key, value, ids)
@@ -147,7 +146,7 @@ def expected(name, kv_heads):
 
 
 def assert_equal(got, want):
-    """Bit for bit, the sign of zero too; every nan is equal."""
+    """Bit for bit, including the sign of zero; NaNs compare equal."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert x.dtype == y.dtype

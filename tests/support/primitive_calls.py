@@ -1,4 +1,4 @@
-"""The primitives with named operands, and their batching rules against a loop."""
+"""The primitives called with named operands, and a check of their batching rules against a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ SPEC = AttentionSpec(scale=0.3, mask_mode=2, needs_grad=ALL)
 
 
 def forward(query, key, value, mask, spec=SPEC):
-    """`mask`: a dict of its arrays, those of both passes."""
+    """`mask`: a dict of its arrays for both passes."""
     return primitives.forward(spec, of_pass("forward", mask, query=query, key=key, value=value))
 
 
 def backward(tensors, mask, spec=SPEC):
-    """`tensors`: from query to dlse, or to dout."""
+    """`tensors`: query to dlse, or to dout."""
     named = dict(zip(Operands._fields, tensors, strict=False))
     return primitives.backward(spec, of_pass("backward", mask, **named))
 
@@ -27,12 +27,12 @@ def of_pass(direction, mask, **tensors):
 
 
 def arrays_of(mask):
-    """A mask's arrays of both passes, by name."""
+    """A mask's arrays for both passes, by name."""
     return mask.operands("forward") | mask.operands("backward")
 
 
 def assert_maps(bind, operands, axes):
-    """vmap over `axes` (None: not mapped) equals a loop; operands are arrays or dicts of them."""
+    """vmap over `axes` (None: unmapped) equals a loop. Operands are arrays or dicts of arrays."""
     got = jax.jit(jax.vmap(bind, in_axes=axes))(*operands)
 
     def row(x, axis, n):

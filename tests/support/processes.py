@@ -1,8 +1,8 @@
-"""One of several processes that train a step together: `python processes.py OUT` in an environment
-in which jax.distributed.initialize() finds the others. Also what a single process computes.
+"""One of several processes that train a step together: `python processes.py OUT`, in an environment
+that jax.distributed.initialize() detects. A single process can import `step` for comparison.
 
-Queries, keys and values come of parameters that are sharded over fsdp and tensor; the batch over
-fsdp, the sequence over context. Every process feeds the rows of its devices alone.
+Query, key and value are computed from parameters sharded over fsdp and tensor. The batch is sharded
+over fsdp, the sequence over context. Each process feeds only the rows of its devices.
 """
 
 from __future__ import annotations
@@ -64,34 +64,34 @@ def main(out: str) -> None:
     everything = batch()
 
     def fed(rows, mesh=mesh):
-        place = NamedSharding(mesh, P("fsdp"))
+        sharding = NamedSharding(mesh, P("fsdp"))
         return {
-            name: jax.make_array_from_process_local_data(place, x[rows], x.shape)
+            name: jax.make_array_from_process_local_data(sharding, x[rows], x.shape)
             for name, x in everything.items()
         }
 
     with jax.set_mesh(mesh):
         rows = packax.context.process_rows(SHARDING, BATCH)
-        mine = fed(rows)
-        packax.context.check_same_rows(mine)
+        local_batch = fed(rows)
+        packax.context.check_same_rows(local_batch)
         placed = {
             name: jax.make_array_from_callback(
                 x.shape, NamedSharding(mesh, SPECS[name]), x.__getitem__
             )
             for name, x in parameters().items()
         }
-        kept = {name: NamedSharding(mesh, s) for name, s in SPECS.items()}
-        value, gradients = jax.jit(step, static_argnums=2, out_shardings=(None, kept))(
-            placed, mine, SHARDING
+        shardings = {name: NamedSharding(mesh, s) for name, s in SPECS.items()}
+        value, gradients = jax.jit(step, static_argnums=2, out_shardings=(None, shardings))(
+            placed, local_batch, SHARDING
         )
         whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(gradients)
-    spread, all_of_them = mesh, rows  # context spans processes, whose rows are then the same
+    spread, all_of_them = mesh, rows  # if context spans processes, they share rows
     if jax.process_count() == 2:
         axes = ("context", "fsdp", "tensor")
         spread = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
         all_of_them = np.arange(BATCH)
     refused = ""
-    try:  # as if the rows were cut by processes, not by the mesh
+    try:  # rows chosen by process, not by the mesh
         packax.context.check_same_rows(fed((all_of_them + jax.process_index()) % BATCH, spread))
     except ValueError as error:
         refused = str(error)

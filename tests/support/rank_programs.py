@@ -1,4 +1,4 @@
-"""A rank's part of a program under shard_map, and what in it waits for what."""
+"""The per-rank part of a shard_map program, and the dependencies between its equations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 
 
 def of_ranks(jaxpr):
-    """The jaxprs of all shard_maps within, in order."""
+    """The jaxprs of all shard_maps in a jaxpr, in order."""
     for eqn in jaxpr.eqns:
         for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(x, "jaxpr", x)
@@ -15,7 +15,7 @@ def of_ranks(jaxpr):
 
 
 class Program:
-    """A rank's equations by primitive, and all equations that each of them needs."""
+    """A rank's equations by primitive, and for each the equations it depends on."""
 
     def __init__(self, jaxpr):
         self.eqns, self.made_by, self.direct, self.needs, self.named = jaxpr.eqns, {}, [], [], {}
@@ -30,7 +30,7 @@ class Program:
         return {self.made_by[v] for v in named if v in self.made_by}
 
     def updates_wait(self, names):
-        """Of every update of a slice, whether where it begins needs a result of such primitives."""
+        """For each dynamic_update_slice, whether its start indices need one of these primitives."""
         made = {n for name in names for n in self.named.get(name, ())}
         places = [self.eqns[n].invars[2:] for n in self.named.get("dynamic_update_slice", ())]
         return [
@@ -41,7 +41,7 @@ class Program:
         return self.named[before][m] in self.needs[self.named[name][n]]
 
     def waits_for_operands(self, name, n, before, m):
-        """And not for what they are for."""
+        """Needs the operands of that equation, but not its result."""
         operands = self.direct[self.named[before][m]]
         assert operands and not self.waits(name, n, before, m)
         return operands <= self.needs[self.named[name][n]]

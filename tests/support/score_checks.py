@@ -1,4 +1,4 @@
-"""Attention with what changes scores (sinks, slopes, soft caps, scale), forward and backward,
+"""Checks attention with score parameters (sinks, slopes, soft caps, scale), forward and backward,
 against score_oracle."""
 
 import jax
@@ -15,7 +15,7 @@ def arrays_of(case, dtype, dims=(16, 16), **others):
 
 
 def attention_of(mask, *, positions=None, **static):
-    """Of a dict of arrays: those that flash_attention is differentiable in."""
+    """Attention as a function of a dict of the arrays that flash_attention is differentiable in."""
 
     def attention(arrays):
         arrays = dict(arrays)
@@ -41,11 +41,11 @@ def slopes_of(heads):
 def check(
     case, dtype, dims=(16, 16), *, soft_cap=None, positions=None, scale=None, close=1e-5, **others
 ):
-    """Everything of one request, forward and backward, and the largest logits. `others`: sinks and
-    slopes; True stands for those of sinks_of and slopes_of."""
-    for name, made in (("sinks", sinks_of), ("slopes", slopes_of)):
+    """Check the results, gradients and largest logits of one call. `others`: sinks and slopes; True
+    stands for the values of sinks_of and slopes_of."""
+    for name, default in (("sinks", sinks_of), ("slopes", slopes_of)):
         if others.get(name) is True:
-            others[name] = made(case.heads)
+            others[name] = default(case.heads)
     arrays, dout, dlse = arrays_of(case, dtype, dims, **others)
     if scale is not None:
         arrays["scale"] = jnp.float32(scale)

@@ -1,4 +1,4 @@
-"""Dense attention with everything that changes scores: in float64 the truth, in a dtype the
+"""Dense attention with all score parameters: float64 gives the truth, the tensors' dtype the
 yardstick."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_
 class Results(NamedTuple):
     out: Any  # (B, Sq, H, Dv)
     lse: Any  # (B, H, Sq)
-    gradients: dict[str, Any]  # by the names of `arrays`
+    gradients: dict[str, Any]  # keyed like `arrays`
 
 
 def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None, factors=None):
-    """out, lse and the largest logits (B, H); `arrays`: query, key, value, scale, sinks, slopes,
+    """out, lse and the largest logits (B, H). `arrays`: query, key, value, scale, sinks, slopes,
     bias.
 
-    The scale is one number, slopes and sinks one a head; or each one per row, (B, H, Sq).
-    `factors`: what dropout multiplies probabilities by.
+    The scale is one number, slopes and sinks one per head; or each has one per row, (B, H, Sq).
+    `factors`: dropout's factors of the probabilities.
     """
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -56,12 +56,12 @@ def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None, factor
 
 
 def _of_rows(x):
-    """(..., H) of heads with an axis of rows; (B, H, Sq) has one."""
+    """Adds a row axis to values per head, (H,); (B, H, Sq) already has one."""
     return x[:, None] if x.ndim == 1 else x
 
 
 def run(attention, arrays, dout, dlse) -> Results:
-    """`attention(arrays) -> (out, lse, ...)` and its own gradients of all arrays."""
+    """Results of `attention(arrays) -> (out, lse, ...)`, and its gradients for all arrays."""
     (out, lse), transpose = jax.vjp(lambda arrays: attention(arrays)[:2], arrays)
     cotangents = jnp.asarray(dout, out.dtype), jnp.asarray(dlse, lse.dtype)
     return Results(out, lse, *transpose(cotangents))
@@ -79,12 +79,12 @@ def _run(arrays, allowed, dout, dlse, places, soft_cap, factors):
 
 
 def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None, factors=None):
-    """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too.
+    """Results in float64 and in the tensors' dtype. dlse counts as 0 in rows that attend nothing.
 
-    The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of
-    one number is luck: of two alike, each is more than twice the other in 3 draws of 10. So as a
-    yardstick it is as wrong as its rows make it, whatever their errors happen to add up to: thrice
-    the root of their squares' sum.
+    The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of a
+    single number depends on luck: of two equally accurate ones, each has more than twice the
+    other's error in 3 draws of 10. The yardstick's error is therefore computed from the errors of
+    its rows, as three times the root of the sum of their squares.
     """
     allowed = np.asarray(allowed)
     allowed = oracle.of_heads(allowed)
@@ -107,7 +107,7 @@ def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None, f
 
 
 def check(got: Results, true: Results, plain: Results, factor: float = 2.0) -> None:
-    """The rule of oracle.check, also for the gradients of sinks, slopes and scale."""
+    """The rule of oracle.check, including the gradients of sinks, slopes and scale."""
     names = tuple(got.gradients)
     flat = [oracle_fields(names)(x.out, x.lse, *(x.gradients[n] for n in names)) for x in (got,
         true, plain)]  # fmt: skip

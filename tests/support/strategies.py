@@ -1,4 +1,4 @@
-"""Hypothesis strategies for masks: lengths from few values, so that each shape compiles once."""
+"""Hypothesis strategies for masks, with few distinct lengths, so that each shape compiles once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import packax
 from hypothesis import strategies as st
 
 LENGTHS = (1, 5, 64, 130)
-# Small, padding, extremes, and ids that share a slot of the tables (1024 slots at these lengths).
+# Small ids, padding, extremes, ids that share a slot of the tables (1024 slots at these lengths).
 IDS = (-1, 0, 1, 2, 3, 1024, 1025, 5 * 1024, -1024, -2, 2**31 - 1, -(2**31))
 
 lengths = st.sampled_from(LENGTHS)
 
 
 def _fill(values, lengths, total):
-    """Runs of values, one after another, cut or continued to the total length."""
+    """Runs of values, cut or repeated to the total length."""
     row = np.repeat(np.asarray(values, np.int32), lengths)
     return np.resize(row, total)
 
@@ -32,7 +32,7 @@ def ids(draw, length, batch):
 
 @st.composite
 def positions(draw, length, batch):
-    """Rising in steps of 0 to 2, now and then back to a small value."""
+    """Positions that rise in steps of 0 to 2 and now and then fall by 7."""
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     breaks = draw(st.sampled_from([0.0, 0.02, 0.5]))
@@ -49,7 +49,7 @@ def bounds(draw, length, kv_len, batch):
 
 @st.composite
 def documents(draw, batch=None):
-    """Arguments of documents(...), unbatched or not, self or cross."""
+    """Arguments of documents(...), batched or not, for self- or cross-attention."""
     q_len = draw(lengths)
     cross = draw(st.booleans())
     kv_len = draw(lengths) if cross else q_len
@@ -68,7 +68,7 @@ def documents(draw, batch=None):
 
 @st.composite
 def expressions(draw):
-    """(what to build, q_len, kv_len): documents arguments, causal or not, ranges or not."""
+    """(recipe for expression_of, q_len, kv_len): with documents, causal and ranges each or not."""
     args, q_len, kv_len = draw(documents())
     use_documents = draw(st.booleans())
     use_causal = draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Which of many like tests run every time, and which under `-m exhaustive` alone."""
+"""Decides which of many similar tests run every time, and which only under `-m exhaustive`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 
 def once_each(*axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes, for `parametrize`. Every time: every value of every axis, in as few
-    of the products as have them. The others are marked `exhaustive`."""
+    """The product of the axes, for `parametrize`. The fewest combinations that contain every value
+    of every axis run every time; the others are marked `exhaustive`."""
     lists = [list(axis) for axis in axes]
     steps = range(max(map(len, lists)))
     every_time = {tuple(step % len(values) for values in lists) for step in steps}
@@ -23,7 +23,8 @@ def once_each(*axes: Iterable[Any]) -> list[Any]:
 
 
 def some(values: Iterable[Any], *every_time: int) -> list[Any]:
-    """The values, for `parametrize`: those at these places every time, the others exhaustively."""
+    """The values, for `parametrize`. Those at the indices `every_time` run every time, the others
+    are marked `exhaustive`."""
     return [
         marked(value if type(value) is tuple else [value], i in every_time)
         for i, value in enumerate(values)
@@ -31,8 +32,8 @@ def some(values: Iterable[Any], *every_time: int) -> list[Any]:
 
 
 def repeats(items: Iterable[Any]) -> list[Any]:
-    """Of pytest's items those whose parameters all had their values in earlier ones of the same
-    function. Without them, every value of every parameter is still tested."""
+    """The pytest items whose parameter values all occur in earlier items of the same function.
+    Without them, every value of every parameter is still tested."""
     seen: set[tuple[Any, str, int]] = set()
     found = []
     for item in items:

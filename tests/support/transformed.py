@@ -1,4 +1,4 @@
-"""What the tests of jax's transformations transform: a small call with packed documents."""
+"""A small call with packed documents, which the tests of jax's transformations transform."""
 
 import cases
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Random packed trees, and what they mean, said by walking up from every token."""
+"""Random packed trees, and their masks by walking up from every token's segment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Tree(NamedTuple):
 
 
 def random_tree(seed: int, length: int, segments: int) -> Tree:
-    """In depth-first order: deep, wide or mixed, of several roots, with empty segments, now and
-    then with padding anywhere."""
+    """A tree in depth-first order: deep, wide or mixed, with several roots and empty segments, and
+    sometimes with padding."""
     rng = np.random.default_rng(seed)
     parents, path = [-1], [0]
-    stays = rng.choice([0.1, 0.5, 0.95])  # how often a segment goes on below the one before
+    stays = rng.choice([0.1, 0.5, 0.95])  # how often a segment is a child of the previous one
     for n in range(1, segments):
         depth = len(path) if rng.random() < stays else int(rng.integers(0, len(path) + 1))
         path = path[:depth]
@@ -38,7 +38,7 @@ def batch_of_trees(seed: int, batch: int, length: int, segments: int) -> Tree:
 
 
 def attended(tree: Tree) -> np.ndarray:
-    """(S, S): row i is in the segment of key j or below it."""
+    """(S, S): whether row i is in the segment of key j or in a descendant of it."""
     ids, parents = tree
     path = np.zeros((len(parents) + 1, len(parents) + 1), bool)
     for n, parent in enumerate(parents):
@@ -46,7 +46,7 @@ def attended(tree: Tree) -> np.ndarray:
         while parent != -1:
             path[n, parent] = True
             parent = parents[parent]
-    return path[np.ix_(ids, ids)]  # padding is the last segment, which none is above or below
+    return path[np.ix_(ids, ids)]  # -1 indexes the last segment, which has no relatives
 
 
 def attended_of_batch(tree: Tree) -> np.ndarray:
@@ -54,11 +54,11 @@ def attended_of_batch(tree: Tree) -> np.ndarray:
 
 
 def depths(allowed: np.ndarray) -> np.ndarray:
-    """How many earlier tokens each one attends, of `attended`."""
+    """The number of earlier tokens that each token attends, from the result of `attended`."""
     return np.tril(allowed, -1).sum(-1)
 
 
-# Expressions that a tree is joined with, and their condition on the depths of row and key.
+# Expressions that are combined with a tree, and their condition on the depths of row and key.
 JOINED = {
     "alone": (None, lambda i, j: True),
     "causal": (packax.causal, lambda i, j: j <= i),
@@ -91,7 +91,7 @@ def expression(tree: Tree, joined: str = "causal"):
 
 
 def meaning(tree: Tree, joined: str = "causal") -> np.ndarray:
-    """(S, S) of one tree, or (B, S, S)."""
+    """The dense mask: (S, S) of one tree, or (B, S, S)."""
     if tree.ids.ndim == 2:
         return np.stack([meaning(Tree(*x), joined) for x in zip(*tree, strict=True)])
     allowed = attended(tree)
@@ -100,9 +100,10 @@ def meaning(tree: Tree, joined: str = "causal") -> np.ndarray:
 
 
 def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
-    """(B, S, S) twice, what the kernels attend: by the lists of tiles of rows, and of keys.
+    """Two (B, S, S) masks that the kernels attend: by the lists of row tiles, and of key tiles.
 
-    Of a partial block the row ranges, and the test where a flag asks for it; of a full one all.
+    In a partial block the row ranges apply, and the element check if its flag is set. A full block
+    is attended entirely.
     """
     lo, hi = np.asarray(mask.kv_start)[..., None], np.asarray(mask.kv_end)[..., None]
     q_ids, q_pos, kv_pos = (np.asarray(x) for x in (mask.q_ids, mask.q_pos, mask.kv_pos))
@@ -132,22 +133,22 @@ def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
 
 
 def blocks_visited(mask) -> tuple[int, int]:
-    """Of 128 x 64: how many are in the lists of tiles of rows, and of tiles of keys."""
+    """The number of 128 x 64 blocks in the lists of row tiles, and in the lists of key tiles."""
     lists = mask.q_block_lists, mask.kv_block_lists
     rows, keys = (int(np.asarray(x)[..., :2].sum()) for x in lists)
     return rows, keys
 
 
 def blocks_attended(tree: Tree) -> tuple[int, int]:
-    """How many of them have a pair that a causal tree attends; of one row of the batch."""
+    """The same numbers for the blocks with a pair that a causal tree attends, for one batch row."""
     ids, parents = tree
-    end = np.zeros(len(ids), np.int64)  # of the subtree of each token
+    end = np.zeros(len(ids), np.int64)  # where the subtree of each token ends
     last = np.arange(len(parents))
     for n in reversed(range(len(parents))):
         if parents[n] >= 0:
             last[parents[n]] = max(last[parents[n]], last[n])
     end = np.where(ids < 0, 0, np.searchsorted(ids[ids >= 0], last[ids], "right"))
-    assert (ids >= 0).all()  # then an index is a number of tokens
+    assert (ids >= 0).all()  # so that a token's index counts the tokens before it
     index, length = np.arange(len(ids)), len(ids)
     starts = np.arange(0, length, 64)
     of_rows = of_keys = 0
@@ -170,20 +171,20 @@ def prompt_and_answers(prompt: int, answers: int, length: int) -> Tree:
 
 
 def binary(depth: int, length: int) -> Tree:
-    """A full binary tree, in depth-first order; `depth` counts its levels."""
+    """A full binary tree in depth-first order, with `depth` levels."""
     parents: list[int] = []
 
     def grow(parent: int, levels: int) -> None:
-        own = len(parents)
+        segment = len(parents)
         parents.append(parent)
         for _ in range(2 * (levels > 1)):
-            grow(own, levels - 1)
+            grow(segment, levels - 1)
 
     grow(-1, depth)
     return of_lengths(len(parents) * [length], parents)
 
 
-# Of issue 25: what GRPO packs, and a search tree.
+# From issue 25: GRPO packings, and a search tree.
 LARGE = {
     "prompt4k_16x2k": lambda: prompt_and_answers(4096, 16, 2048),
     "prompt16k_8x1k": lambda: prompt_and_answers(16384, 8, 1024),

@@ -1,13 +1,10 @@
 """Programs that earlier versions exported still load, run and give the same numbers.
-
     python tests/transforms/test_earlier_exports.py    exports with the installed packax, once for
                                                        each release, with the oldest jax
-
 tests/transforms/exported holds them, named by packax's version: a forward and a backward over
 packed documents, for CPUs and CUDA, and some rows of their results on a CPU.
-
-packax promises the calls in the program, jax promises the format of the file: half a year. These
-files are older than that for the newest jax, so the tests turn on its setting for expired files.
+packax promises to keep the calls in the program; JAX keeps the file format for half a year. These
+files are older than that for the newest jax, so the tests allow expired files by its setting.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ def load(name):
 
 @pytest.fixture
 def expired_too():
-    """jax from 0.12 on has the setting; those before it load every file."""
+    """jax has the setting from 0.12 on; earlier versions load every file."""
     before = getattr(jax.config, EXPIRED, None)
     if before is not None:
         jax.config.update(EXPIRED, True)
@@ -54,7 +51,7 @@ def arguments():
 
 
 def program(query, key, value, ids):
-    """Output and gradients, of a mask built inside."""
+    """Output and gradients, with the mask built inside."""
     mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
 
     def attend(*tensors):
@@ -85,8 +82,8 @@ def test_it_runs_here(name, expired_too):
 @pytest.mark.skipif(ffi.ext is None, reason="packax._ext is not built")
 @pytest.mark.parametrize("name", NAMES)
 def test_its_targets_are_registered(name, expired_too):
-    """On CUDA it calls these by name; a version of a target goes away with a line in CHANGELOG.md
-    and after the time that docs/guide/support.md promises."""
+    """On CUDA the program calls these by name. A target version is removed only after the time that
+    docs/guide/support.md promises, with a line in CHANGELOG.md."""
     exported = load(name)
     targets = set(re.findall(r"custom_call @(packax_\w+)", exported.mlir_module()))
     assert {t.split("_")[1] for t in targets} == {"documents", "blocks", "forward", "backward"}
@@ -95,7 +92,7 @@ def test_its_targets_are_registered(name, expired_too):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_setting_jax_loads_it_or_says_that_it_is_too_old(name):
-    """What docs/guide/support.md says of jax."""
+    """As docs/guide/support.md describes."""
     try:
         assert load(name).platforms == ("cpu", "cuda")
     except ValueError as error:

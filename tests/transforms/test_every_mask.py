@@ -1,9 +1,8 @@
-"""Every kind of mask under jax's transformations: what
-docs/guide/transformations.md says of all masks.
+"""Every kind of mask under the transformations that docs/guide/transformations.md lists.
 
-test_transformations.py goes deep with one mask; here each kind, with every option that changes
-scores, goes once through derivatives of both orders under vmap and checkpoint, through an exported
-program of symbolic sizes, and through lowering for CUDA.
+test_transformations.py tests one mask in depth. Here each kind, with every option that changes
+scores, goes through derivatives of both orders under vmap and checkpoint, an exported program with
+symbolic sizes, and lowering for CUDA.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ RNG = np.random.default_rng(21)
 def tensors(dtype, length=S, batch=B):
     shapes = {"query": (batch, length, HEADS, DIM), "sinks": (HEADS,), "slopes": (HEADS,)}
     shapes |= {"key": (batch, length, KV_HEADS, DIM), "value": (batch, length, KV_HEADS, DIM)}
-    made = {name: jnp.asarray(RNG.standard_normal(shape), dtype) for name, shape in shapes.items()}
-    return made | {"scale": jnp.asarray(0.7, dtype)}
+    operands = {
+        name: jnp.asarray(RNG.standard_normal(shape), dtype) for name, shape in shapes.items()
+    }
+    return operands | {"scale": jnp.asarray(0.7, dtype)}
 
 
 def ours(x, mask):
@@ -51,14 +52,16 @@ def ours(x, mask):
 
 
 def dense(x, allowed):
-    place = jnp.arange(S)[None]
-    out, lse, top = score_oracle.dense(x, allowed[:, None], soft_cap=2.0, places=(place, place))
+    positions = jnp.arange(S)[None]
+    out, lse, top = score_oracle.dense(
+        x, allowed[:, None], soft_cap=2.0, places=(positions, positions)
+    )
     return out, jnp.where(jnp.isfinite(lse), lse, 0), jnp.where(jnp.isfinite(top), top, 0)
 
 
 def derivatives(attention):
-    """Of two rows of a vmap, each with its mask: every order that
-    docs/guide/transformations.md lists."""
+    """For two mapped rows, each with its mask: every derivative that docs/guide/transformations.md
+    lists."""
 
     def of_one(x, along, mask):
         def loss(x):
@@ -92,7 +95,7 @@ EACH_TIME = ["sliding window by positions"]
 
 @pytest.mark.parametrize("kind", some(KINDS, *map([*KINDS].index, EACH_TIME)))
 def test_derivatives_under_vmap_and_checkpoint(kind):
-    """In float64, compared with dense attention by the expression's own as_array."""
+    """In float64, against dense attention with the expression's as_array."""
     given = [arrays(seed=seed) for seed in (1, 2)]
 
     def build(a):
@@ -127,7 +130,7 @@ def test_as_array_of_traced_arrays():
 
 
 def symbolic(dtype):
-    """Shapes of `tensors` and `arrays` with batch and length unknown."""
+    """Shapes of `tensors` and `arrays` with unknown batch and length."""
     batch, length = jax.export.symbolic_shape("b, s")
     sizes = {B: batch, S: length}
 
@@ -144,9 +147,9 @@ def symbolic(dtype):
 
 @pytest.mark.parametrize("kinds", some([([*KINDS][1::6],), ([*KINDS],)], 0), ids=["some", "all"])
 def test_export_every_mask_with_symbolic_sizes(monkeypatch, kinds):
-    """One program builds all kinds for every batch and length: integer by integer what jit builds.
+    """One program builds all kinds for every batch and length, with the same integers as jit.
 
-    There the expressions are arguments: they are pytrees.
+    The expressions are arguments, since they are pytrees.
     """
     monkeypatch.setattr(ffi, "ext", Extension)  # for CUDA too, without a GPU
 
@@ -175,7 +178,7 @@ def test_export_every_mask_with_symbolic_sizes(monkeypatch, kinds):
 
 
 def step(kind, x, a):
-    """The mask built inside, results and gradients."""
+    """Builds the mask inside; returns gradients and results."""
 
     def loss(x):
         lengths = {"q_len": x["query"].shape[1], "kv_len": x["key"].shape[1]}
@@ -186,7 +189,7 @@ def step(kind, x, a):
 
 
 def test_export_every_option_with_symbolic_sizes():
-    """Of the mask with the most operands."""
+    """With the mask that has the most operands."""
     function = jax.jit(functools.partial(step, "sliding window by positions"))
     program = restored(jax.export.export(function, platforms=["cpu"])(*symbolic(jnp.float32)))
     operands = tensors(jnp.float32, 70, 3), arrays(70, 3)
@@ -195,7 +198,7 @@ def test_export_every_option_with_symbolic_sizes():
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
-STRUCTURES = [  # what attention gets differs by them
+STRUCTURES = [  # attention gets different operands for each
     "full",
     "documents, other ids of keys",
     "documents by positions",
@@ -205,7 +208,7 @@ STRUCTURES = [  # what attention gets differs by them
 
 @pytest.mark.parametrize("kind", some(STRUCTURES, 0))
 def test_export_for_cuda(kind, monkeypatch):
-    """Sizes symbolic, forward and backward: the kernels' calls, on a machine without a GPU."""
+    """With symbolic sizes, forward and backward call the kernels, on a machine without a GPU."""
     monkeypatch.setattr(ffi, "ext", Extension)
     export = jax.export.export(
         jax.jit(functools.partial(step, kind)),

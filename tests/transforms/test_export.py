@@ -1,7 +1,7 @@
-"""jax.export: programs of known and of symbolic sizes, for the CPU and for CUDA, from a machine
+"""jax.export: programs with known and symbolic sizes, for the CPU and for CUDA, from a machine
 without a GPU.
 
-Guards against an exported program that holds for one size only, and an error that does not say what
+Guards against an exported program that works for one size only, and an error that does not say what
 to do.
 """
 
@@ -48,7 +48,7 @@ def symbolic(dtype, dim, key_length="s"):
 
 @pytest.mark.parametrize("batch,length", some([(1, 1), (3, 129), (2, 700)], 1))
 def test_export_with_symbolic_sizes(batch, length):
-    """One program for every batch and length: forward, backward and mask equal to jit's."""
+    """One program for every batch and length: forward, backward and mask equal jit's."""
     program = restored(
         jax.export.export(jax.jit(step), platforms=["cpu"])(*symbolic(jnp.float32, 8))
     )
@@ -58,7 +58,7 @@ def test_export_with_symbolic_sizes(batch, length):
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
-    positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
+    positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # must be compared
     if length == 700:
         positions.sort()
     got = program.call(*tensors, ids, positions)
@@ -68,7 +68,8 @@ def test_export_with_symbolic_sizes(batch, length):
 
 
 def test_export_for_cuda(monkeypatch):
-    """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
+    """From a machine without a GPU, with all sizes symbolic; the check of custom calls must be
+    disabled."""
     monkeypatch.setattr(ffi, "ext", Extension)
 
     def gradient(query, key, value, ids, kv_ids):
@@ -96,7 +97,8 @@ def test_export_for_cuda(monkeypatch):
 
 @pytest.mark.parametrize("batch,length,kv_length", some([(1, 2, 1), (3, 130, 261)], 1))
 def test_other_calls_with_symbolic_sizes(batch, length, kv_length):
-    """Those of jax.nn, flash-attention-jax and decoding; query and key lengths apart."""
+    """Calls in the style of jax.nn and flash-attention-jax, and decoding, with different query and
+    key lengths."""
 
     def run(query, key, value, lengths):
         nn = packax.dot_product_attention(
@@ -115,7 +117,7 @@ def test_other_calls_with_symbolic_sizes(batch, length, kv_length):
         behind = packax.causal(key.shape[1] - query.shape[1]) & packax.prefix(key.shape[1] // 2)
         own = packax.flash_attention(query, key, value, behind)
         new = packax.decode_attention(query[:, :2], key, value, lengths, soft_cap=2.0)
-        pages = jnp.arange(lengths.shape[0])[:, None]  # of which a sequence has one
+        pages = jnp.arange(lengths.shape[0])[:, None]  # one page per sequence
         paged = packax.decode_attention(query[:, :1], key, value, lengths, block_table=pages)
         return nn, masked, last, some, own, new, paged
 
@@ -137,7 +139,7 @@ def test_other_calls_with_symbolic_sizes(batch, length, kv_length):
 
 
 def test_masks_as_arguments_of_exported_programs():
-    """Of known lengths as they are; of symbolic ones as leaves."""
+    """With known lengths a mask can be an argument; with symbolic ones its leaves can."""
 
     def attention(query, key, value, mask):
         return packax.flash_attention(query, key, value, mask)
@@ -186,7 +188,7 @@ def test_symbolic_sizes_over_a_mesh_are_refused():
 
 
 def test_masks_of_a_sharding_as_arguments():
-    """The sharding that a mask carries is written with it, but for a mesh: no file can hold it."""
+    """A mask's sharding is written with it, unless it has a mesh, which no file can hold."""
     if importlib.util.find_spec("flatbuffers") is None:
         pytest.skip("needs flatbuffers")
     mesh = context.mesh_of(2, axes=("context",))

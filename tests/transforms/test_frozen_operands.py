@@ -1,8 +1,7 @@
-"""Gradients of some operands: what is not wanted costs nothing, in XLA and in the calls of the
-kernels.
+"""Gradients of some operands: unwanted ones cost nothing, in XLA and in the kernel calls.
 
-Guards against a frozen operand whose gradient is computed all the same, and against a kernel that
-is asked for less than it writes.
+Guards against a gradient computed for a frozen operand, and against a kernel that is requested to
+write less than it does.
 """
 
 import jax
@@ -19,7 +18,7 @@ from transformed import EXPRESSION, random
     [((0, 1, 2), 5), ((0,), 3), ((1,), 3), ((1, 2), 4)],
 )
 def test_frozen_operands_cost_no_products(argnums, products):
-    """In XLA: a forward has 2 products of tiles, S and the output; a backward 5 at most."""
+    """In XLA the forward has 2 products of tiles, S and the output; the backward has at most 5."""
     operands = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in random(0)[:3]]
     gradient = jax.grad(lambda *x: packax.flash_attention(*x, EXPRESSION).sum(), argnums)
     text = jax.jit(gradient).lower(*operands).as_text()
@@ -55,7 +54,8 @@ def calls_of_backward(argnums, monkeypatch, fused, more=(), **kwargs):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_frozen_operands_for_the_kernels(monkeypatch, fused):
-    """What is not wanted has no elements, unless one kernel of Hopper makes dk and dv with dq."""
+    """Unwanted gradients have no elements, unless Hopper's fused kernel writes dk and dv with
+    dq."""
     query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
     keys = key if fused else none
     for argnums, wanted, results in (
@@ -68,7 +68,7 @@ def test_frozen_operands_for_the_kernels(monkeypatch, fused):
 
 
 def test_frozen_operands_for_the_fallback_kernels(monkeypatch):
-    """Also, the kernel of dq computes the parts of the gradient of a scale, too."""
+    """As above; the dq kernel also computes the partial sums of a scale's gradient."""
     query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
     number = jax.ShapeDtypeStruct((), jnp.float32)
     for argnums, more, wanted, results in (

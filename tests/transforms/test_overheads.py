@@ -1,4 +1,4 @@
-"""What is made once and not for every call or layer: traces, and lowered attention."""
+"""What is created once and not for every call or layer: traces, and lowered attention."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ IDS = np.repeat(np.arange(4), 16)[None]
 
 @pytest.fixture
 def traces(monkeypatch):
-    """How often the forward and the backward pass are traced."""
+    """Counts the traces of the forward and the backward pass."""
     counts = {"forward": 0, "backward": 0}
     for name in counts:
 
@@ -45,7 +45,7 @@ def test_an_eager_call_is_traced_once(traces):
 
 
 def test_layers_share_traces_and_functions(traces):
-    """Unrolled: of other operands, but of the same shapes and options."""
+    """Unrolled layers have different operands, but the same shapes and options."""
     mask = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
 
     def loss(x, key, value):

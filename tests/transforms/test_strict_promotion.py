@@ -1,5 +1,4 @@
-"""With jax told to promote neither dtypes nor ranks by itself, every call does what it does
-without."""
+"""With JAX's implicit promotion of dtypes or ranks turned off, every call gives the same result."""
 
 import contextlib
 import functools
@@ -13,7 +12,7 @@ import packax
 import pytest
 from tiers import some
 
-pytest.importorskip("flax.nnx")  # of the `test` extra
+pytest.importorskip("flax.nnx")  # in the `test` extra
 from packax.integrations import flash_attention_jax, maxtext
 from packax.integrations import flax as for_flax
 
@@ -58,7 +57,7 @@ def maxtexts_op():
 
 
 def attention_by(kind, window=None, **shared):
-    """By a plan of two ranks: "local" of the host, which the program compares with its ids."""
+    """By a plan for two ranks; the program compares a "local" plan with the mask's ids."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec(None, "context")
@@ -89,12 +88,12 @@ def shared_prefix(**more):
 
 
 def attention_of(kind):
-    """Forward and backward of a kind of mask, with everything that changes scores."""
-    made = {name: jnp.asarray(x) for name, x in every_kind.arrays(24, 2).items()}
+    """Forward and backward of one mask kind, with everything that changes scores."""
+    arrays = {name: jnp.asarray(x) for name, x in every_kind.arrays(24, 2).items()}
 
     def loss(*operands):
         q, k, v, bias, sinks, scale = operands
-        mask = every_kind.KINDS[kind](made)
+        mask = every_kind.KINDS[kind](arrays)
         out, lse = packax.flash_attention(
             q, k, v, mask, bias=bias, sinks=sinks, scale=scale, return_lse=True,
             dropout_rate=0.3, dropout_key=jax.random.key(3),
@@ -107,7 +106,7 @@ def attention_of(kind):
 
 
 def mapped_bias(dtype, mapped):
-    """The gradients of a bias under vmap, with and without the axis."""
+    """The gradients of a bias under vmap, mapped and not mapped."""
     bias = jnp.asarray(np.linspace(-1, 1, 2 * 24 * 24).reshape(2, 1, 1, 24, 24), dtype)
     tensors = [x[:, None].astype(dtype) for x in (Q, K, V)]
 
@@ -155,7 +154,7 @@ CALLS = {
 }
 
 
-# Each time: a call of every kind, each with one of the settings.
+# The default run has a call of every kind, each with one of the settings.
 EACH_TIME = [3 * n + n % 3 for n in (0, 1, 2, 4, 9, 16, 18, 21)]
 
 

@@ -1,9 +1,8 @@
-"""jax's transformations of flash_attention beyond plain grad and jit.
+"""JAX's transformations of flash_attention beyond plain grad and jit.
 
-docs/guide/transformations.md says what holds; test_frozen_operands.py and test_export.py
-are of it, too.
-Guards against a tangent that drops a term, a second derivative of another function than the first
-one's, a vmap that mixes operands, an error that does not say what to do.
+docs/guide/transformations.md lists them; test_frozen_operands.py and test_export.py test more of
+that page. Guards against a tangent that drops a term, a second derivative that does not match the
+first, a vmap that mixes operands, and an error that does not say what to do.
 """
 
 import functools
@@ -35,7 +34,7 @@ def x64():
 
 
 def dense(query, key, value, sinks):
-    """The same function of its operands in plain jax.numpy; rows of padding have lse 0."""
+    """The same function in plain jax.numpy; rows of padding have lse 0."""
     group = HEADS // KV_HEADS
     key, value = jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)
     s = jnp.einsum("bihd,bjhd->bhij", query, key) * DIM**-0.5
@@ -55,7 +54,7 @@ def ours(query, key, value, sinks, **kwargs):
 
 
 def scalar(attention):
-    """A number that is not linear in out and lse."""
+    """A scalar that is nonlinear in out and lse."""
 
     def loss(*operands):
         out, lse = attention(*operands)
@@ -76,7 +75,7 @@ def gradient_of_gradient(attention, argnums=(0, 1, 2, 3)):
 
 
 def assert_same(make, *operands):
-    """What `make` makes of flash_attention and of the dense one, in float64."""
+    """Compares `make` of flash_attention and of the dense function, in float64."""
     got, expected = (jax.jit(make(attention))(*operands) for attention in (ours, dense))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.abs(y).max() > 1e-3
@@ -84,11 +83,11 @@ def assert_same(make, *operands):
 
 
 def test_forward_mode(x64):
-    """All tangents, and one alone: those that are not there are zero."""
+    """All tangents, and only one, with the others zero."""
     assert_same(lambda f: lambda x, u: jax.jvp(f, x, u), random(0), random(1))
     query, key, value, sinks = random(0)
     assert_same(lambda f: jax.jacfwd(lambda s: f(query, key, value, s)), sinks)
-    # Outside jit, too.
+    # Also outside jit.
     _, (out, _) = jax.jvp(lambda k: ours(query, k, value, sinks), (key,), (value.sum() + key,))
     _, (expected, _) = jax.jvp(
         lambda k: dense(query, k, value, sinks), (key,), (value.sum() + key,)
@@ -97,7 +96,7 @@ def test_forward_mode(x64):
 
 
 def test_forward_over_reverse(x64):
-    """Hessian-vector products, and a whole Hessian, in the order that jax.hessian takes."""
+    """Hessian-vector products, and a whole Hessian, in the order that jax.hessian uses."""
     assert_same(lambda f: lambda x, u: jax.jvp(gradient(f), x, u), random(0), random(1))
     tensors = random(2)[:3]
     assert_same(lambda f: jax.hessian(lambda s: scalar(f)(*tensors, s)), random(2)[3])
@@ -105,13 +104,13 @@ def test_forward_over_reverse(x64):
 
 @pytest.mark.parametrize("argnums", some([((0, 1, 2, 3),), ((0,),), ((1, 3),)], 0), ids=str)
 def test_reverse_over_reverse(x64, argnums):
-    """A penalty on gradients: of all operands, or of some, in all of them."""
+    """A penalty on gradients of all operands, or of some, differentiated by all operands."""
     assert_same(lambda f: gradient_of_gradient(f, argnums), *random(3))
 
 
 @pytest.mark.exhaustive
 def test_second_derivatives_under_vmap(x64):
-    """vmap inside and outside of both gradients, over some operands, along other axes than 0."""
+    """vmap inside and outside of both gradients, over some operands, along axes other than 0."""
     query, key, value, sinks = random(4, 3)
     operands = (query, key[0], jnp.moveaxis(value, 0, 2), sinks)
     axes = (0, None, 2, 0)
@@ -141,7 +140,7 @@ def test_second_derivatives_under_scan_and_checkpoint(x64):
 
 
 def loss_of_tangents(attention, stopped):
-    """A loss that holds a jvp, as MeanFlow's does; the tangent itself depends on the operands."""
+    """A loss that contains a jvp, like MeanFlow's; the direction itself depends on the operands."""
 
     def loss(operands, along):
         along = jax.tree.map(lambda x, u: jnp.sin(x) * u, operands, along)
@@ -155,7 +154,8 @@ def loss_of_tangents(attention, stopped):
 
 @pytest.mark.parametrize("stopped", some([True, False], 0))
 def test_reverse_over_forward(x64, stopped):
-    """In all operands and in the direction; along one operand and of another; the tangent alone."""
+    """By all operands and the direction; along one operand and by another; and of the tangent
+    alone."""
     argnums = 0 if stopped else (0, 1)
     assert_same(lambda f: jax.grad(loss_of_tangents(f, stopped), argnums), random(10), random(11))
     query, key, value, sinks = random(10)
@@ -198,7 +198,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", some(ORDERS))
 def test_second_derivatives_in_context_parallel(x64, order):
-    """Query rows on two ranks, heads on two: keys gathered, gradients summed."""
+    """Query rows on two ranks, heads on two: keys are gathered, gradients summed."""
     devices = jax.devices("cpu")[:4]
     mesh = jax.make_mesh(
         (2, 2), ("context", "heads"), devices=devices, axis_types=(AxisType.Auto,) * 2
@@ -252,9 +252,9 @@ CHECKED = {
 
 @pytest.mark.parametrize("call,jit", once_each(CHECKED, [True, False]))
 def test_debug_nans_and_infs(call, jit):
-    """They see NaNs, but not infinities in the log-sum-exps of padding, and they end."""
+    """They detect NaNs, ignore infinities in the log-sum-exp of padding, and terminate."""
     x = jnp.ones((1, 32, 2, 8))
-    broken = x.at[0, 3].set(jnp.nan)  # here: jax looks at this operation, too
+    broken = x.at[0, 3].set(jnp.nan)  # outside the context, which would check this operation too
     function = jax.jit(CHECKED[call]) if jit else CHECKED[call]
     with jax.debug_infs(True), jax.debug_nans(True):
         function(x)
@@ -274,7 +274,7 @@ def test_debug_infs(jit):
 
 @pytest.mark.parametrize("call", some(CHECKED, 2, 3, 4))
 def test_checkify_sees_nans(call):
-    """Where attention makes them: `packax_call` and no operation behind it."""
+    """The error names packax's primitive, not a later operation."""
     x = jnp.ones((1, 32, 2, 8))
     checked = jax.jit(checkify.checkify(CHECKED[call], errors=checkify.float_checks))
     assert checked(x)[0].get() is None
@@ -324,7 +324,7 @@ POSITIONS = np.arange(LENGTH)[::-1].copy() % 5
 
 
 def attend(query, key, value, sinks, ids, positions):
-    """Results and all gradients, the mask built inside."""
+    """Results and all gradients, with the mask built inside."""
     mask = packax.create_attention_mask(
         packax.causal() & packax.documents(ids, positions=positions)
     )
@@ -341,7 +341,8 @@ attend_once = jax.jit(attend)
 
 
 def mapped_operands(axes, size=3):
-    """Operands of `attend`, each mapped along the axis that `axes` says, and those of one call."""
+    """Operands of `attend`, mapped along the given axes, and a function that returns those of one
+    call."""
     rng = np.random.default_rng(11)
     shapes = (LENGTH, HEADS, DIM), (LENGTH, KV_HEADS, DIM), (LENGTH, KV_HEADS, V_DIM)
     base = [rng.standard_normal((2, *shape)).astype(np.float32) for shape in shapes]
@@ -380,7 +381,7 @@ def test_vmap_over_any_operand(axes):
 
 
 def test_vmap_in_vmap_and_of_a_built_mask():
-    """Queries of one axis against masks of another: each pair, from masks built outside."""
+    """Queries mapped over one axis and masks, built outside, over another: every pair."""
     every, one = mapped_operands((0, None, None, None, 0, 0))
     query, key, value, sinks, ids, positions = every
     masks = jax.vmap(
@@ -400,7 +401,7 @@ def test_vmap_in_vmap_and_of_a_built_mask():
 
 
 def test_vmap_over_stages_of_a_pipeline():
-    """vmap(..., spmd_axis_name="stage") with context parallelism: each rank has its own stage."""
+    """vmap(..., spmd_axis_name="stage") with context parallelism: each rank has one stage."""
     mesh = jax.make_mesh(
         (2, 2),
         ("stage", "context"),
@@ -436,7 +437,8 @@ def test_vmap_over_stages_of_a_pipeline():
 
 
 def test_donated_operands():
-    """Gradients take the places of the tensors: no warning that a buffer was not usable."""
+    """Gradients reuse the memory of the tensors, without a warning about unusable donated
+    buffers."""
     operands = [jnp.asarray(x, jnp.float32) for x in random(13)[:3]]
     expected = jax.jit(gradient_of_sum)(*operands)
     donated = [jnp.array(x, copy=True) for x in operands]
@@ -457,7 +459,7 @@ def gradient_of_sum(query, key, value):
 
 @pytest.mark.parametrize("policy", ["save", "offload", "nothing"])
 def test_checkpointed_layers_in_a_scan(policy):
-    """Kept or offloaded by their names, the results are not computed again, in a scan either."""
+    """Saved or offloaded by name, the results are not recomputed, also in a scan."""
     policies = jax.checkpoint_policies
     names = list(packax.CHECKPOINT_NAMES)
     rule = {

@@ -1,8 +1,8 @@
-"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, orders of
-tiles.
+"""Computes the bounds of blocks of 64 rows from row ranges, their transpose for blocks of 64 keys,
+and the orders of tiles.
 
-Definitions: docs/internals/mask_format.md. Once per step; all three read and write a few ints per
-block.
+docs/internals/mask_format.md has the definitions. The kernels run once per mask, and the last two
+read and write only a few integers per block.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(64)
 EMPTY_MIN = tl.constexpr(2147483647)
-NOTHING = tl.constexpr(-(2**62))  # sorts behind every document
+NOTHING = tl.constexpr(-(2**62))  # sorts after all documents
 
 
 @triton.jit
@@ -19,12 +19,12 @@ def blocks_rows(kv_start, kv_end, segment_checked, q_blocks, q_len, GROUP: tl.co
     blocks = tl.cdiv(q_len, BLOCK)
     t = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     rows = t[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = rows < q_len
-    lo = tl.load(kv_start + b * q_len + rows, mask=there, other=0)
-    hi = tl.load(kv_end + b * q_len + rows, mask=there, other=0)
+    in_bounds = rows < q_len
+    lo = tl.load(kv_start + b * q_len + rows, mask=in_bounds, other=0)
+    hi = tl.load(kv_end + b * q_len + rows, mask=in_bounds, other=0)
     full = hi > lo
     test = tl.max(
-        (full & (tl.load(segment_checked + b * q_len + rows, mask=there, other=0) != 0)).to(
+        (full & (tl.load(segment_checked + b * q_len + rows, mask=in_bounds, other=0) != 0)).to(
             tl.int32
         ),
         1,
@@ -34,7 +34,7 @@ def blocks_rows(kv_start, kv_end, segment_checked, q_blocks, q_len, GROUP: tl.co
     lo_max = tl.max(tl.where(full, lo, 0), 1)
     hi_min = tl.min(tl.where(full, hi, EMPTY_MIN), 1)
     hi_max = tl.max(tl.where(full, hi, 0), 1)
-    # no part of a block with a segment-checked row may be treated as free of masks
+    # a block with a segment-checked row has no full part
     lo_max = tl.where(test != 0, hi_max, lo_max)
     hi_min = tl.where(test != 0, lo_min, hi_min)
     out = q_blocks + b * 5 * blocks + t
@@ -46,11 +46,11 @@ def blocks_rows(kv_start, kv_end, segment_checked, q_blocks, q_len, GROUP: tl.co
 
 
 @triton.jit
-def full_blocks(base, blocks, t, there, first_key):
-    """Whether every row of block t attends all 64 keys from `first_key`: (GROUP, STEP)."""
-    lo_max = tl.load(base + blocks + t, mask=there, other=0)[None, :]
-    hi_min = tl.load(base + 2 * blocks + t, mask=there, other=0)[None, :]
-    flags = tl.load(base + 4 * blocks + t, mask=there, other=2)[None, :]
+def full_blocks(base, blocks, t, in_bounds, first_key):
+    """Whether all rows of block t attend to all 64 keys from `first_key` on: (GROUP, STEP)."""
+    lo_max = tl.load(base + blocks + t, mask=in_bounds, other=0)[None, :]
+    hi_min = tl.load(base + 2 * blocks + t, mask=in_bounds, other=0)[None, :]
+    flags = tl.load(base + 4 * blocks + t, mask=in_bounds, other=2)[None, :]
     return (flags == 0) & (lo_max <= first_key) & (hi_min >= first_key + BLOCK)
 
 
@@ -70,13 +70,13 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
     full_first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
-        there = t < q_count
-        lo_min = tl.load(base + t, mask=there, other=EMPTY_MIN)[None, :]
-        hi_max = tl.load(base + 3 * q_count + t, mask=there, other=0)[None, :]
+        in_bounds = t < q_count
+        lo_min = tl.load(base + t, mask=in_bounds, other=EMPTY_MIN)[None, :]
+        hi_max = tl.load(base + 3 * q_count + t, mask=in_bounds, other=0)[None, :]
         touch = (lo_min < last_key) & (hi_max > first_key)
         first = tl.minimum(first, tl.where(touch, t[None, :], EMPTY_MIN))
         last = tl.maximum(last, tl.where(touch, t[None, :], -1))
-        inside = full_blocks(base, q_count, t, there, first_key)
+        inside = full_blocks(base, q_count, t, in_bounds, first_key)
         full_first = tl.minimum(full_first, tl.where(inside, t[None, :], EMPTY_MIN))
     first = tl.min(first, 1)
     last = tl.max(last, 1)
@@ -85,11 +85,11 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
     full_end = tl.zeros([GROUP, STEP], tl.int32) + q_count
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
-        there = t < q_count
+        in_bounds = t < q_count
         stop = (
-            ~full_blocks(base, q_count, t, there, first_key)
+            ~full_blocks(base, q_count, t, in_bounds, first_key)
             & (t[None, :] > full_first[:, None])
-            & there[None, :]
+            & in_bounds[None, :]
         )
         full_end = tl.minimum(full_end, tl.where(stop, t[None, :], EMPTY_MIN))
     full_end = tl.min(full_end, 1)
@@ -106,7 +106,7 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
 
 @triton.jit
 def merged(lows, highs, blocks, i, PER_TILE: tl.constexpr):
-    """The range of tile i, merged from its blocks: low > high where there is none."""
+    """The hull of tile i, merged from its blocks: low > high if it is empty."""
     low = tl.full(i.shape, EMPTY_MIN, tl.int32)
     high = tl.zeros(i.shape, tl.int32)
     for j in tl.static_range(0, PER_TILE):
@@ -118,13 +118,14 @@ def merged(lows, highs, blocks, i, PER_TILE: tl.constexpr):
 
 @triton.jit
 def priority(lows, highs, blocks, q_lows, i, KEYS: tl.constexpr, PER_TILE: tl.constexpr):
-    """What a tile is sorted by, most first: its document (key tiles only) and its work."""
+    """The sort keys of tile i, for a descending sort: its document (0 for tiles of rows) and its
+    work."""
     low, high = merged(lows, highs, blocks, i, PER_TILE)
     some = low < high
     work = tl.where(some, high - low, 0)
     document = work.to(tl.int64) * 0
     if KEYS:
-        # the last row that meets the tile leads to the first key of its document
+        # the last row in the hull gives the first key of the document
         first_key = tl.load(q_lows + tl.maximum(high - 1, 0) // BLOCK, mask=some, other=0)
         span = (high - first_key).to(tl.int64)
         document = tl.where(some, (span << 32) + high, NOTHING)
@@ -136,7 +137,8 @@ def sort(
     lows, highs, order, blocks, q_lows,
     KEYS: tl.constexpr, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile's place is the number of tiles before it: quadratic, trivial against attention."""
+    """Stores the tiles in sorted order. A tile's index is the number of tiles before it; this is
+    quadratic, but negligible compared with attention."""
     tiles = tl.cdiv(blocks, PER_TILE)
     mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     document, work = priority(lows, highs, blocks, q_lows, mine, KEYS, PER_TILE)
@@ -157,8 +159,9 @@ def blocks_order(
     q_blocks, kv_blocks, q_order, q_order_192, kv_order, q_len, kv_len,
     GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Rows by work: the last programs to finish are short. Keys by document, longest first, and by
-    work inside it: the tiles that run together share rows and gradients in the L2 cache."""
+    """Tiles of rows are sorted by work, so that the last programs are short. Tiles of keys are
+    sorted by document, longest first, and by work inside a document, so that tiles that run at the
+    same time share rows and gradients in the L2 cache."""
     b = tl.program_id(1).to(tl.int64)
     q_count = tl.cdiv(q_len, BLOCK)
     kv_count = tl.cdiv(kv_len, BLOCK)

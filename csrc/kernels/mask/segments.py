@@ -1,10 +1,11 @@
-"""Segment ids and positions to row ranges: O(S) work, no sort (docs/internals/mask_format.md).
+"""Computes row ranges from segment ids and positions, in O(S) work and without a sort
+(docs/internals/mask_format.md).
 
-Three launches: `documents_init` clears the tables and notes where the first run of each chunk
-starts, `documents_runs` enters every run into two hash tables, `documents_rows` looks each row's id
-up. A collision only widens a hull, and the row is then segment-checked. Workspace of a
-batch row: start_a, end_a, start_b, end_b, down (T each), run_end (kv_len), first run start of each
-chunk.
+There are three launches: `documents_init` clears the tables and stores where the first run of each
+chunk starts, `documents_runs` inserts all runs into two hash tables, and `documents_rows` looks up
+each row's id. A hash collision only widens a hull, and the row is then segment-checked. The
+workspace of a batch row has start_a, end_a, start_b, end_b and down (table_size each), run_end
+(kv_len), and the first run start of each chunk.
 """
 
 import triton
@@ -30,7 +31,7 @@ def workspace_of(workspace, b, kv_len, table_size):
 
 @triton.jit
 def run_starts(kv_ids, keys, kv_len):
-    """The id of each key, and whether it starts a run; `kv_len` itself counts as a start."""
+    """The id of each key and whether it starts a run. `kv_len` counts as a start."""
     ids = tl.load(kv_ids + keys, mask=keys < kv_len, other=PADDING)
     before = tl.load(kv_ids + keys - 1, mask=(keys > 0) & (keys <= kv_len), other=PADDING)
     return ids, (keys == 0) | (keys == kv_len) | ((keys < kv_len) & (ids != before))
@@ -116,8 +117,8 @@ def documents_rows(
     run_end = table + 5 * table_size
 
     rows = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    there = rows < q_len
-    ids = tl.load(q_ids + q_row + rows, mask=there, other=PADDING)
+    in_bounds = rows < q_len
+    ids = tl.load(q_ids + q_row + rows, mask=in_bounds, other=PADDING)
     slot_a, slot_b = slots(ids, table_size, table_shift)
     real = ids != PADDING
     start = tl.maximum(
@@ -137,8 +138,8 @@ def documents_rows(
         test = found & (down | ~one_run)
         search = found & ~test
         q_pos += q_row * tl.where(compare_positions > 1, 2, 1)
-        at = tl.load(q_pos + rows, mask=there, other=0)
-        # first key of the run behind the row's upper limit
+        at = tl.load(q_pos + rows, mask=in_bounds, other=0)
+        # first key of the run past the row's upper limit
         left = start
         right = end
         for _ in range(search_steps):
@@ -149,8 +150,8 @@ def documents_rows(
             right = tl.where(open_ & ~before, middle, right)
         end = tl.where(search, left, end)
         if compare_positions > 1:
-            at = tl.load(q_pos + q_len + rows, mask=there, other=0)
-            # first key that is not below the lower limit
+            at = tl.load(q_pos + q_len + rows, mask=in_bounds, other=0)
+            # first key at or above the row's lower limit
             left = start
             right = end
             for _ in range(search_steps):
@@ -161,6 +162,6 @@ def documents_rows(
                 right = tl.where(open_ & ~before, middle, right)
             start = tl.where(search, left, start)
         found = start < end
-    tl.store(lo + q_row + rows, tl.where(found, start, 0), mask=there)
-    tl.store(hi + q_row + rows, tl.where(found, end, 0), mask=there)
-    tl.store(segment_checked + q_row + rows, (found & test).to(tl.int32), mask=there)
+    tl.store(lo + q_row + rows, tl.where(found, start, 0), mask=in_bounds)
+    tl.store(hi + q_row + rows, tl.where(found, end, 0), mask=in_bounds)
+    tl.store(segment_checked + q_row + rows, (found & test).to(tl.int32), mask=in_bounds)

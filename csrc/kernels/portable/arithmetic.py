@@ -1,4 +1,4 @@
-"""Arithmetic that attention and decoding share: products, and tanh."""
+"""Arithmetic shared by the attention and decode kernels: matrix products and tanh."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,8 @@ SMALL = tl.constexpr(0.3)
 
 @triton.jit
 def tanh(x):
-    """To about 2 units of float32: a Taylor polynomial where 1 - 2 / (1 + e^2x) would cancel."""
+    """tanh to about 2 ulp in float32. Near 0, where 1 - 2 / (1 + e^2x) cancels, it is a Taylor
+    polynomial."""
     square = x * x
     small = 62.0 / 2835.0 * square - 17.0 / 315.0
     small = (small * square + 2.0 / 15.0) * square - 1.0 / 3.0
@@ -20,8 +21,8 @@ def tanh(x):
 
 @triton.jit
 def to_tf32(x):
-    """x rounded to the nearest number of 11 bits; of two as near, to the larger one. A NaN stays
-    one."""
+    """x rounded to the nearest TF32 number (11 significant bits), ties away from zero. NaN stays
+    NaN."""
     return tl.inline_asm_elementwise(
         "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -29,14 +30,13 @@ def to_tf32(x):
 
 @triton.jit
 def dot(a, b, acc, FLOAT32_PRODUCTS: tl.constexpr):
-    """a @ b, onto `acc` unless it is None.
+    """a @ b, added to `acc` unless it is None.
 
-    FLOAT32_PRODUCTS: products of float32, without tensor cores, else of float32 operands rounded to
-    11 bits (TF32). Neither says anything for operands of 16 bits.
+    FLOAT32_PRODUCTS selects float32 products without tensor cores. Otherwise float32 operands are
+    rounded to TF32. It does not affect 16-bit operands.
     """
     PRECISION: tl.constexpr = "ieee" if FLOAT32_PRODUCTS else "tf32"
-    if (
-        not FLOAT32_PRODUCTS and a.dtype == tl.float32
-    ):  # tensor cores would cut the rest off: twice the error
+    # tensor cores truncate float32 operands, which has twice the rounding error
+    if not FLOAT32_PRODUCTS and a.dtype == tl.float32:
         a, b = to_tf32(a), to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)

@@ -1,7 +1,7 @@
-"""An array that is added to the logits, read tile by tile from where it lies.
+"""A bias array that is added to the logits, loaded tile by tile.
 
-It is (1 or batch, 1 or heads, 1 or q_len, kv_len), in the kernel's dtype or in float32: a program
-decides at run time, once for all of its elements. Nothing is expanded over the axes that are 1.
+Its shape is (1 or batch, 1 or heads, 1 or q_len, kv_len), and broadcast axes are not expanded. Its
+dtype is the kernel's or float32, selected at run time by one branch per tile.
 """
 
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(0)  # of `bias_kind`
+NONE = tl.constexpr(0)  # values of `bias_kind`
 OWN_DTYPE = tl.constexpr(1)
 FLOAT32 = tl.constexpr(2)
 
 
 class Bias(NamedTuple):
-    """The bias of a batch row. `array` is None in kernels that never have one; `head_step` and
-    `row_step` are 0 where one serves all heads or rows."""
+    """The bias of a batch row. `array` is None in kernels without a bias. `head_step` and
+    `row_step` are 0 if the array broadcasts over heads or rows."""
 
     array: tl.tensor
     first: tl.tensor
@@ -29,16 +29,17 @@ class Bias(NamedTuple):
 
 @triton.jit
 def bias_of(bias, kind, axes, b, heads, q_len, kv_len):
-    """That of a batch row. `axes`: bit 0, it has the batch; bit 1, heads; bit 2, rows."""
+    """The bias of batch row `b`. Bits 0, 1 and 2 of `axes` are set if the array has a batch, heads
+    and rows axis."""
     if bias is None:
-        made = Bias(None, None, None, None, None, None, None)
+        result = Bias(None, None, None, None, None, None, None)
     else:
         row_step = tl.where((axes & 4) != 0, kv_len, 0).to(tl.int64)
         size = tl.where((axes & 4) != 0, q_len, 1).to(tl.int64) * kv_len
         head_step = tl.where((axes & 2) != 0, size, 0)
         batch_step = tl.where((axes & 1) != 0, tl.where((axes & 2) != 0, heads, 1), 0) * size
-        made = Bias(bias, b * batch_step, kind, head_step, row_step, q_len, kv_len)
-    return made
+        result = Bias(bias, b * batch_step, kind, head_step, row_step, q_len, kv_len)
+    return result
 
 
 @triton.jit
@@ -51,11 +52,11 @@ def bias_tile(
     bias, head, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """What is added to a tile of logits in base e: rows x keys (ROW_AXIS 0) or keys x rows
-    (ROW_AXIS 1); 0 where there is no bias, None in kernels that never have one.
+    """The bias of a tile of logits in base e: rows x keys (ROW_AXIS 0) or keys x rows (ROW_AXIS 1).
+    Zeros in calls without a bias, None in kernels without one.
 
-    It is read before the scores are made, which takes time that the read needs. Offsets in a tile
-    have 32 bits: C++ refuses rows of more keys.
+    It is loaded before the scores are computed, so that the product hides the latency. Offsets in a
+    tile have 32 bits: C++ rejects longer rows.
     """
     if bias.array is None:
         x = None
@@ -65,16 +66,16 @@ def bias_tile(
         first = bias.first + head * bias.head_step + first_row * bias.row_step + first_key
         step = bias.row_step.to(tl.int32)
         left = bias.kv_len - first_key
-        there = rows < bias.q_len - first_row
-        if bias.kind is None:  # 16 bytes at once: the compiler sees that all are multiples of 8
+        in_bounds = rows < bias.q_len - first_row
+        if bias.kind is None:  # the compiler sees multiples of 8, and loads 16 bytes at once
             at = bias.array + first // 8 * 8 + (rows * (step // 8 * 8) + keys)
-            x = tl.load(at, mask=there & (keys < left // 8 * 8), other=0.0).to(tl.float32)
+            x = tl.load(at, mask=in_bounds & (keys < left // 8 * 8), other=0.0).to(tl.float32)
         else:
             shape: tl.constexpr = [ROWS, KEYS] if ROW_AXIS == 0 else [KEYS, ROWS]
             x = tl.zeros(shape, tl.float32)
             if bias.kind != NONE:
                 at = rows * step + keys
-                inside = there & (keys < left)
+                inside = in_bounds & (keys < left)
                 if bias.kind == FLOAT32:
                     x = tl.load(as_float32(bias.array) + first + at, mask=inside, other=0.0)
                 else:

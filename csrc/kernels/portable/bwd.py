@@ -1,14 +1,14 @@
-"""Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then
-dQ (bwd_dq.py; FlashAttention-2, arXiv 2307.08691).
+"""Backward attention over row ranges, for every GPU that Triton supports: delta, then dK and dV,
+then dQ (bwd_dq.py; FlashAttention-2, arXiv 2307.08691).
 
     p = exp(logit - lse),    delta = sum(do * out) - dlse,    dlogit = p * (do v^T - delta)
     ds = dlogit * (1 - (capped / cap)^2)
     dv = p^T do,             dk = scale * ds^T q,             dq = scale * ds k
-    dbias = dlogit,          of a bias with an element for every logit
+    dbias = dlogit,          for a bias with one element per logit
 
-Masked elements are selected away, never multiplied: what padding holds may overflow to infinity. No
-atomics: the same bits every run. One function is the plain kernel and the fallback one, as in
-fwd.py.
+Masked elements are removed by a select and never by a product, because values in padding may
+overflow to infinity. There are no atomics, so results are bitwise reproducible. As in fwd.py, plain
+and fallback kernels are compiled from the same functions.
 """
 
 from typing import NamedTuple
@@ -49,9 +49,9 @@ from portable.steps import (
 
 
 class KeyTile(NamedTuple):
-    """`keys`, from `first_key` on, of a key/value head, and what their mask is read from. The first
-    query head that reads them is `first_head`, of `heads` in the call. `b` is the batch row, and
-    `mask_b` the batch row of the mask. `dbias` are their columns of the gradient of a bias."""
+    """A tile of `keys` of one key/value head, starting at `first_key`, and the arrays of its mask.
+    `first_head` is the first query head of the group, out of `heads`. `b` is the batch row, and
+    `mask_b` the batch row of the mask. `dbias` has the tile's columns of the bias gradient."""
 
     first_head: tl.tensor
     heads: tl.tensor
@@ -65,10 +65,10 @@ class KeyTile(NamedTuple):
 
 
 class RowOperands(NamedTuple):
-    """What a step reads of its rows: `pair` are query and cotangents. `first_lse` (row_sums.py) and
-    `first_delta` are those of the group's first head at the walk's origin, one head `stat_head`
-    behind the other; `flags` says of a block of 64 rows whether they are segment-checked. No row
-    from `end` on attends any of the keys."""
+    """Pointers to what a step loads for its rows. `pair` are query and cotangents. `first_lse` (row
+    statistics, row_sums.py) and `first_delta` point to the group's first head at the walk's origin,
+    and heads are `stat_head` elements apart. `lo` and `hi` are row ranges. Bit 0 of `flags` marks
+    the blocks of 64 rows with segment-checked rows. No row from `end` on attends to the keys."""
 
     pair: TilePair
     first_lse: tl.tensor
@@ -89,30 +89,30 @@ def backward_delta(
     """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
     memory.
 
-    Here and below rows of query, out and their gradients are `row_heads` heads apart (None:
-    `heads`), of which this is about `heads`.
+    Here and below, rows of query, out and their gradients are `row_heads` heads apart (None:
+    `heads`), and the kernel processes `heads` of them.
     """
     pid = tl.program_id(0)
     head = pid % heads
     tiles = tl.cdiv(q_len, ROWS)
     b = pid // heads // tiles
     rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
-    there = rows < q_len
+    in_bounds = rows < q_len
     mask_row = tl.where(mask_batch > 1, b, 0).to(tl.int64) * q_len
-    attended = tl.load(kv_end + mask_row + rows, mask=there, other=0) > tl.load(
-        kv_start + mask_row + rows, mask=there, other=0
+    attended = tl.load(kv_end + mask_row + rows, mask=in_bounds, other=0) > tl.load(
+        kv_start + mask_row + rows, mask=in_bounds, other=0
     )
     row = (b.to(tl.int64) * q_len + rows) * size_of(row_heads, heads) + head
     offset = row[:, None] * size_of(v_dim, V_DIM)
     offset += columns(V_DIM)[None, :]
-    # the cotangent of an empty row is ignored: it is not even read
+    # cotangents of empty rows are not read
     o = load_rows(out + offset, attended[:, None], v_dim, V_DIM).to(tl.float32)
     do = load_rows(dout + offset, attended[:, None], v_dim, V_DIM).to(tl.float32)
     at = (b.to(tl.int64) * heads + head) * q_len + rows
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
         total -= tl.load(dlse + at, mask=attended, other=0.0)
-    tl.store(delta + at, total, mask=there)
+    tl.store(delta + at, total, mask=in_bounds)
 
 
 @triton.jit
@@ -120,10 +120,10 @@ def dkdv_step(
     grads, kv, qdo, stats, attended, inside, tile, scoring, first_row, rows,
     FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
-    in registers. `stats`: pointers to the sums and delta of the rows, which are read where they are
-    needed: earlier they would take registers; `attended`: those that are read, None for all.
-    `inside` is None where all keys are attended."""
+    """One block of rows. Scores are transposed, keys x rows, so that p^T and ds^T are left operands
+    in registers. `stats` are pointers to the statistics and delta of the rows; they are loaded at
+    their first use, because loading them earlier would take registers. `attended` is the mask of
+    these loads (None: all rows). `inside` is None if all rows attend to all keys."""
     dk, dv = grads
     k, v = kv
     q, do = qdo
@@ -140,7 +140,7 @@ def dkdv_step(
     if dropout.threshold is None:
         dv = dot(p.to(do.dtype), do, dv, FLOAT32_PRODUCTS)
         dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
-    else:  # a sign says what is dropped: one tile to keep
+    else:  # the sign marks dropped elements, so that only one tile stays in registers
         p = negative_where_dropped(p, dropout, scoring.head, rows, tile.first_key, KEYS, 1)
         dv = dot(tl.where(p < 0, 0.0, p).to(do.dtype), do, dv, FLOAT32_PRODUCTS)
         dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
@@ -162,18 +162,18 @@ def dkdv_step(
 
 @triton.jit
 def checked_rows(operands, first_row, BLOCK_M: tl.constexpr):
-    """Whether any of a block's rows is segment-checked."""
+    """Whether any row of the block is segment-checked."""
     block = first_row // 64
     checked = tl.load(operands.flags + block) & 1
     for j in tl.static_range(1, BLOCK_M // 64):
-        there = block + j < operands.row_blocks
-        checked |= tl.load(operands.flags + block + j, mask=there, other=0) & 1
+        in_bounds = block + j < operands.row_blocks
+        checked |= tl.load(operands.flags + block + j, mask=in_bounds, other=0) & 1
     return checked
 
 
 @triton.jit
 def stats_at(operands, g, place, walk):
-    """Pointers to the LSE and delta of a step's rows, for the g-th head."""
+    """Pointers to the row statistics and delta of a step, for the g-th head of the group."""
     lse = operands.first_lse + g * operands.stat_head + place * walk.unit
     return lse, operands.first_delta + g * operands.stat_head + place * walk.unit
 
@@ -184,8 +184,8 @@ def over_rows(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `grads` the gradients from all blocks of rows of `members` query heads of the group,
-    from `first_member` on. They have this walk."""
+    """Adds the gradients of all steps to `grads`, for `members` query heads of the group, from
+    `first_member` on. These heads share `walk`."""
     cols = tl.arange(0, BLOCK_M)
     KEYS: tl.constexpr = tile.keys.shape[0]
     bias = scoring.bias.array
@@ -198,13 +198,13 @@ def over_rows(
         g = first_member + g
         first_row = walk.origin + place * walk.unit
         rows = first_row + cols
-        there = rows < tile.segments.q_len
-        lo = tl.load(operands.lo + rows, mask=there, other=0)
-        hi = tl.load(operands.hi + rows, mask=there, other=0)
-        # rows past the hull are not read: a block may reach over its end
+        in_bounds = rows < tile.segments.q_len
+        lo = tl.load(operands.lo + rows, mask=in_bounds, other=0)
+        hi = tl.load(operands.hi + rows, mask=in_bounds, other=0)
+        # the last block may extend past the hull; rows there are not read
         attended = (hi > lo) & (rows < operands.end)
         stats = stats_at(operands, g, place, walk)
-        if tile.block_mask.bits is not None:  # none of a row's keys may be in it
+        if tile.block_mask.bits is not None:  # it may exclude all keys of a row
             attended &= attending(row_sums(load_sums(stats[0], attended, bias), bias))
         qdo = load_pair(operands.pair, place, g, attended[:, None], QK_DIM, V_DIM)
         checked = checked_rows(operands, first_row, BLOCK_M)
@@ -254,9 +254,9 @@ def backward_dkdv(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one key/value head; its group's query heads are summed in registers.
-    `dbias` (B, H, Sq, Skv), of a bias of that shape and the query's dtype; None in other
-    kernels."""
+    """dK and dV of a tile of keys of one key/value head, summed over the group's query heads in
+    registers. `dbias` (B, H, Sq, Skv) is the gradient of a bias of that shape, in the query's
+    dtype; None in other kernels."""
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = tile_of_program(
         kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, kv_heads, BLOCK_N
@@ -312,7 +312,7 @@ def backward_dkdv(
     )  # fmt: skip
 
     if dbias is not None:
-        begin = tl.minimum(start, q_len)  # past all rows if none attends any of the keys
+        begin = tl.minimum(start, q_len)  # q_len if no row attends to the keys
         for g in tl.range(0, group, num_stages=1):
             clear_pairs(pairs, first_head + g, 0, begin)
             clear_pairs(pairs, first_head + g, begin + steps * BLOCK_M, q_len)
@@ -325,16 +325,16 @@ def backward_dkdv(
             QK_DIM, V_DIM, BLOCK_M, STAGES, FLOAT32_PRODUCTS,
         )  # fmt: skip
     else:
-        # heads with block masks of their own one after the other, else all in one loop
-        alone = block_mask_heads > 1
-        members = tl.where(alone, 1, group)
-        for turn in tl.range(0, tl.where(alone, group, 1)):
-            own_walk = steps_of(
+        # heads with separate block masks one after the other, otherwise all in one loop
+        per_head = block_mask_heads > 1
+        members = tl.where(per_head, 1, group)
+        for turn in tl.range(0, tl.where(per_head, group, 1)):
+            head_walk = steps_of(
                 start, steps, full_begin, full_end, block_masks, mask_b, first_head + turn, nth,
                 tiles, row_blocks, BLOCK_M,
             )  # fmt: skip
             grads = over_rows(
-                grads, kv, tile, own_walk, operands, scoring, turn, members,
+                grads, kv, tile, head_walk, operands, scoring, turn, members,
                 QK_DIM, V_DIM, BLOCK_M, STAGES, FLOAT32_PRODUCTS,
             )  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Backward attention over row ranges, for every GPU that Triton serves: the gradient of an array
-that is added to the logits (bias.py). bwd.py has the formulas:
+"""Backward attention over row ranges, for every GPU that Triton supports: the gradient of a bias
+array (bias.py). bwd.py has the formulas:
 
-    dbias = dlogit, summed over the axes that the array has as 1
+    dbias = dlogit, summed over the broadcast axes of the array
 
-A program owns a tile of the array and goes through all batch rows, heads and, where one row serves
-all, rows that read it, in one order: nothing is added in memory, and the bits are the same every
-run. Scores are made a third time, since neither other kernel meets all that a tile serves.
+A program owns a tile of the array and loops over the batch rows, heads and tiles of rows that read
+it, in a fixed order: there are no atomics, and results are bitwise reproducible. Scores are
+computed a third time, because no program of the other kernels visits all of these rows.
 """
 
 import triton
@@ -29,7 +29,7 @@ def backward_dbias(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows that attend nothing, by their range or by lse -inf, add nothing."""
+    """Rows that attend to nothing (an empty range, or a logsumexp of -inf) contribute nothing."""
     group = heads // kv_heads
     has_batch, has_heads, has_rows = bias_axes & 1, bias_axes & 2, bias_axes & 4
     row_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -44,7 +44,7 @@ def backward_dbias(
     own_head = rest % own_heads
     own_batch = rest // own_heads
 
-    # how many of each read this tile
+    # the numbers of batch rows, heads and tiles of rows that read this tile
     batches = tl.where(has_batch != 0, 1, batch)
     members = tl.where(has_heads != 0, 1, heads)
     tiles = tl.where(has_rows != 0, 1, row_tiles)
@@ -68,8 +68,8 @@ def backward_dbias(
             q_blocks, mask_b, row, q_len, BLOCK_M
         )
         if (start < first_key + BLOCK_N) & (end > first_key):
-            # Nothing here is summed over rows or keys: what is read of those that attend nothing
-            # ends with them. So no load waits for another to say which.
+            # No product here sums over rows or keys, so garbage in rows and keys outside the mask
+            # stays there until the final select. Loads therefore do not wait for the row ranges.
             rows = row + local_rows
             real = rows < q_len
             mask_row = mask_b.to(tl.int64) * q_len
@@ -102,7 +102,7 @@ def backward_dbias(
             terms = Terms(distances_of(scoring.positions, keys), added)
             _capped, x = logits(x, terms, scoring)
             p = probabilities(x, sums, 1)
-            if bias_kind is not None:  # later: float32 would spill
+            if bias_kind is not None:  # loaded late, since float32 would spill registers
                 v_ptr = row_pointers(value, kv_first, kv_heads, v_dims, v_dim, V_DIM, BLOCK_N)
                 v = load_rows(v_ptr, present[:, None], v_dim, V_DIM)
             dp = dot(do, tl.trans(v), None, FLOAT32_PRODUCTS)
@@ -117,17 +117,17 @@ def backward_dbias(
             acc += tl.where(inside, p * (dp - dlt[:, None]), 0.0)
 
     own = (own_batch.to(tl.int64) * own_heads + own_head) * tl.where(has_rows != 0, q_len, 1)
-    if bias_kind is None:  # the compiler sees that rows begin at 16 bytes
+    if bias_kind is None:  # the compiler sees that rows are 16-byte aligned
         kv_len = kv_len // 8 * 8
         present = keys < kv_len
     if has_rows != 0:
         rows = own_tile * BLOCK_M + local_rows
         offset = (own + rows.to(tl.int64))[:, None] * kv_len + keys[None, :]
-        there = (rows < q_len)[:, None] & present[None, :]
+        in_bounds = (rows < q_len)[:, None] & present[None, :]
         if bias_kind is not None and bias_kind == FLOAT32:
-            tl.store(as_float32(dbias) + offset, acc, mask=there)
+            tl.store(as_float32(dbias) + offset, acc, mask=in_bounds)
         else:
-            tl.store(dbias + offset, acc.to(dbias.dtype.element_ty), mask=there)
+            tl.store(dbias + offset, acc.to(dbias.dtype.element_ty), mask=in_bounds)
     else:
         total = tl.sum(acc, 0)
         columns_of = own * kv_len + keys

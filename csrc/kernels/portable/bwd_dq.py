@@ -1,10 +1,10 @@
-"""Backward attention over row ranges, for every GPU that Triton serves: dQ, and of every row its
-part of the gradients of what changes scores. bwd.py has the formulas.
+"""Backward attention over row ranges, for every GPU that Triton supports: dQ, and each row's part
+of the gradients of scale and slopes. bwd.py has the formulas.
 
-    dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|)    of every row: `score_grads`
+    dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|)    per row, in `score_grads`
 
-One function is the plain kernel and the fallback one, as in fwd.py. Rows of which the forward says
-that they attend nothing (lse -inf) are not read.
+As in fwd.py, plain and fallback kernels are compiled from one function. Rows with a logsumexp of
+-inf, which attend to nothing, are not read.
 """
 
 import triton
@@ -28,7 +28,8 @@ from portable.steps import pair_of, pointers_of
 
 @triton.jit
 def dq_step(grads, operands, kv, tile, scoring, first_key, inside, FLOAT32_PRODUCTS: tl.constexpr):
-    """One block of keys, as in fwd.py. `grads`: dQ and, of every row, those of scale and slope."""
+    """One block of keys, as in fwd.py. `grads` are dQ and each row's part of the gradients of scale
+    and slope."""
     dq, dscale, dslope = grads
     q, do, sums, delta, has_score_grads = operands
     k, v = kv
@@ -69,7 +70,7 @@ def backward_dq(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """`score_grads` (B, H, 2, Sq): every row's part of the gradients of scale and slope."""
+    """`score_grads` (B, H, 2, Sq): each row's part of the gradients of scale and slope."""
     group = heads // kv_heads
     block_masks = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -87,10 +88,10 @@ def backward_dq(
     attended = tile.hi > tile.lo
     stat = (b.to(tl.int64) * heads + head) * q_len + tile.rows
     sums = row_sums(load_sums(pointer_to_sums(lse, bias) + stat, attended, bias), bias)
-    if block_mask is not None:  # none of a row's keys may be in it
+    if block_mask is not None:  # it may exclude all keys of a row
         attended = attending(sums)
     segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
-    # rows that attend nothing are not read: zeros keep them finite in the mask-free loop
+    # rows that attend to nothing are not read; zeros keep them finite in the mask-free loop
     q = load_rows(tile_pointers(query, tile, qk_dim, QK_DIM), attended[:, None], qk_dim, QK_DIM)
     do = load_rows(tile_pointers(dout, tile, v_dim, V_DIM), attended[:, None], v_dim, V_DIM)
     deltas = tl.load(delta + stat, mask=attended, other=0.0)
@@ -112,8 +113,8 @@ def backward_dq(
 
     result = tl.where(attended[:, None], acc * scoring.scale, 0.0)
     dq_rows = tile_pointers(dq, tile, qk_dim, QK_DIM)
-    store_rows(dq_rows, result.to(dq.dtype.element_ty), tile.there[:, None], qk_dim, QK_DIM)
+    store_rows(dq_rows, result.to(dq.dtype.element_ty), tile.valid[:, None], qk_dim, QK_DIM)
     if score_grads is not None and has_score_grads != 0:
         parts = score_grads + (b.to(tl.int64) * heads + head) * (2 * q_len)
-        tl.store(parts + tile.rows, tl.where(attended, dscale, 0.0), mask=tile.there)
-        tl.store(parts + q_len + tile.rows, tl.where(attended, dslope, 0.0), mask=tile.there)
+        tl.store(parts + tile.rows, tl.where(attended, dscale, 0.0), mask=tile.valid)
+        tl.store(parts + q_len + tile.rows, tl.where(attended, dslope, 0.0), mask=tile.valid)

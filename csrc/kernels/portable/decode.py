@@ -1,30 +1,29 @@
-"""Attention of a few new rows over a long cache of keys and values: the keys are split, the parts
-merged.
+"""Decoding: attention of a few new rows over a long key/value cache, split over keys and merged.
 
 `decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in
-Flash-Decoding, pytorch.org/blog/ flash-decoding): a program takes one key/value head of one
-sequence, a tile of the rows of its group (rows of one query token are beside each other), and a
-share of the keys that those rows attend. It leaves the normalised float32 sum of the values and the
-share's log-sum-exp, base 2. A share without keys leaves -inf and its values are never read. Every
-sequence has `splits` equal shares or, where `shares` is not 0, as many as its length needs: every
-program works out from the ranges which of whose it is. Keys that all rows of the tile attend come
-first, without a mask. `decode_combine` merges the shares of a row, adds the sink to the sum and
-writes the results.
+Flash-Decoding, pytorch.org/blog/flash-decoding): a program processes one key/value head of one
+sequence, a tile of the rows of its group (rows of one query token are adjacent), and a share of the
+keys that those rows attend to. It writes the normalised float32 output and the base-2 logsumexp of
+its share. A share without keys writes -inf, and its values are never read. Each sequence has
+`splits` equal shares or, if `shares` is not 0, a number that depends on its length: every program
+then derives its sequence and share from the row ranges. Keys that all rows of the tile attend to
+come first, without a mask. `decode_combine` merges the shares of a row, adds the sink to the
+denominator and writes the results.
 
-A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first.
-Head dims are known at run time only, in eighths, which tells the compiler that rows begin at
-multiples of 16 bytes; the tile's columns behind them are not read. A row whose range ends behind
-the cache, or meets a page that is not there, is NaN.
+A cache is contiguous, (batch, kv_len, ...) with page_size 0, or consists of pages listed in
+`block_table`. Head dims are run-time arguments in units of 8, which tells the compiler that rows
+are 16-byte aligned; the tile's columns past the head dim are not read. A row is NaN if its range
+ends past the cache or includes a missing page.
 
-Keys and values in float8_e4m3fn (`decode_fp8`, `decode_tall_fp8`, and of pages
-`decode_fp8_pages`, `decode_tall_fp8_pages`) are pairs of elements, which
-become two tiles of float16 in registers (fp8.py): the even columns and the odd ones. The query and
-the sums have the same two parts; other dtypes have one. Scales are (scale_rows, kv_heads): of all
-keys, of a sequence or, of pages, of each page. Those of a sequence multiply its scores and its
-sums. Those of pages multiply every key's score and probability.
+Keys and values in float8_e4m3fn (`decode_fp8` and `decode_tall_fp8`; with pages, `decode_fp8_pages`
+and `decode_tall_fp8_pages`) are loaded as pairs of elements, which become two float16 tiles in
+registers (fp8.py): the even and the odd columns. The query and the accumulators have the same two
+parts; with other dtypes there is one part. Scales are (scale_rows, kv_heads): one row for all keys,
+one per sequence or, with pages, one per page. Scales of sequences multiply scores and outputs.
+Scales of pages multiply the score and the probability of each key.
 
-With V_PARTS above 1, values and their sums are so many tiles of neighbouring columns, each no wider
-than BLOCK_M: then Triton gives each warp rows of its own, and not columns of all rows.
+With V_PARTS above 1, values and accumulators are split into V_PARTS tiles of adjacent columns, each
+no wider than BLOCK_M: Triton then assigns rows to each warp, instead of columns of all rows.
 """
 
 from typing import NamedTuple
@@ -36,54 +35,54 @@ from portable.fp8 import pairs_to_float16, rows_to_float16, unit_of_bytes
 from portable.kv_ranges import EMPTY_MIN, columns
 
 LN2 = tl.constexpr(0.6931471805599453)
-ENTRIES = tl.constexpr(128)  # of a block table, at once
-SEQUENCES = tl.constexpr(64)  # that shares are dealt to, at most: csrc/ffi/decode.cc
-ROWS = tl.constexpr(16)  # new rows of a sequence, at most
-LEAST = tl.constexpr(128)  # keys of a share: below, a program costs more than its keys
-TINY = tl.constexpr(2.0**-100)  # what no sum of values that matters is below
+ENTRIES = tl.constexpr(128)  # block table entries checked at once
+SEQUENCES = tl.constexpr(64)  # maximum batch size of `deal`: csrc/ffi/decode.cc
+ROWS = tl.constexpr(16)  # maximum q_len of `deal`
+LEAST = tl.constexpr(128)  # minimum keys per share: with fewer, a program costs more than its keys
+TINY = tl.constexpr(2.0**-100)  # lower bound of `top`; smaller weights do not matter
 
 
 @triton.jit
-def load_columns(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that
-    are not `there` (None: all are)."""
+def load_columns(pointers, valid, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)) of rows with `dim` columns. Columns past `dim`, and rows whose
+    mask `valid` is False (None: no mask), are 0."""
     real = columns(DIM)[None, :] < dim
-    if there is not None:
-        real = there[:, None] & real
+    if valid is not None:
+        real = valid[:, None] & real
     return tl.load(pointers, mask=real, other=0.0)
 
 
 @triton.jit
-def load_scales(pointers, there):
-    """0 where none is `there` (None: all are)."""
-    if there is None:
+def load_scales(pointers, valid):
+    """The scales, 0 where the mask `valid` is False (None: no mask)."""
+    if valid is None:
         scales = tl.load(pointers)
     else:
-        scales = tl.load(pointers, mask=there, other=0.0)
+        scales = tl.load(pointers, mask=valid, other=0.0)
     return scales
 
 
 @triton.jit
-def attended(kv_start, kv_end, at, there, kv_len):
-    """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine
-    makes NaN of it."""
-    lo = tl.maximum(tl.load(kv_start + at, mask=there, other=0), 0)
-    hi = tl.load(kv_end + at, mask=there, other=0)
+def attended(kv_start, kv_end, at, valid, kv_len):
+    """The key ranges [lo, hi) of the rows at offsets `at`. A range that ends past the cache becomes
+    empty, and decode_combine sets its row to NaN."""
+    lo = tl.maximum(tl.load(kv_start + at, mask=valid, other=0), 0)
+    hi = tl.load(kv_end + at, mask=valid, other=0)
     return lo, tl.where(hi <= kv_len, hi, 0)
 
 
 @triton.jit
 def deal(kv_start, kv_end, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
-    """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence
-    has.
+    """The sequence and the share with the global index `place`, and the number of shares of that
+    sequence.
 
-    All have about the same length, which makes them at most `shares` + batch: at least one of a
-    sequence, at most `splits`. Places behind the last share get sequence `batch`.
+    Shares have about the same length. A sequence has at least one and at most `splits` of them, so
+    there are at most `shares` + batch. For indices past the last share, the sequence is `batch`.
     """
     sequences = tl.arange(0, SEQUENCES)
     rows = tl.arange(0, ROWS)[None, :]
-    there = (sequences < batch)[:, None] & (rows < q_len)
-    lo, hi = attended(kv_start, kv_end, sequences[:, None] * q_len + rows, there, kv_len)
+    valid = (sequences < batch)[:, None] & (rows < q_len)
+    lo, hi = attended(kv_start, kv_end, sequences[:, None] * q_len + rows, valid, kv_len)
     start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 1)
     end = tl.max(tl.where(lo < hi, hi, 0), 1)
     steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
@@ -100,21 +99,21 @@ def deal(kv_start, kv_end, place, batch, q_len, kv_len, shares, splits, STEP: tl
 
 @triton.jit
 def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
-    """The split's part [begin, stop) of the keys [start, end), in whole steps from `start` but for
-    the last."""
+    """Share number `split` of the keys [start, end), as a range [begin, stop). It consists of whole
+    steps counted from `start`, except that the last step stops at `end`."""
     steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
     part = tl.cdiv(steps, splits)
     begin = tl.minimum(split * part, steps)
     stop = tl.minimum(begin + part, steps)
-    # in two steps, since start + stop * STEP may reach over 2^31 where there is no key at all
+    # the length first: start + stop * STEP may exceed 2^31 if there are no keys
     length = tl.minimum(stop * STEP, tl.maximum(end - start, 0)) - begin * STEP
     begin = start + begin * STEP
     return begin, begin + length
 
 
 @triton.jit
-def pages_there(block_table, begin, stop, pages, page_size):
-    """Whether all pages of the keys [begin, stop) are there."""
+def pages_valid(block_table, begin, stop, pages, page_size):
+    """Whether all pages of the keys [begin, stop) exist."""
     entries = tl.arange(0, ENTRIES)
     lost = tl.zeros([ENTRIES], tl.int32)
     last = tl.cdiv(stop, page_size)
@@ -126,14 +125,14 @@ def pages_there(block_table, begin, stop, pages, page_size):
 
 @triton.constexpr_function
 def parts_of(native_fp8):
-    """How many parts a tile of the cache is cut into."""
+    """The number of parts of a tile of the cache: two for FP8, even and odd columns."""
     return 1 if native_fp8 is None else 2
 
 
 class Cache(NamedTuple):
-    """One head of a sequence in the cache, or in pages. Key j is row first_row + j, or in the page
-    that `block_table` says; `pages` are there in all.
-    In FP8, keys and values are pairs, which their dims count."""
+    """One key/value head of a sequence's cache. Key j is row first_row + j or, with pages, a row of
+    the page given by `block_table`; there are `pages` pages in total. With FP8, qk_dim and v_dim
+    count pairs of elements."""
 
     key: tl.tensor
     value: tl.tensor
@@ -145,9 +144,9 @@ class Cache(NamedTuple):
     kv_heads: tl.tensor
     qk_dim: tl.tensor
     v_dim: tl.tensor
-    key_scale: tl.tensor  # of this head, in page 0; None if the cache is not in FP8
+    key_scale: tl.tensor  # this head's, of page 0; None if the cache is not in FP8
     value_scale: tl.tensor
-    scale_stride: tl.tensor  # from a page's scale to the next; 0: all have one
+    scale_stride: tl.tensor  # from one page's scale to the next; 0: all pages share one
 
 
 @triton.jit
@@ -157,16 +156,15 @@ def attend(
     FLOAT32_PRODUCTS: tl.constexpr, NATIVE: tl.constexpr, V_PARTS: tl.constexpr,
     PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, stop), but for `skipped` of them at `skip`. Not MASKED: whole steps of keys
-    that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
-    and no scale near 0 or below.
+    """Processes the keys [begin, stop), except `skipped` keys from `skip` on. Without MASKED, these
+    must be whole steps of keys that all rows attend to, in existing pages, and the first keys that
+    the rows process; there must be no soft cap, and no scale that is negative or near 0.
 
-    `q` and `acc` are tuples of a tile's parts. `scale` is one number, or one of each row for a
-    cache in FP8 (NATIVE is not None). With scales of keys, `acc` is divided by `top`, a row's
-    largest weight so far: float16 holds no weight below 2^-24."""
-    DEPTH: tl.constexpr = (
-        2 * STAGES - 1 if PAGED else STAGES
-    )  # half of them fetch entries of the block table ahead of their rows
+    `q` and `acc` are tuples of a tile's parts. `scale` is one number, or one per row for a cache in
+    FP8 (NATIVE is not None). With scales of pages, `acc` is divided by `top`, the row's largest
+    weight so far, because float16 cannot represent weights below 2^-24."""
+    # with pages, half of the stages fetch block table entries ahead of the rows
+    DEPTH: tl.constexpr = 2 * STAGES - 1 if PAGED else STAGES
     BY_KEY: tl.constexpr = NATIVE is not None and PAGED
     PARTS: tl.constexpr = parts_of(NATIVE)
     scale2 = scale * LOG2E
@@ -218,33 +216,33 @@ def attend(
             s *= load_scales(cache.key_scale + of_page, readable)[None, :]
         if MASKED:
             s = s * of_scores
-            # selected and not branched around: ptxas serialises wgmma around a branch
+            # a select instead of a branch: ptxas serialises wgmma around a branch
             s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
             if PAGED:
                 s = tl.where(readable[None, :], s, float("nan"))
             inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
             s = tl.where(inside, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
-        # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
+        # for a row without a key so far, 2^(-inf - 0) = 0 and not NaN
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         if MASKED:
             p = tl.exp2(s - base[:, None])
             alpha = tl.exp2(m - base)
         else:
-            # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding,
-            # and overflow behind 2^31
+            # m is in units of s here. With a scaled m, the fused s * scale2 - m would contain the
+            # rounding error of m, and the power would overflow for m beyond 2^31.
             exponents = (s - base[:, None]) * of_scores
-            if BY_KEY:  # here, too, the largest is a rounded product
+            if BY_KEY:  # the maximum is a rounded product, so differences may exceed 0
                 exponents = tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)
             p = tl.exp2(exponents)
             alpha = tl.exp2((m - base) * scale2)
         l = l * alpha + tl.sum(p, 1)
         if BY_KEY:
             p *= load_scales(cache.value_scale + of_page, readable)[None, :]
-            fading = top * alpha
-            top = tl.maximum(tl.maximum(fading, tl.max(tl.abs(p), 1)), TINY)
+            old_top = top * alpha
+            top = tl.maximum(tl.maximum(old_top, tl.max(tl.abs(p), 1)), TINY)
             p *= (1.0 / top)[:, None]
-            alpha = fading / top
+            alpha = old_top / top
         sums = ()
         for i in tl.static_range(len(v)):
             part = dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None], FLOAT32_PRODUCTS)
@@ -265,11 +263,12 @@ def share(
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program of `decode`. Programs that run together read neighbouring heads' keys."""
+    """One program of `decode`. Programs that run at the same time read the keys of neighbouring
+    heads."""
     group = heads // kv_heads
     FP8: tl.constexpr = NATIVE_FP8 is not None
     PARTS: tl.constexpr = parts_of(NATIVE_FP8)
-    if FP8:  # multiples of 16, for whole 16 bytes
+    if FP8:  # head dims are multiples of 16, so that rows are 16-byte aligned
         qk_part = qk_eighths // 2 * 8
         v_part = v_eighths // 2 * 8
     else:
@@ -293,29 +292,28 @@ def share(
         return
 
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = member < q_len * group
+    valid = member < q_len * group
     token = member // group
     bounds = b.to(tl.int64) * q_len + token
-    lo, hi = attended(kv_start, kv_end, bounds, there, kv_len)
+    lo, hi = attended(kv_start, kv_end, bounds, valid, kv_len)
     some = lo < hi
     start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
     end = tl.max(tl.where(some, hi, 0), 0)
     begin, stop = share_of_keys(start, end, split, parts, BLOCK_N)
 
-    # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of
-    # `partial`
+    # rows of the query are (batch, q_len, heads); `sums` and `partial` have these rows per split
     row = bounds * heads + kv_head * group + member % group
     rows = batch.to(tl.int64) * q_len * heads
     left = split * rows + row
     nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if split == parts - 1:  # for the shares that this sequence has not
+    if split == parts - 1:  # for the splits that this sequence does not use
         for other in tl.range(parts, splits):
-            tl.store(sums + other * rows + row, nothing, mask=there)
+            tl.store(sums + other * rows + row, nothing, mask=valid)
     if begin >= stop:
-        tl.store(sums + left, nothing, mask=there)
+        tl.store(sums + left, nothing, mask=valid)
     else:
         q_ptr = query + row[:, None] * qk_dim + PARTS * columns(QK_DIM // PARTS)[None, :]
-        # column of part i: PARTS * c + i, or c + i * V_COLUMNS
+        # column c of part i is column PARTS * c + i of the cache, or c + i * V_COLUMNS
         V_COLUMNS: tl.constexpr = V_DIM // V_PARTS // PARTS
         v_dims = PARTS * columns(V_COLUMNS)
         PART_STEP: tl.constexpr = V_COLUMNS if V_PARTS > 1 else 1
@@ -349,10 +347,10 @@ def share(
         full_keys = tl.maximum(tl.minimum(full_hi, stop) - full_begin, 0)
         full_end = full_begin + full_keys // BLOCK_N * BLOCK_N
         if FP8:
-            full_end = tl.where((soft_cap > 0) | ~(scale > 0), full_begin, full_end)  # or NaN
-        else:  # of smaller scales, differences of scores may overflow before they are scaled
+            full_end = tl.where((soft_cap > 0) | ~(scale > 0), full_begin, full_end)  # NaN, too
+        else:  # with smaller scales, differences of scores may overflow before they are scaled
             full_end = tl.where((soft_cap > 0) | (scale < 1e-30), full_begin, full_end)
-        if FLOAT32_PRODUCTS:  # two loops of these products would not fit in registers
+        if FLOAT32_PRODUCTS:  # two loops with float32 products would not fit in registers
             full_end = full_begin
         paged = page_size > 0 if PAGED is None else PAGED
         if paged:
@@ -365,7 +363,7 @@ def share(
             if FP8:
                 top = tl.full([BLOCK_M], TINY, tl.float32)
             if not FLOAT32_PRODUCTS:
-                if not pages_there(table, full_begin, full_end, pages, page_size):
+                if not pages_valid(table, full_begin, full_end, pages, page_size):
                     full_end = full_begin
                 acc, m, l, top = attend(
                     acc, m, l, top, q, cache, lo, hi, full_begin, full_end, full_begin, 0, of_rows,
@@ -395,19 +393,20 @@ def share(
                 of_rows, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8,
                 V_PARTS, False, True,
             )  # fmt: skip
-        met = some & (l != 0.0)  # a NaN is met: it must reach the result
+        has_keys = some & (l != 0.0)  # True for NaN, so that it reaches the result
         for i in tl.static_range(len(acc)):
-            result = acc[i] / tl.where(met, l, 1.0)[:, None]
+            result = acc[i] / tl.where(has_keys, l, 1.0)[:, None]
             if FP8:
                 result *= of_sums
             column = v_dims + i * PART_STEP
-            inside = column < v_dim if V_PARTS > 1 else v_dims < v_dim  # of pairs: fewer registers
+            # v_dim is even with FP8: one comparison serves a pair, in fewer registers
+            inside = column < v_dim if V_PARTS > 1 else v_dims < v_dim
             tl.store(
                 partial + left[:, None] * v_dim + column[None, :],
                 result,
-                mask=there[:, None] & inside[None, :],
+                mask=valid[:, None] & inside[None, :],
             )
-        tl.store(sums + left, tl.where(met, m + tl.log2(l), float("-inf")), mask=there)
+        tl.store(sums + left, tl.where(has_keys, m + tl.log2(l), float("-inf")), mask=valid)
 
 
 @triton.jit
@@ -436,7 +435,7 @@ def decode_tall(
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for groups of more rows than a tile of `decode` has: another row of the table."""
+    """`decode` for groups with more rows than its tile. It has a separate row in the table."""
     share(
         query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
         scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
@@ -451,9 +450,9 @@ def decode_combine(
     heads, v_eighths, splits,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One row (batch, q_len, heads): at most SPLITS shares, STEP at once."""
+    """Merges the shares of one row of (batch, q_len, heads): at most SPLITS, STEP at a time."""
     v_dim = v_eighths * 8
-    rows = batch.to(tl.int64) * q_len * heads  # of one split
+    rows = batch.to(tl.int64) * q_len * heads  # per split
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
     bounds = row // heads
@@ -465,13 +464,13 @@ def decode_combine(
     every = tl.arange(0, SPLITS)
     parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))
     row_max = tl.max(parts, 0)
-    met = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # NaN included
+    has_keys = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # True for NaN
     sink = float("-inf")
     if has_sinks != 0:
         sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
     row_max = tl.maximum(row_max, sink)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    # a sink of +inf takes everything: inf - inf would be NaN
+    # a sink of +inf takes all the weight; inf - inf would be NaN
     total = tl.sum(tl.exp2(parts - base), 0) + tl.where(sink == base, 1.0, tl.exp2(sink - base))
 
     v_dims = columns(V_DIM)
@@ -486,8 +485,8 @@ def decode_combine(
             other=0.0,
         )
         acc += tl.sum(values * tl.exp2(part - base)[:, None], 0)
-    result = tl.where(met, acc / tl.where(met, total, 1.0), 0.0)
-    logsumexp = tl.where(met, (base + tl.log2(total)) * LN2, float("-inf"))
+    result = tl.where(has_keys, acc / tl.where(has_keys, total, 1.0), 0.0)
+    logsumexp = tl.where(has_keys, (base + tl.log2(total)) * LN2, float("-inf"))
     beyond = (lo < hi) & (hi > kv_len)
     result = tl.where(beyond, float("nan"), result)
     logsumexp = tl.where(beyond, float("nan"), logsumexp)

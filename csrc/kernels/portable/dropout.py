@@ -1,11 +1,11 @@
-"""Dropout of the softmax's probabilities, by counters: nothing is stored, and every kernel that
-asks for an element's bits makes the same ones.
+"""Dropout of softmax probabilities with a counter-based generator: no mask is stored, and all
+kernels generate the same bits for an element.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of the counter
-(key // 4, row, head, batch row) and the caller's two words gives four words: those of four
-neighbouring keys. An element is kept where its word is `threshold` or more. Rows, heads and batch
-rows are numbered by the caller, so that they are the same however a mesh divides them; the keys of
-a kernel are all keys, in order.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) maps the counter
+(key // 4, row, head, batch row) and two words of the caller's random key to four words, one for
+each of four neighbouring keys. An element is kept if its word is at least `threshold`. The caller
+numbers rows, heads and batch rows, so that the bits do not depend on the sharding. Keys are
+numbered by their index in the kernel, which has all keys in order.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """`streams`: (batch, heads, 4) words: two of the random key, the batch row, the head. `rows`:
-    the numbers of the batch row's rows. `threshold` (a uint32 in an int32) is 0 where nothing is
-    dropped, None in kernels that never drop."""
+    """The dropout of a batch row. `streams` has four words per head: two of the random key, the
+    number of the batch row and that of the head. `rows` are the numbers of the rows. `threshold` (a
+    uint32 in an int32) is 0 in calls without dropout, and None in kernels without it."""
 
     streams: tl.tensor
     rows: tl.tensor
@@ -28,19 +28,19 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def dropout_of(streams, row_numbers, threshold, rows_batch, inverse_keep, b, heads, q_len):
-    """That of a batch row."""
+    """The dropout of batch row `b`."""
     if threshold is None:
-        made = Dropout(None, None, None, None, None)
+        result = Dropout(None, None, None, None, None)
     else:
         first = streams + b.to(tl.int64) * heads * 4
         rows = row_numbers + tl.where(rows_batch > 1, b, 0).to(tl.int64) * q_len
-        made = Dropout(first, rows, threshold, inverse_keep, q_len)
-    return made
+        result = Dropout(first, rows, threshold, inverse_keep, q_len)
+    return result
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four words of uint32, for four counters and two keys of uint32."""
+    """Four uint32 words for a counter of four and a key of two uint32 words."""
     for _ in tl.static_range(10):
         high0 = tl.umulhi(c0, 0xD2511F53)
         low0 = c0 * 0xD2511F53
@@ -62,8 +62,8 @@ def word_of(pointer):
 
 @triton.jit
 def kept(dropout, head, rows, first_key, KEYS: tl.constexpr, ROW_AXIS: tl.constexpr):
-    """Which elements are kept, (rows, KEYS) for ROW_AXIS 0, of keys from `first_key` on, a
-    multiple of 4."""
+    """Which elements are kept: (rows, KEYS) for ROW_AXIS 0, (KEYS, rows) for ROW_AXIS 1.
+    `first_key` is a multiple of 4."""
     stream = dropout.streams + head * 4
     number = tl.load(dropout.rows + rows, mask=rows < dropout.q_len, other=0)
     row = number.to(tl.uint32, bitcast=True)[:, None]
@@ -77,17 +77,17 @@ def kept(dropout, head, rows, first_key, KEYS: tl.constexpr, ROW_AXIS: tl.conste
     least = dropout.threshold.to(tl.uint32, bitcast=True)
     even = tl.join((w0 >= least).to(tl.int8), (w2 >= least).to(tl.int8))
     odd = tl.join((w1 >= least).to(tl.int8), (w3 >= least).to(tl.int8))
-    found = tl.reshape(tl.join(even, odd), [rows.shape[0], KEYS]) != 0
+    keep = tl.reshape(tl.join(even, odd), [rows.shape[0], KEYS]) != 0
     if ROW_AXIS == 1:
-        found = tl.trans(found)
-    return found
+        keep = tl.trans(keep)
+    return keep
 
 
 @triton.jit
 def negative_where_dropped(
     p, dropout, head, rows, first_key, KEYS: tl.constexpr, ROW_AXIS: tl.constexpr
 ):
-    """Probabilities, those that are dropped with a sign; a 0 may have either."""
+    """The probabilities, negated where they are dropped. The sign of a 0 has no meaning."""
     if dropout.threshold != 0:
         p = tl.where(kept(dropout, head, rows, first_key, KEYS, ROW_AXIS), p, -p)
     return p
@@ -95,7 +95,7 @@ def negative_where_dropped(
 
 @triton.jit
 def drop(x, dropout, head, rows, first_key, KEYS: tl.constexpr, ROW_AXIS: tl.constexpr):
-    """x where it is kept, else 0; not divided by the share of what is kept."""
+    """x where it is kept, otherwise 0. The caller divides by the keep probability."""
     if dropout.threshold is not None and dropout.threshold != 0:
         x = tl.where(kept(dropout, head, rows, first_key, KEYS, ROW_AXIS), x, 0.0)
     return x

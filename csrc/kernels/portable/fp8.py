@@ -1,18 +1,18 @@
-"""float8_e4m3fn in a kernel, as float16: its bytes exactly, rows of a query times powers of two.
+"""Conversion of float8_e4m3fn keys and values, and of the query, to float16 for FP8 decoding.
 
-All products are of float16, whatever the query's dtype: float16 holds every float8_e4m3fn, and
-more bits of a probability than bfloat16. A row of the query is scaled so that its largest element
-fits, and the row's scores are scaled back in float32.
+All products use float16, whatever the query's dtype: float16 represents every float8_e4m3fn
+exactly, and a probability with more bits than bfloat16. Each row of the query is scaled by a power
+of two so that its largest element fits, and the row's scores are scaled back in float32.
 """
 
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(14)  # the exponent of a row's largest element, in float16
-LEAST = tl.constexpr(15)  # exponents of rows, in float32's bits, at least
+LARGEST = tl.constexpr(14)  # exponent of a row's largest element after scaling
+LEAST = tl.constexpr(15)  # minimum biased float32 exponent of a row
 
-# Two pairs of bytes to two pairs of float16: the first bytes of both, and the second ones. From
-# compute capability 8.9 on the GPU converts:
+# Both versions convert two pairs of bytes to two pairs of float16: the first bytes of both pairs,
+# and the second bytes. From compute capability 8.9 on there is an instruction:
 NATIVE = tl.constexpr(
     """{
     .reg .b32 x;
@@ -23,9 +23,9 @@ NATIVE = tl.constexpr(
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
 )
-# Otherwise exponent and fraction move to their places in float16, whose exponents have a bias of 15
-# and not 7: the number / 256, of subnormal ones, too. NaN, the largest magnitude, needs one bit
-# more.
+# Otherwise exponent and fraction are shifted to their positions in float16. Its exponent bias is 15
+# instead of 7, so the result is the number / 256, also for subnormal numbers. NaN, the largest
+# magnitude, needs one more bit set.
 BITS = tl.constexpr(
     """{
     .reg .b32 x, y, t, n;
@@ -52,17 +52,17 @@ BITS = tl.constexpr(
 
 @triton.jit
 def unit_of_bytes(IS_NATIVE: tl.constexpr):
-    """What `pairs_to_float16` divides by."""
+    """The factor by which `pairs_to_float16` divides."""
     return 1.0 if IS_NATIVE else 256.0
 
 
 @triton.jit
 def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
-    """Two tiles of float16, divided by `unit_of_bytes`: the first bytes of all pairs, and the
-    second ones.
+    """Two float16 tiles, divided by `unit_of_bytes`: the first bytes of all pairs, and the second
+    bytes.
 
-    Pairs are as wide as float16, so their tile has the layout of a product's operand as it comes
-    from shared memory. One tile of float16 would have to pass through shared memory again.
+    A pair is as wide as a float16, so a tile of pairs is loaded from shared memory directly in the
+    operand layout of a product. A single float16 tile would go through shared memory again.
     """
     ASM: tl.constexpr = NATIVE if IS_NATIVE else BITS
     return tl.inline_asm_elementwise(
@@ -72,7 +72,7 @@ def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
 
 @triton.jit
 def to_float32(bits, bfloat16):
-    """Bits of bfloat16 (`bfloat16` not 0) or float16."""
+    """float32 from the bits of bfloat16 (if `bfloat16` is not 0) or float16."""
     return tl.where(
         bfloat16 != 0,
         (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),
@@ -82,9 +82,10 @@ def to_float32(bits, bfloat16):
 
 @triton.jit
 def rows_to_float16(bits, bfloat16):
-    """Rows in two tiles of bits, as float16; and the power of two that each row was divided by.
+    """Rows of the query, given as two tiles of bits, in float16, and the power of two by which each
+    row was divided.
 
-    What is lost of an element is below 2^-38 of the row's largest.
+    The rounding error of an element is below 2^-38 of the row's largest element.
     """
     even = to_float32(bits[0], bfloat16)
     odd = to_float32(bits[1], bfloat16)

@@ -1,18 +1,18 @@
-"""Forward attention over row ranges, for every GPU that Triton serves.
+"""Forward attention over row ranges, for every GPU that Triton supports.
 
 Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the logits in
-base 2 (with a bias array in base e: row_sums.py),
+base 2 (in base e with a bias array: row_sums.py),
     p = 2^(logit - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,
     alpha = 2^(m_old - m_new)
 The order of the key blocks does not matter, so partial blocks come first and one mask-free loop
-does the rest.
+processes the rest.
 
-One function is all forward kernels of the table. `forward` has a positive scale and nothing else
-(the caller moves a sign into the query); `forward_fallback` has all that changes scores
-(scoring.py), block masks, any head dim up to a compiled one, and `row_max`, the largest logit of
-every row, unless the pointer is null; `forward_bias` has besides a bias that is an array (bias.py)
-and dropout (dropout.py), and one loop for all blocks where its row of the table has one stage. What
-a kernel has not is None (csrc/aot/tiles_fallback.py).
+All portable forward kernels of the table are compiled from one function. `forward` supports only a
+positive scale (the caller moves a sign into the query). `forward_fallback` supports everything else
+that changes scores (scoring.py), block masks, any head dim up to the compiled one, and `row_max`,
+the largest logit of each row, unless the pointer is null. `forward_bias` also supports a bias array
+(bias.py) and dropout (dropout.py); if its row of the table has one stage, it has one loop for all
+blocks. Arguments that a kernel does not support are None (csrc/aot/tiles_fallback.py).
 """
 
 import triton
@@ -36,8 +36,8 @@ from portable.steps import pair_of, pointers_of
 
 @triton.jit
 def attend(state, q, kv, tile, scoring, first_key, inside, FLOAT32_PRODUCTS: tl.constexpr):
-    """One block of keys: kv (N, Dqk) and (N, Dv). `inside` (M, N) is the mask, None if all rows
-    attend all keys."""
+    """One block of keys, with kv (N, Dqk) and (N, Dv). `inside` (M, N) is the mask, None if all
+    rows attend to all keys."""
     m, l, acc = state
     k, v = kv
     BLOCK_M: tl.constexpr = q.shape[0]
@@ -48,7 +48,7 @@ def attend(state, q, kv, tile, scoring, first_key, inside, FLOAT32_PRODUCTS: tl.
     factor = 1.0
     if scoring.scales is not None or scoring.cap is not None or terms.distances is not None:
         _, x = logits(x, terms, scoring)
-    elif terms.bias is None:  # positive: the largest score has the largest logit
+    elif terms.bias is None:  # the factor is positive: the largest score has the largest logit
         factor = scoring.factor
     else:
         x = x * scoring.factor + terms.bias
@@ -74,8 +74,8 @@ def forward(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of query and out are `row_heads` heads apart (None: `heads`), of which this is about
-    `heads`."""
+    """Rows of query and out are `row_heads` heads apart (None: `heads`), and the kernel processes
+    `heads` of them."""
     group = heads // kv_heads
     block_masks = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -91,7 +91,7 @@ def forward(
         bias_kind, q_len, kv_len, size_of(row_heads, heads), BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
     segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len)
-    # rows that attend nothing are not read
+    # rows that attend to nothing are not read
     q_rows = tile_pointers(query, tile, qk_dim, QK_DIM)
     q = load_rows(q_rows, (tile.hi > tile.lo)[:, None], qk_dim, QK_DIM)
     kv_first = (b.to(tl.int64) * kv_len + tile.walk.origin) * kv_heads + kv_head
@@ -103,7 +103,8 @@ def forward(
         inverse_keep, b, heads, head, tile.rows, q_len, kv_len, 0,
     )  # fmt: skip
 
-    # where a row has met no key yet, the least number: -inf less that is -inf, not NaN
+    # The lowest finite number and not -inf: for a row without a key so far, -inf - m is then -inf
+    # and not NaN.
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, columns(V_DIM).shape[0]], tl.float32)
@@ -112,12 +113,12 @@ def forward(
         FLOAT32_PRODUCTS,
     )  # fmt: skip
 
-    # none of a row's keys may be in a block mask; a NaN is attended: it must reach the result
+    # a block mask may exclude all keys of a row; NaN counts as attended and reaches the result
     attended = (tile.hi > tile.lo) & (l != 0.0)
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
     if dropout_threshold is not None:
         result *= inverse_keep
     out_rows = tile_pointers(out, tile, v_dim, V_DIM)
-    store_rows(out_rows, result.to(out.dtype.element_ty), tile.there[:, None], v_dim, V_DIM)
+    store_rows(out_rows, result.to(out.dtype.element_ty), tile.valid[:, None], v_dim, V_DIM)
     stat = (b.to(tl.int64) * heads + head) * q_len
-    store_sums(lse, row_max, stat, tile.rows, tile.there, m, l, attended, bias)
+    store_sums(lse, row_max, stat, tile.rows, tile.valid, m, l, attended, bias)

@@ -1,12 +1,12 @@
-"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row
-keeps. And the columns of a tile.
+"""Row ranges in a kernel: the blocks of keys that a tile of rows visits, and the keys that a row
+attends to. Also loads and stores of tiles.
 
-The only kernel file that knows how a mask is stored (docs/internals/mask_format.md). A tile merges
-the bounds of its blocks of 64 rows; the blocks of keys it meets are numbered from `start`, those
-from `full_begin` to `full_end` are full: they need no mask.
+docs/internals/mask_format.md defines the arrays of a mask. A tile merges the bounds of its blocks
+of 64 rows. The blocks of keys that it visits are its steps, counted from key `start`. The steps
+from `full_begin` to `full_end` are full and need no mask.
 
-Arguments that belong together travel as named tuples. One that is None does not exist in the kernel
-being compiled, nor does its code.
+Arguments that belong together are passed as named tuples. A field that is None is absent from the
+kernel being compiled, together with its code.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,17 @@ import triton.language as tl
 BLOCK = tl.constexpr(64)
 TILE = tl.constexpr(128)
 EMPTY_MIN = tl.constexpr(2147483647)  # neutral for min: no row, no key
-ALTERNATE = tl.constexpr(
-    256
-)  # tiles of all heads: rows of 4096 tokens of eight heads fit a L2 cache
+# Minimum number of tiles, over all heads, in the last scheduler phase: 4096 rows of eight heads,
+# which fit in an L2 cache.
+ALTERNATE = tl.constexpr(256)
 
 
 class Segments(NamedTuple):
-    """What a row and a key are compared by beside the row's range: the mask's batch row of it.
+    """What segment-checked rows compare in addition to their ranges, for one batch row of the mask.
 
-    Behind the last limit of `q_pos` begin the lower ones, where there are any. `check`: 0 compares
-    nothing, 1 ids, 2 positions too, 3 has lower limits.
+    `q_pos` has the highest position of every row, and then, if `check` is 3, the lowest positions.
+    `check` is 0 to compare nothing, 1 for ids, 2 for ids and the highest position, and 3 for both
+    limits of the position.
     """
 
     q_ids: tl.tensor
@@ -40,53 +41,52 @@ class Segments(NamedTuple):
 
 @triton.jit
 def columns(DIM: tl.constexpr):
-    """The columns of a tile of head dim DIM: up to the next power of two, since Triton knows no
-    other sizes."""
+    """The columns of a tile of head dim DIM, padded to a power of two as Triton requires."""
     return tl.arange(0, triton.next_power_of_2(DIM))
 
 
 @triton.jit
 def size_of(size, otherwise):
-    """What is given at run time, or what a kernel knows `otherwise`."""
+    """`size`, or `otherwise` in kernels in which `size` is None."""
     if size is None:
-        found = otherwise
+        result = otherwise
     else:
-        found = size
-    return found
+        result = size
+    return result
 
 
 @triton.jit
-def load_rows(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)): 0 in columns from `dim` on (None: DIM), and in rows that are not
-    `there` (N, 1); None: all are."""
+def load_rows(pointers, valid, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)). Columns from `dim` on (None: DIM), and rows whose mask `valid`
+    (N, 1) is False (None: no mask), are 0."""
     PADDED: tl.constexpr = dim is not None or triton.next_power_of_2(DIM) != DIM
     if PADDED:
         real = columns(DIM)[None, :] < size_of(dim, DIM)
-        if there is None:
+        if valid is None:
             tile = tl.load(pointers, mask=real, other=0.0)
         else:
-            tile = tl.load(pointers, mask=there & real, other=0.0)
-    elif there is None:
+            tile = tl.load(pointers, mask=valid & real, other=0.0)
+    elif valid is None:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=there, other=0.0)
+        tile = tl.load(pointers, mask=valid, other=0.0)
     return tile
 
 
 @triton.jit
-def store_rows(pointers, tile, there, dim, DIM: tl.constexpr):
-    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM)) of `dim` columns (None:
-    DIM)."""
+def store_rows(pointers, tile, valid, dim, DIM: tl.constexpr):
+    """Stores the rows of a tile (rows, columns(DIM)) whose mask `valid` (N, 1) is True, and of
+    these `dim` columns (None: DIM)."""
     if dim is not None or triton.next_power_of_2(DIM) != DIM:
-        tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < size_of(dim, DIM)))
+        tl.store(pointers, tile, mask=valid & (columns(DIM)[None, :] < size_of(dim, DIM)))
     else:
-        tl.store(pointers, tile, mask=there)
+        tl.store(pointers, tile, mask=valid)
 
 
 @triton.jit
 def row_pointers(array, first, heads, cols, dim, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """To the columns `cols` of ROWS rows, `heads` heads apart, from the `first`-th on, counted in
-    heads."""
+    """Pointers to the columns `cols` of ROWS rows that are `heads` heads apart. The first row is at
+    the index `first`, counted in heads."""
     size = size_of(dim, DIM)
     local = tl.arange(0, ROWS)[:, None].to(tl.int64) * heads
     return array + first * size + local * size + cols[None, :]
@@ -94,8 +94,9 @@ def row_pointers(array, first, heads, cols, dim, DIM: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def scheduler_phases(tiles, heads):
-    """Where the second and the last phase begin, in tiles by work, for so many key/value heads of
-    all batch rows. The second may be empty, and of one tile the last is."""
+    """The indices, in `tiles` tiles sorted by work, at which the second and the last phase begin.
+    `heads` is the number of key/value heads of all batch rows. The second phase may be empty; with
+    a single tile, the last one is empty, too."""
     alternating = tl.maximum(tiles // 4, ALTERNATE // heads)
     return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, alternating)
 
@@ -104,13 +105,14 @@ def scheduler_phases(tiles, heads):
 def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
     """Head, batch row and first row (or key) of this program.
 
-    Tiles come with most work first. The key/value heads of all batch rows are the slowest index, so
-    that programs running together share keys and values, and of key tiles the rows and their
-    gradients, in the L2 cache. But not over all tiles: the last head's long tiles must not begin
-    when no short ones are left to run beside them. So it goes by phases: half of the tiles of
-    every head, then a quarter, then the last quarter, with most of the tiles and little of the work
-    of causal rows, where heads alternate. `group` query heads of one tile follow each other (1
-    where a program serves a whole group).
+    Tiles are sorted by work, most first. The key/value heads of all batch rows are the slowest
+    index, so that programs that run at the same time share keys and values (for tiles of keys: rows
+    and their gradients) in the L2 cache. This order is not used for all tiles at once, because the
+    long tiles of the last head would start when no short tiles are left to fill the GPU. Instead,
+    it is applied in phases: half of the tiles of every head, then up to a quarter, and then the
+    rest, in which heads alternate. With a causal mask, the last phase has little of the work. The
+    `group` query heads of a tile are consecutive programs (`group` is 1 if a program processes a
+    whole group).
     """
     SUB: tl.constexpr = TILE // BLOCK_SIZE
     pid = tl.program_id(0)
@@ -135,8 +137,8 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
 
 @triton.jit
 def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
-    """Keys [start, end) that the rows of a tile meet, keys [full_lo, full_hi) that all its
-    non-empty rows attend, segment-checked or not."""
+    """The keys [start, end) that contain the ranges of a tile's rows, the keys [full_lo, full_hi)
+    that all its non-empty rows attend to, and whether any row is segment-checked."""
     blocks = tl.cdiv(q_len, BLOCK)
     first = row // BLOCK
     base = q_blocks + mask_b.to(tl.int64) * (5 * blocks)
@@ -147,19 +149,19 @@ def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
     segment_checked = 0
     for i in tl.static_range(0, tl.cdiv(BLOCK_M, BLOCK)):
         t = first + i
-        there = t < blocks
-        start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
-        full_lo = tl.maximum(full_lo, tl.load(base + blocks + t, mask=there, other=0))
-        full_hi = tl.minimum(full_hi, tl.load(base + 2 * blocks + t, mask=there, other=EMPTY_MIN))
-        end = tl.maximum(end, tl.load(base + 3 * blocks + t, mask=there, other=0))
-        segment_checked |= tl.load(base + 4 * blocks + t, mask=there, other=0) & 1
+        valid = t < blocks
+        start = tl.minimum(start, tl.load(base + t, mask=valid, other=EMPTY_MIN))
+        full_lo = tl.maximum(full_lo, tl.load(base + blocks + t, mask=valid, other=0))
+        full_hi = tl.minimum(full_hi, tl.load(base + 2 * blocks + t, mask=valid, other=EMPTY_MIN))
+        end = tl.maximum(end, tl.load(base + 3 * blocks + t, mask=valid, other=0))
+        segment_checked |= tl.load(base + 4 * blocks + t, mask=valid, other=0) & 1
     return start, end, full_lo, full_hi, segment_checked
 
 
 @triton.jit
 def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
-    """Rows [start, end) that meet the keys of a tile, rows [full_lo, full_hi) that all attend all
-    of its keys."""
+    """The rows [start, end) that may attend to keys of a tile, and the rows [full_lo, full_hi) that
+    attend to all of its keys."""
     blocks = tl.cdiv(kv_len, BLOCK)
     first = key // BLOCK
     base = kv_blocks + mask_b.to(tl.int64) * (4 * blocks)
@@ -169,20 +171,19 @@ def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
     full_hi = EMPTY_MIN
     for i in tl.static_range(0, tl.cdiv(BLOCK_N, BLOCK)):
         t = first + i
-        there = t < blocks
-        start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
-        end = tl.maximum(end, tl.load(base + blocks + t, mask=there, other=0))
-        full_lo = tl.maximum(full_lo, tl.load(base + 2 * blocks + t, mask=there, other=0))
-        full_hi = tl.minimum(full_hi, tl.load(base + 3 * blocks + t, mask=there, other=EMPTY_MIN))
+        valid = t < blocks
+        start = tl.minimum(start, tl.load(base + t, mask=valid, other=EMPTY_MIN))
+        end = tl.maximum(end, tl.load(base + blocks + t, mask=valid, other=0))
+        full_lo = tl.maximum(full_lo, tl.load(base + 2 * blocks + t, mask=valid, other=0))
+        full_hi = tl.minimum(full_hi, tl.load(base + 3 * blocks + t, mask=valid, other=EMPTY_MIN))
     return start, end, full_lo, full_hi
 
 
 @triton.jit
 def split(start, end, full_lo, full_hi, STEP: tl.constexpr):
-    """Number of steps from `start` to `end`, and the steps [full_begin, full_end) that are
-    full."""
+    """The number of steps from `start` to `end`, and the full steps [full_begin, full_end)."""
     steps = tl.where(end > start, (end - start + STEP - 1) // STEP, 0)
-    full_lo = tl.minimum(full_lo, end)  # INT_MAX where none is full
+    full_lo = tl.minimum(full_lo, end)  # full_lo is INT_MAX if nothing is full
     full_begin = tl.minimum(tl.maximum(full_lo - start + STEP - 1, 0) // STEP, steps)
     full_end = tl.minimum(tl.maximum(full_hi - start, 0) // STEP, steps)
     return steps, full_begin, tl.maximum(full_begin, full_end)
@@ -190,20 +191,20 @@ def split(start, end, full_lo, full_hi, STEP: tl.constexpr):
 
 @triton.jit
 def partial_step(i, full_begin, full_end):
-    """The i-th step that is not full: first those before the full ones, then those behind them."""
+    """The i-th step that is not full: first the steps before the full ones, then those after."""
     return tl.where(i < full_begin, i, i + full_end - full_begin)
 
 
 @triton.jit
 def position_row(mask_row, mask_mode):
-    """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a
-    lower one."""
+    """The offset of a batch row in q_pos, which has one position per row, or two if `mask_mode` is
+    3."""
     return mask_row * tl.where(mask_mode > 2, 2, 1)
 
 
 @triton.jit
 def segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len):
-    """Those of the mask's batch row."""
+    """The Segments of batch row `mask_b` of the mask."""
     mask_row = mask_b.to(tl.int64) * q_len
     q_ids += mask_row
     q_pos += position_row(mask_row, mask_mode)
@@ -214,10 +215,9 @@ def segments_of(q_ids, kv_ids, q_pos, kv_pos, mask_mode, mask_b, q_len, kv_len):
 
 @triton.jit
 def keep(rows, keys, lo, hi, segment_checked, segments, ROW_AXIS: tl.constexpr):
-    """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS
-    1).
+    """Whether each row attends to each key: rows x keys (ROW_AXIS 0) or keys x rows (ROW_AXIS 1).
 
-    `lo` and `hi` are the ranges of `rows`. One unsigned comparison looks at both ends.
+    `lo` and `hi` are the ranges of `rows`. One unsigned comparison checks both ends.
     """
     q_len, kv_len = segments.q_len, segments.kv_len
     distance = tl.expand_dims(keys, ROW_AXIS) - tl.expand_dims(lo, 1 - ROW_AXIS)

@@ -1,11 +1,12 @@
-"""What the forward keeps of the softmax of every row, from which the backward makes probabilities.
+"""The row statistics of the softmax, which the forward stores and from which the backward computes
+probabilities.
 
-Kernels without a bias array keep the log-sum-exp, (B, H, Sq), and take logits in base 2. A bias may
-be -1e9 or the least finite number on all keys of a row: the sum of such a logit and the logarithm
-of a sum rounds the logarithm away, and its product with log2(e) may overflow. So kernels that may
-have one take logits in base e, and keep two numbers apart, (B, H, Sq, 2): the largest logit, and
-the logarithm of the sum of exp(logit - largest). A row that attends nothing has -inf and the
-largest finite number, from which every probability is 0.
+Kernels without a bias array store the logsumexp, (B, H, Sq), and use logits in base 2. A bias may
+be -1e9 or the lowest finite number on all keys of a row: adding the logarithm of a sum to such a
+logit rounds the logarithm away, and multiplying the logit by log2(e) may overflow. Kernels with a
+bias array therefore use logits in base e and store two numbers per row, (B, H, Sq, 2): the largest
+logit, and the logarithm of the sum of exp(logit - largest). A row that attends to nothing has -inf
+and the largest finite number, which make every probability 0.
 """
 
 from typing import NamedTuple
@@ -16,14 +17,14 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)
-# What a row that attends nothing is read as: two numbers at once, 0 and inf, or one.
-TWO_OF_NOTHING = tl.constexpr(0x7F800000 << 32)
-ONE_OF_NOTHING = tl.constexpr(float("-inf"))
+# Values of masked loads, for rows that attend to nothing: the pair (0, inf) as one int64, or -inf.
+EMPTY_PAIR = tl.constexpr(0x7F800000 << 32)
+EMPTY_LSE = tl.constexpr(float("-inf"))
 
 
 class RowSums(NamedTuple):
-    """`top`: the largest logit, None where logits are in base 2; `log2`: the logarithm to base 2 of
-    the sum, less that."""
+    """`top`: the largest logit, None if logits are in base 2. `log2`: the base-2 logarithm of the
+    sum of exp(logit - top), or of 2^logit if `top` is None."""
 
     top: tl.tensor
     log2: tl.tensor
@@ -31,7 +32,7 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def power(x, bias):
-    """2^x, or e^x in kernels that may have a bias array."""
+    """2^x, or e^x in kernels with a bias array."""
     if bias is not None:
         x *= LOG2E
     return tl.exp2(x)
@@ -39,7 +40,7 @@ def power(x, bias):
 
 @triton.jit
 def in_base(x, bias):
-    """A natural logarithm, in the base of the kernel's logits."""
+    """Converts a natural logarithm to the base of the kernel's logits."""
     if bias is None:
         x *= LOG2E
     return x
@@ -47,26 +48,27 @@ def in_base(x, bias):
 
 @triton.jit
 def pointer_to_sums(lse, bias):
-    """To the first row's of all: to both numbers at once, which take the registers of one
-    address."""
+    """Pointer to the first row's statistics. Two numbers are addressed as one int64, which takes
+    the registers of a single address."""
     if bias is not None:
         lse = lse.to(tl.pointer_type(tl.int64), bitcast=True)
     return lse
 
 
 @triton.jit
-def load_sums(pointers, there, bias):
-    """As `row_sums` takes them; `there`: which, or None for all."""
-    nothing: tl.constexpr = ONE_OF_NOTHING if bias is None else TWO_OF_NOTHING
-    if there is None:
+def load_sums(pointers, valid, bias):
+    """The raw statistics, for `row_sums`. `valid` is the mask of the load, None for all rows."""
+    nothing: tl.constexpr = EMPTY_LSE if bias is None else EMPTY_PAIR
+    if valid is None:
         loaded = tl.load(pointers)
     else:
-        loaded = tl.load(pointers, mask=there, other=nothing)
+        loaded = tl.load(pointers, mask=valid, other=nothing)
     return loaded
 
 
 @triton.jit
 def row_sums(loaded, bias):
+    """The RowSums of statistics loaded by `load_sums`."""
     if bias is None:
         sums = RowSums(None, loaded * LOG2E)
     else:
@@ -78,35 +80,35 @@ def row_sums(loaded, bias):
 
 @triton.jit
 def attending(sums):
-    """Which rows attend anything."""
+    """Whether each row attends to any key."""
     return tl.abs(sums.log2) != float("inf")
 
 
 @triton.jit
 def probabilities(x, sums, AXIS: tl.constexpr):
-    """Of logits whose axis AXIS is the keys."""
+    """The probabilities of logits `x`, whose keys are along axis AXIS."""
     log2 = tl.expand_dims(sums.log2, AXIS)
     if sums.top is None:
         p = tl.exp2(x - log2)
     else:
-        # Above 0 only where products round otherwise than in the forward: by 64 at logits of 1e9.
-        # Of -inf less -inf the smaller is 0, too.
+        # Above 0 only where products round differently from the forward's: by 64 at logits of 1e9.
+        # The minimum with NaN, of -inf - -inf, is 0, too.
         below = tl.minimum(x - tl.expand_dims(sums.top, AXIS), 0.0)
         p = tl.exp2(below * LOG2E - log2)
     return p
 
 
 @triton.jit
-def store_sums(lse, row_max, first, rows, there, m, l, attended, bias):
-    """Of a forward's running maximum and sum, at the rows behind the `first`; `row_max`, None or
-    null where nobody asks for it, gets the largest logit."""
+def store_sums(lse, row_max, first, rows, valid, m, l, attended, bias):
+    """Stores the statistics of a forward with running maximum `m` and sum `l`, at `rows` relative
+    to row `first`. `row_max` gets the largest logit, unless it is None or null."""
     log = tl.log2(l)
     if bias is None:
-        tl.store(lse + first + rows, tl.where(attended, (m + log) * LN2, float("-inf")), mask=there)
+        tl.store(lse + first + rows, tl.where(attended, (m + log) * LN2, float("-inf")), mask=valid)
         m *= LN2
     else:
         pair = lse + 2 * (first + rows)
-        tl.store(pair, tl.where(attended, m, float("-inf")), mask=there)
-        tl.store(pair + 1, tl.where(attended, log * LN2, -LEAST), mask=there)
+        tl.store(pair, tl.where(attended, m, float("-inf")), mask=valid)
+        tl.store(pair + 1, tl.where(attended, log * LN2, -LEAST), mask=valid)
     if row_max is not None and row_max.to(tl.int64) != 0:
-        tl.store(row_max + first + rows, tl.where(attended, m, float("-inf")), mask=there)
+        tl.store(row_max + first + rows, tl.where(attended, m, float("-inf")), mask=valid)

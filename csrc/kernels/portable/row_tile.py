@@ -1,4 +1,4 @@
-"""A tile of rows of one query head, and the loops over its keys: what the forward and dQ share."""
+"""A tile of rows of one query head and the loops over its keys, shared by the forward and dQ."""
 
 from typing import NamedTuple
 
@@ -19,16 +19,16 @@ from portable.steps import (
 
 
 class RowTile(NamedTuple):
-    """`rows`, from `first_row` on, of the query head `head` and the batch row `b`, of which those
-    exist that are `there`. `lo` and `hi` are the range of keys of each row, no range reaches over
-    `end`, and `walk` are the steps over the keys. Query and out have `q_len` rows of `row_heads`
-    heads."""
+    """The tile of `rows`, starting at `first_row`, of query head `head` in batch row `b`. `valid`
+    is the mask of rows below `q_len`. `lo` and `hi` are the key ranges of the rows, none of which
+    exceeds `end`, and `walk` are the steps over the keys. Query and out have `q_len` rows of
+    `row_heads` heads."""
 
     head: tl.tensor
     b: tl.tensor
     first_row: tl.tensor
     rows: tl.tensor
-    there: tl.tensor
+    valid: tl.tensor
     lo: tl.tensor
     hi: tl.tensor
     end: tl.tensor
@@ -45,8 +45,8 @@ def row_tile(
     bias_kind, q_len, kv_len, row_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The tile that begins at `row`, with steps of BLOCK_N keys. `mask_b` is the mask's batch
-    row."""
+    """The tile that starts at `row`, with steps of BLOCK_N keys. `mask_b` is the batch row of the
+    mask."""
     start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
     start = aligned_start(start, dropout_threshold, bias, bias_kind)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
@@ -58,18 +58,18 @@ def row_tile(
     if bias is not None and STAGES == 1:
         walk = in_one_loop(walk)
     rows = row + tl.arange(0, BLOCK_M)
-    there = rows < q_len
+    valid = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
-    lo = tl.load(kv_start + mask_row + rows, mask=there, other=0)
-    hi = tl.load(kv_end + mask_row + rows, mask=there, other=0)
+    lo = tl.load(kv_start + mask_row + rows, mask=valid, other=0)
+    hi = tl.load(kv_end + mask_row + rows, mask=valid, other=0)
     return RowTile(
-        head, b, row, rows, there, lo, hi, end, segment_checked, walk, head_mask, q_len, row_heads
+        head, b, row, rows, valid, lo, hi, end, segment_checked, walk, head_mask, q_len, row_heads
     )
 
 
 @triton.jit
 def tile_pointers(array, tile, dim, DIM: tl.constexpr):
-    """To the tile's rows of query, out, or one of their gradients."""
+    """Pointers to the tile's rows of query, out, or one of their gradients."""
     cols = columns(DIM)
     first = (tile.b.to(tl.int64) * tile.q_len + tile.first_row) * tile.row_heads + tile.head
     return row_pointers(array, first, tile.row_heads, cols, dim, DIM, tile.rows.shape[0])
@@ -81,17 +81,17 @@ def over_keys(
     V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Calls `step` for every block of keys, and returns the last `state`. The steps that need a
-    mask come first: `inside` (rows, keys) is their mask, and None for the other steps."""
+    """Calls `step` for every block of keys and returns the last `state`. The steps that need a mask
+    come first, with the mask as `inside` (rows, keys). For the others, `inside` is None."""
     walk = tile.walk
     cols = tl.arange(0, BLOCK_N)
     for i in tl.range(0, partial_steps(walk), num_stages=1):
         place = partial_place(walk, i, BLOCK_N)
         first_key = walk.origin + place * walk.unit
         keys = first_key + cols
-        # keys past the end of the tile's range are not read: their values never meet this tile
-        there = (keys < tile.end)[:, None]
-        kv = load_pair(pair, place, None, there, QK_DIM, V_DIM)
+        # keys past the end of the tile's range are not read: values there may not be finite
+        valid = (keys < tile.end)[:, None]
+        kv = load_pair(pair, place, None, valid, QK_DIM, V_DIM)
         checked = tile.segment_checked
         inside = keep(tile.rows, keys, tile.lo, tile.hi, checked, segments, 0)
         inside = keep_in_block_mask(

@@ -3,17 +3,16 @@
 With s = q k^T of a row at position i and a key at position j:
     capped = cap * tanh(s * scale / cap), or s * scale        (Gemma 2, arXiv 2408.00118)
     logit  = capped - slope * |i - j| + bias                  (ALiBi, arXiv 2108.12409)
-All of it is in base 2 (times log2(e)), in kernels that may have a bias array in base e
+Logits are in base 2 (multiplied by log2(e)), but in base e in kernels with a bias array
 (row_sums.py).
 
-In the fallback kernels the scale comes from a buffer or a scalar and has any sign, and a program
-decides at run time, once for all of its elements, what there is to do: one variant serves all. The
-plain kernels know when they are compiled that there is a positive scale and nothing else: what they
-have not is None.
+In the fallback kernels, the scale comes from a buffer or a scalar and may have any sign. A program
+selects the options of the call by branches at run time, so one variant serves all calls. The plain
+kernels are compiled for a positive scale and no options: all other fields are None.
 
-A new option is an argument of the kernels and of `scoring_of`, a field of `Scoring`, and a line in
-`logits`, with its derivative in `through_cap`. If it reads something for each row and key, that is
-a field of `Terms`.
+To add an option, add an argument to the kernels and to `scoring_of`, a field to `Scoring`, and a
+line to `logits` with its derivative in `through_cap`. If it loads something for each row and key,
+add a field to `Terms`.
 """
 
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from portable.row_sums import in_base
 
 class Positions(NamedTuple):
     """For ALiBi: the positions of the tile's rows (for dK and dV, of its keys), and a pointer to
-    the `count` positions of what they are compared with. `count` is 0 in calls without slopes."""
+    the `count` positions of the other axis. `count` is 0 in calls without slopes."""
 
     tile: tl.tensor
     others: tl.tensor
@@ -38,8 +37,8 @@ class Positions(NamedTuple):
 class Scoring(NamedTuple):
     """What turns the scores of a query head into logits, and which probabilities are dropped.
 
-    `head` and `slope` come first: `of_head` replaces these two. `factor` is `scale` in the base of
-    the logits. `scales` is None in kernels whose scale is positive, and `bias_batch` is 0 in calls
+    `head` and `slope` come first because `of_head` replaces them. `factor` is `scale` in the base
+    of the logits. `scales` is None in kernels with a positive scale, and `bias_batch` is 0 in calls
     without slopes.
     """
 
@@ -57,8 +56,8 @@ class Scoring(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What is read for a tile of scores. It is read before they are computed, because both take
-    time."""
+    """What is loaded for a tile of scores. It is loaded before the scores are computed, so that the
+    product hides the latency."""
 
     distances: tl.tensor
     bias: tl.tensor
@@ -66,7 +65,7 @@ class Terms(NamedTuple):
 
 @triton.jit
 def slope_of(slopes, bias_batch, b, heads, head, bias):
-    """0 in calls without slopes."""
+    """The ALiBi slope of a head: 0 in calls without slopes, None in kernels without slopes."""
     slope = None
     if slopes is not None:
         at = tl.where(bias_batch > 1, b, 0) * heads + head
@@ -78,7 +77,7 @@ def slope_of(slopes, bias_batch, b, heads, head, bias):
 def positions_of(
     q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len, index, ROW_AXIS: tl.constexpr
 ):
-    """The positions of a batch row; `index` are the rows or keys of the tile."""
+    """The Positions of batch row `b`; `index` are the rows or keys of the tile."""
     if q_bias_pos is None:
         positions = Positions(None, None, None)
     else:
@@ -102,9 +101,9 @@ def scoring_of(
     bias_kind, bias_axes, dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch,
     inverse_keep, b, heads, head, index, q_len, kv_len, ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """The scoring of a batch row and a head; without a head (None), `of_head` adds it. `index` are
-    the rows (ROW_AXIS 0) or the keys (ROW_AXIS 1) of the tile. `scales` has one element or one for
-    each batch row; if `scales_batch` is 0, `scale` is used."""
+    """The Scoring of a batch row and a head. If `head` is None, `of_head` adds it later. `index`
+    are the rows (ROW_AXIS 0) or the keys (ROW_AXIS 1) of the tile. `scales` has one element, or one
+    per batch row; if `scales_batch` is 0, `scale` is used instead."""
     if scales is not None:
         at = tl.where(scales_batch > 1, b, 0)
         read = tl.load(scales + at, mask=scales_batch > 0, other=0.0)
@@ -129,14 +128,14 @@ def scoring_of(
 
 @triton.jit
 def of_head(scoring, b, heads, head):
-    """The scoring of a batch row, for one of its heads."""
+    """The Scoring of a batch row, with one of its heads filled in."""
     slope = slope_of(scoring.slopes, scoring.bias_batch, b, heads, head, scoring.bias.array)
     return Scoring(head, slope, *scoring[2:])
 
 
 @triton.jit
 def distances_of(positions, others):
-    """(N, M), from the N rows or keys of the tile to M `others`."""
+    """The distances (N, M) between the N rows or keys of the tile and M `others`."""
     distances = None
     if positions.tile is not None:
         at = tl.load(positions.others + others, mask=others < positions.count, other=0)
@@ -149,7 +148,8 @@ def terms_of(
     scoring, first_row, first_key, others, ROWS: tl.constexpr, KEYS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """For rows x keys (ROW_AXIS 0) or keys x rows (ROW_AXIS 1); `others` are those of axis 1."""
+    """The Terms of a tile of rows x keys (ROW_AXIS 0) or keys x rows (ROW_AXIS 1); `others` are the
+    indices along axis 1."""
     distances = distances_of(scoring.positions, others)
     bias = bias_tile(scoring.bias, scoring.head, first_row, first_key, ROWS, KEYS, ROW_AXIS)
     return Terms(distances, bias)
@@ -157,7 +157,7 @@ def terms_of(
 
 @triton.jit
 def logits(s, terms, scoring):
-    """capped and logit of the scores."""
+    """`capped` and `logit`, as defined above, of the scores `s`."""
     capped = s * scoring.factor
     if scoring.cap is not None and scoring.cap > 0:
         capped = tanh(capped / scoring.cap) * scoring.cap
@@ -171,7 +171,7 @@ def logits(s, terms, scoring):
 
 @triton.jit
 def through_cap(ds, capped, scoring):
-    """The gradient of s * scale, from that of capped."""
+    """The gradient of s * scale, from the gradient of capped."""
     if scoring.cap is not None and scoring.cap > 0:
         t = capped / scoring.cap
         ds = ds * (1.0 - t * t)

@@ -1,9 +1,8 @@
-"""The walk of a tile: its blocks of keys (of a tile of keys: its blocks of rows), one a step, and
-the pointers to what is loaded in a step.
+"""The walk of a tile: the steps over its blocks of keys (for a tile of keys: blocks of rows), and
+the pointers to what a step loads.
 
-Partial blocks come first and need the mask; full ones do not. Without a block mask steps are those
-of the row range; in kernels that may have one they may be entries of a list instead
-(block_lists.py).
+Partial steps come first and need the mask; full steps do not. Steps cover the row range or, with a
+block mask, the entries of a list (block_lists.py).
 """
 
 from typing import NamedTuple
@@ -15,12 +14,13 @@ from portable.kv_ranges import columns, load_rows, partial_step, size_of
 
 
 class Steps(NamedTuple):
-    """`full_begin` and `full_end` number steps of the range that begins at `start`, None in kernels
-    of one loop, whose steps are all partial; `partial` and `full` say how many there are, of the
-    list (`listed`) if there is one.
+    """The steps of a tile. `full_begin` and `full_end` are the full steps of the range that begins
+    at `start`; they are None if there is only one loop, in which all steps are partial. `steps` is
+    the number of steps of the range or, in kernels with lists, of partial steps. `full` is then the
+    number of full steps, and `listed` is the list.
 
-    A place is a key (or row): origin + place * unit. Ranges count whole steps from `start`, lists
-    single keys.
+    The place of a step encodes its first key (or row), origin + place * unit. Ranges count whole
+    steps from `start`, and lists count single keys from 0.
     """
 
     start: tl.tensor
@@ -35,8 +35,8 @@ class Steps(NamedTuple):
 
 
 class TilePair(NamedTuple):
-    """Pointers to two tiles that are loaded together (keys and values, queries and cotangents), how
-    far on the next place of each is, and their columns (None: those of the kernel)."""
+    """Pointers to two tiles that are loaded together (keys and values, queries and cotangents),
+    their increments from one place to the next, and their head dims (None: those of the kernel)."""
 
     first: tl.tensor
     second: tl.tensor
@@ -51,7 +51,7 @@ def steps_of(
     start, steps, full_begin, full_end, block_mask, mask_b, head, tile, tiles, blocks,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """The walk of the tile-th of `tiles` tiles of 128, which meets at most `blocks` blocks of
+    """The walk of tile `tile`, out of `tiles` tiles of 128. Its list has at most `blocks` blocks of
     64."""
     if block_mask.bits is None:
         walk = Steps(start, full_begin, full_end, steps, None, None, block_mask, start, STEP)
@@ -66,8 +66,8 @@ def steps_of(
 
 @triton.jit
 def aligned_start(start, dropout_threshold, bias, bias_kind):
-    """The first key of a walk: four neighbours share their bits of dropout, and a kernel for a bias
-    of aligned rows reads eight of its elements at once."""
+    """The first key of a walk, rounded down where needed: dropout generates bits for four keys at a
+    time, and kernels for a bias with aligned rows load eight elements at once."""
     aligned = start
     if dropout_threshold is not None:
         aligned = tl.where(dropout_threshold != 0, start // 4 * 4, start)
@@ -78,8 +78,8 @@ def aligned_start(start, dropout_threshold, bias, bias_kind):
 
 @triton.jit
 def in_one_loop(walk):
-    """The same walk with all of its steps as partial ones."""
-    steps = walk.steps  # without lists that is all of them
+    """The same walk with all of its steps partial."""
+    steps = walk.steps  # without lists, these are all steps
     if walk.listed is not None:
         steps += walk.full
     return Steps(
@@ -89,7 +89,7 @@ def in_one_loop(walk):
 
 @triton.jit
 def partial_steps(walk):
-    """How many steps are partial."""
+    """The number of partial steps."""
     count = walk.steps
     if walk.listed is None and walk.full_begin is not None:
         count = walk.steps - walk.full_end + walk.full_begin
@@ -98,7 +98,7 @@ def partial_steps(walk):
 
 @triton.jit
 def full_steps(walk):
-    """How many steps are full."""
+    """The number of full steps."""
     count = walk.full
     if walk.listed is None:
         count = walk.full_end - walk.full_begin
@@ -107,7 +107,7 @@ def full_steps(walk):
 
 @triton.jit
 def partial_place(walk, i, STEP: tl.constexpr):
-    """Where the i-th partial step is."""
+    """The place of the i-th partial step."""
     place = i
     if walk.full_begin is not None:
         place = partial_step(i, walk.full_begin, walk.full_end)
@@ -119,10 +119,10 @@ def partial_place(walk, i, STEP: tl.constexpr):
 
 @triton.jit
 def full_place(walk, i, otherwise, STEP: tl.constexpr):
-    """Where the i-th full step of a list is; `otherwise` without one.
+    """The place of the i-th full step of a list; `otherwise` in calls without a block mask.
 
-    A loop carries it from step to step: loads of an address loaded in the same one are not
-    pipelined as far ahead.
+    Loops carry the place from one iteration to the next: loads whose address is loaded in the same
+    iteration are not pipelined as far ahead.
     """
     step, steps = walk.steps + i, walk.steps + walk.full
     return listed_place(walk.listed, walk.block_mask, step, steps, otherwise, STEP)
@@ -133,7 +133,8 @@ def pointers_of(
     first, second, row, row_heads, qk_dim, v_dim, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """To ROWS rows from the row-th on, counted in heads, `row_heads` apart."""
+    """Pointers to ROWS rows of both arrays that are `row_heads` heads apart. The first is at the
+    index `row`, counted in heads."""
     local = tl.arange(0, ROWS)
     qk = size_of(qk_dim, QK_DIM)
     v = size_of(v_dim, V_DIM)
@@ -144,7 +145,7 @@ def pointers_of(
 
 @triton.jit
 def pair_of(pointers, row_heads, qk_dim, v_dim, unit, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """Tiles at these pointers, whose places are `unit` rows apart."""
+    """The TilePair of these pointers, with places `unit` rows apart."""
     first_step = unit * row_heads.to(tl.int64) * size_of(qk_dim, QK_DIM)
     second_step = unit * row_heads.to(tl.int64) * size_of(v_dim, V_DIM)
     first, second = pointers
@@ -152,15 +153,15 @@ def pair_of(pointers, row_heads, qk_dim, v_dim, unit, QK_DIM: tl.constexpr, V_DI
 
 
 @triton.jit
-def load_pair(pair, place, head, there, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """Both tiles at a place, of the head-th head from the first on (None: that); rows that are not
-    `there` (N, 1) are 0."""
+def load_pair(pair, place, head, valid, QK_DIM: tl.constexpr, V_DIM: tl.constexpr):
+    """Loads both tiles at a place, `head` heads after the first (None: of the first). Rows whose
+    mask `valid` (N, 1) is False are 0."""
     first_ptr = pair.first + place * pair.first_step
     if head is not None:
         first_ptr += head * size_of(pair.qk_dim, QK_DIM)
-    first = load_rows(first_ptr, there, pair.qk_dim, QK_DIM)
+    first = load_rows(first_ptr, valid, pair.qk_dim, QK_DIM)
     second_ptr = pair.second + place * pair.second_step
     if head is not None:
         second_ptr += head * size_of(pair.v_dim, V_DIM)
-    second = load_rows(second_ptr, there, pair.v_dim, V_DIM)
+    second = load_rows(second_ptr, valid, pair.v_dim, V_DIM)
     return first, second

@@ -4,13 +4,13 @@
     p = exp(logit - lse),    ds = p * (do v^T - delta)
     dv = p^T do,             dk = scale * ds^T q,       dq = scale * ds k
 
-A program has a tile of keys of one key/value head. p^T and ds^T (keys x rows) go through shared
-memory, so each product divides its result among the warps in its own way: S_WARPS of them share the
-keys of p^T and ds^T, KV_WARPS those of dK and dV, and DQ_WARPS the rows of dQ. The more square a
-warp's part, the less shared memory it reads. V_REGISTERS keeps values in registers. dQ is added up
-in global memory in the order of the accumulator's registers (`backward_postprocess_sm80` undoes
-it). What runs before is sm90/bwd_prepost.py's `backward_preprocess`. Head dims that are no powers
-of two are in chunks of columns, as in fwd.py.
+A program processes a tile of keys of one key/value head. p^T and ds^T (keys x rows) go through
+shared memory, so each product has a separate warp layout: S_WARPS warps share the keys of p^T and
+ds^T, KV_WARPS the keys of dK and dV, and DQ_WARPS the rows of dQ. The more square a warp's part of
+a result, the less it reads from shared memory. V_REGISTERS keeps values in registers. dQ is
+accumulated in global memory in the order of the accumulator's registers, which
+`backward_postprocess_sm80` undoes. `backward_preprocess` of sm90/bwd_prepost.py runs first. Head
+dims that are not powers of two are split into chunks of columns, as in fwd.py.
 """
 
 from sm80.common import (
@@ -45,8 +45,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 @gluon.constexpr_function
 def registers_asm(operation, n, threads):
-    """`operation` on each of a thread's n registers and global memory, where those of one number
-    lie side by side over the threads. Operands: registers, the block's first cell."""
+    """Assembly that applies `operation` to each of a thread's n registers and its cell in global
+    memory. Cells of the same register number are contiguous over the threads. The operands are the
+    registers and a pointer to the first cell."""
     n = plain(n)
     t = [
         f"{{ .reg .u64 p; .reg .u32 t; mov.u32 t, %tid.x; mul.wide.u32 p, t, 4; add.u64 p, p, ${n};"
@@ -68,8 +69,8 @@ def add_constraints(n):
 
 @gluon.jit
 def row_range(kv_blocks, mask_b, key, kv_len, KEYS: gl.constexpr):
-    """Rows that meet a tile's keys, and rows that attend all of them: none of a tile that reaches
-    past the last key."""
+    """The rows [start, end) that may attend to keys of a tile, and the rows [full_lo, full_hi) that
+    attend to all of them, which is empty if the tile extends past the last key."""
     blocks = (kv_len + BLOCK - 1) // BLOCK
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
     start = EMPTY_MIN
@@ -77,7 +78,7 @@ def row_range(kv_blocks, mask_b, key, kv_len, KEYS: gl.constexpr):
     full_lo = 0
     full_hi = EMPTY_MIN
     for i in gl.static_range((KEYS + BLOCK - 1) // BLOCK):
-        t = gl.minimum(key // BLOCK + i, blocks - 1)  # a block more than once changes no bound
+        t = gl.minimum(key // BLOCK + i, blocks - 1)  # repeating a block does not change the bounds
         start = gl.minimum(start, gl.load(base + t))
         end = gl.maximum(end, gl.load(base + blocks + t))
         full_lo = gl.maximum(full_lo, gl.load(base + 2 * blocks + t))
@@ -88,46 +89,46 @@ def row_range(kv_blocks, mask_b, key, kv_len, KEYS: gl.constexpr):
 
 @gluon.jit
 def chosen(kept, p, dp):
-    """0 where a row (across) does not attend a key (down). dP, too: what padding holds may
-    overflow."""
+    """P and dP (keys x rows), set to 0 where `kept` is False. dP, too, because values in padding
+    may overflow."""
     return gl.where(kept, p, 0.0), gl.where(kept, dp, 0.0)
 
 
 @gluon.jit
 def attended(p, dp, key, keys, row, rows, lo, hi, segments, first_flag):
-    """P and dP of keys that their row attends, 0 for the others. Each test selects them, as in
-    fwd.py."""
+    """P and dP of keys that their row attends to, and 0 for the others. Each test is applied
+    directly, as in fwd.py."""
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
     distance = (keys[:, None] - lo[None, :]).to(gl.uint32, bitcast=True)
     p, dp = chosen(distance < (hi - lo)[None, :].to(gl.uint32, bitcast=True), p, dp)
     if check > 0:  # noqa: SIM102, a flag is loaded only where one is set
         if gl.load(first_flag + row // BLOCK) & 1:
             keys = opaque(key) + gl.arange(0, p.shape[0], keys.type.layout)
-            q_there = rows < q_len
-            kv_there = keys < kv_len
-            q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
-            kv_id = gl.load(kv_ids + keys, mask=kv_there, other=-1)
+            q_in_bounds = rows < q_len
+            kv_in_bounds = keys < kv_len
+            q_id = gl.load(q_ids + rows, mask=q_in_bounds, other=-1)
+            kv_id = gl.load(kv_ids + keys, mask=kv_in_bounds, other=-1)
             p, dp = chosen(q_id[None, :] == kv_id[:, None], p, dp)
             if check > 1:
-                q_at = gl.load(q_pos + rows, mask=q_there, other=0)
-                kv_at = gl.load(kv_pos + keys, mask=kv_there, other=0)
+                q_at = gl.load(q_pos + rows, mask=q_in_bounds, other=0)
+                kv_at = gl.load(kv_pos + keys, mask=kv_in_bounds, other=0)
                 p, dp = chosen(kv_at[:, None] <= q_at[None, :], p, dp)
                 if check > 2:
-                    q_from = gl.load(q_pos + (q_len + rows), mask=q_there, other=0)
+                    q_from = gl.load(q_pos + (q_len + rows), mask=q_in_bounds, other=0)
                     p, dp = chosen(q_from[None, :] <= kv_at[:, None], p, dp)
     return p, dp
 
 
 @gluon.jit
 def copy_rows(shared, stage, base, at, offsets, rows, row, q_len, DIM: gl.constexpr):
-    """Start copying a block of rows, whose first is the row-th and begins `at` (in heads)."""
-    there = (rows < q_len - row)[:, None]
-    copy_chunks(shared, stage, base + at * DIM, offsets, there, DIM)
+    """Starts copying a block of rows. The first is `row`, at the index `at`, counted in heads."""
+    in_bounds = (rows < q_len - row)[:, None]
+    copy_chunks(shared, stage, base + at * DIM, offsets, in_bounds, DIM)
 
 
 @gluon.jit
 def copy_lines(lse_s, delta_s, lse2, delta, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Start copying a block's statistics: a float a thread."""
+    """Starts copying the statistics of a block of rows, one float per thread."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     r = gl.arange(0, ROWS, layout)
     async_copy.async_load(lse_s, lse2 + r)
@@ -143,8 +144,8 @@ def backward_sm80(
     STAGES: gl.constexpr, DO_STAGES: gl.constexpr, V_REGISTERS: gl.constexpr,
     S_WARPS: gl.constexpr, KV_WARPS: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """`soft_cap`: None, or as of the forward. STAGES: places of queries; DO_STAGES: of cotangents,
-    LSE and delta."""
+    """`soft_cap` is as in the forward. STAGES is the number of buffers of queries, and DO_STAGES
+    that of cotangents, LSE and delta."""
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = accumulator(WARPS, S_WARPS)  # keys x rows
     kv_layout: gl.constexpr = accumulator(WARPS, KV_WARPS)  # keys x columns
@@ -159,7 +160,7 @@ def backward_sm80(
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = query.dtype.element_ty
     REGISTERS: gl.constexpr = BLOCK_M * CHUNK // (WARPS * 32)
-    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # a thread's
+    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # per thread
 
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = place_of_tile(
@@ -195,17 +196,17 @@ def backward_sm80(
     delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], line)
 
     kv_first = (b.to(gl.int64) * kv_len + first_key) * kv_heads + kv_head
-    k_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_copies)) < kv_len
+    k_in_bounds = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_copies)) < kv_len
     k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, CHUNK, q_copies)
-    copy_chunks(k_s, 0, key + kv_first * QK_DIM, k_offsets, k_there[:, None], QK_DIM)
+    copy_chunks(k_s, 0, key + kv_first * QK_DIM, k_offsets, k_in_bounds[:, None], QK_DIM)
     v_base = value + kv_first * V_DIM
     if V_REGISTERS:
         v = columns_of_tile(v_base, kv_heads * V_DIM, kv_len - first_key, BLOCK_N, V_DIM, layout)
     else:
         v = gl.allocate_shared_memory(dtype, [V_CHUNKS, BLOCK_N, V_CHUNK], v_lines)
-        v_there = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies)) < kv_len
+        v_in_bounds = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies)) < kv_len
         v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_CHUNK, v_copies)
-        copy_chunks(v, 0, v_base, v_offsets, v_there[:, None], V_DIM)
+        copy_chunks(v, 0, v_base, v_offsets, v_in_bounds[:, None], V_DIM)
 
     bh = b.to(gl.int64) * heads + kv_head * group
     q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, q_copies)
@@ -222,8 +223,9 @@ def backward_sm80(
     dq_zero = zeros(BLOCK_M, QK_DIM, dq_layout)
     total = steps * group
 
-    # One step more than blocks: a block is copied while the one before it is multiplied. Of one
-    # stage, as soon as that is read for the last time: cotangents after dV, queries after dK.
+    # One step more than there are blocks: a block is copied while the previous one is multiplied.
+    # With one stage, the copy starts after the last read: of cotangents after dV, of queries after
+    # dK.
     g = 0
     n = 0
     row = 0
@@ -287,14 +289,14 @@ def backward_sm80(
 
     local = gl.arange(0, BLOCK_N, gl.SliceLayout(1, kv_layout))[:, None]
     columns: gl.constexpr = gl.SliceLayout(0, kv_layout)
-    there = local < kv_len - first_key
+    in_bounds = local < kv_len - first_key
     offsets = local * (kv_heads * QK_DIM) + gl.arange(0, CHUNK, columns)[None, :]
     for c in gl.static_range(CHUNKS):
         x = (dk_acc[c] * scale).to(dtype)
-        gl.store(dk + kv_first * QK_DIM + c * CHUNK + offsets, x, mask=there)
+        gl.store(dk + kv_first * QK_DIM + c * CHUNK + offsets, x, mask=in_bounds)
     offsets = local * (kv_heads * V_DIM) + gl.arange(0, V_CHUNK, columns)[None, :]
     for c in gl.static_range(V_CHUNKS):
-        gl.store(dv + kv_first * V_DIM + c * V_CHUNK + offsets, dv_acc[c].to(dtype), mask=there)
+        gl.store(dv + kv_first * V_DIM + c * V_CHUNK + offsets, dv_acc[c].to(dtype), mask=in_bounds)
 
 
 @gluon.constexpr_function
@@ -312,7 +314,8 @@ def backward_postprocess_sm80(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, a block of rows of one head. Rows of dq are `row_heads` heads apart."""
+    """dq = scale * dq_sum, for a block of rows of one head. Rows of dq are `row_heads` heads
+    apart."""
     WARPS: gl.constexpr = gl.num_warps()
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
     REGISTERS: gl.constexpr = ROWS * CHUNK // (WARPS * 32)
@@ -326,7 +329,7 @@ def backward_postprocess_sm80(
     cells = dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM)
     zero = gl.zeros([ROWS, CHUNK], gl.float32, layout)
     first = (b.to(gl.int64) * q_len + row) * row_heads + bh % heads
-    there = row + gl.arange(0, ROWS, gl.SliceLayout(1, stores)) < q_len
+    in_bounds = row + gl.arange(0, ROWS, gl.SliceLayout(1, stores)) < q_len
     offsets = tile_offsets(row_heads * QK_DIM, ROWS, CHUNK, stores)
     for c in gl.static_range(QK_DIM // CHUNK):
         of_chunk = cells + c * (ROWS * CHUNK)
@@ -334,4 +337,4 @@ def backward_postprocess_sm80(
             load_asm(REGISTERS, WARPS * 32), load_constraints(REGISTERS), (of_chunk,), zero.type
         )
         x = gl.convert_layout((x * scale).to(dq.dtype.element_ty), stores)
-        gl.store(dq + first * QK_DIM + c * CHUNK + offsets, x, mask=there[:, None])
+        gl.store(dq + first * QK_DIM + c * CHUNK + offsets, x, mask=in_bounds[:, None])

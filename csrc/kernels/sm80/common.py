@@ -1,4 +1,4 @@
-"""What the kernels of mma.sync and cp.async share: layouts, tiles in shared memory, copies."""
+"""Layouts, shared memory tiles, copies and products for the kernels with mma.sync and cp.async."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 @gluon.constexpr_function
 def plain(n):
+    """The int in a constexpr, which may be nested."""
     while hasattr(n, "value"):
         n = n.value
     return int(n)
@@ -14,29 +15,30 @@ def plain(n):
 
 @gluon.constexpr_function
 def accumulator(warps, warps_n=1):
-    """Warps side by side along rows, `warps_n` of them along columns."""
+    """The accumulator layout of mma.sync, with `warps_n` warps along columns and the rest along
+    rows."""
     n = plain(warps_n)
     return gl.NVMMADistributedLayout([2, 0], [plain(warps) // n, n], [16, 8])
 
 
 @gluon.constexpr_function
 def copy_layout(columns, warps):
-    """16 bytes a thread, at most 128 bytes of a row together."""
+    """The layout of copies: 16 bytes per thread, and up to 128 contiguous bytes of a row."""
     lanes = min(plain(columns) // 8, 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [plain(warps), 1], [1, 0])
 
 
 @gluon.constexpr_function
 def swizzled(columns):
-    """Rows of 64 bytes or of multiples of 128, in which matrices of 8 x 8 are read without bank
-    conflicts."""
+    """A swizzled layout for rows of 64 bytes or of multiples of 128, from which 8 x 8 matrices are
+    read without bank conflicts."""
     narrow = plain(columns) < 64
     return gl.SwizzledSharedLayout(8, 2 if narrow else 1, 4 if narrow else 8, [1, 0])
 
 
 @gluon.jit
 def tile_offsets(row_stride, ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
-    """Of ROWS rows, `row_stride` elements apart."""
+    """Element offsets of a tile of ROWS rows, `row_stride` elements apart."""
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, DIM, gl.SliceLayout(0, layout))
     return r[:, None] * row_stride + c[None, :]
@@ -44,29 +46,31 @@ def tile_offsets(row_stride, ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.c
 
 @gluon.constexpr_function
 def chunk_of(dim):
-    """Columns of a tile in shared memory: a power of two, so that 192 is three tiles of 64."""
+    """Columns of a chunk of a tile: the largest power of two that divides `dim`, so that 192 is
+    three chunks of 64."""
     return plain(dim) & -plain(dim)
 
 
 @gluon.constexpr_function
 def chunks_of(dim):
+    """The number of chunks of a tile."""
     return plain(dim) // (plain(dim) & -plain(dim))
 
 
 @gluon.jit
-def copy_chunks(shared, at, base, offsets, there, DIM: gl.constexpr):
-    """Start copying the at-th tile by chunks of columns; rows that are not `there` (ROWS, 1) become
-    0 and are not read."""
+def copy_chunks(shared, at, base, offsets, in_bounds, DIM: gl.constexpr):
+    """Starts copying a tile, chunk by chunk, to index `at` in shared memory. Rows whose mask
+    `in_bounds` (ROWS, 1) is False become 0 and are not read."""
     CHUNKS: gl.constexpr = chunks_of(DIM)
     for c in gl.static_range(CHUNKS):
         async_copy.async_load(
-            shared.index(at * CHUNKS + c), base + c * chunk_of(DIM) + offsets, there
+            shared.index(at * CHUNKS + c), base + c * chunk_of(DIM) + offsets, in_bounds
         )
 
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
-    """A sum of DIM columns: a tuple of chunks."""
+    """A zero accumulator of DIM columns, as a tuple of chunks."""
     sums = ()
     for _c in gl.static_range(chunks_of(DIM)):
         sums = sums + (gl.zeros([ROWS, chunk_of(DIM)], gl.float32, layout),)  # noqa: RUF005
@@ -75,23 +79,23 @@ def zeros(ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def columns_of_tile(base, row_stride, rows, ROWS: gl.constexpr, DIM: gl.constexpr, layout):
-    """A tile of global memory in registers: left operands of 16 columns each of a product in
-    `layout`. Rows from the `rows`-th on become 0 and are not read."""
+    """Loads a tile from global memory to registers, as a tuple of left operands of 16 columns each,
+    for a product in `layout`. Rows from `rows` on become 0 and are not read."""
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     offsets = tile_offsets(row_stride, ROWS, 16, operand)
-    there = (gl.arange(0, ROWS, gl.SliceLayout(1, operand)) < rows)[:, None]
+    in_bounds = (gl.arange(0, ROWS, gl.SliceLayout(1, operand)) < rows)[:, None]
     columns = ()
     for n in gl.static_range(DIM // 16):
-        x = gl.load(base + n * 16 + offsets, mask=there, other=0.0)
+        x = gl.load(base + n * 16 + offsets, mask=in_bounds, other=0.0)
         columns = columns + (x,)  # noqa: RUF005
     return columns
 
 
 @gluon.jit
 def times_transposed(left, right_s, at, acc, DIM: gl.constexpr):
-    """acc + left right^T, in chunks of their DIM columns; the right one is the at-th of the tiles
-    in shared memory, the left one a tile in shared memory or of columns_of_tile. 16 columns a step:
-    few registers."""
+    """acc + left right^T, summed over DIM columns. `right` is the tile at index `at` in shared
+    memory, and `left` a tile in shared memory or from `columns_of_tile`. A step has 16 columns, to
+    save registers."""
     layout: gl.constexpr = acc.type.layout
     CHUNK: gl.constexpr = chunk_of(DIM)
     for c in gl.static_range(chunks_of(DIM)):
@@ -109,8 +113,8 @@ def times_transposed(left, right_s, at, acc, DIM: gl.constexpr):
 
 @gluon.jit
 def times_shared(left_s, right_s, at, sums, N: gl.constexpr, DIM: gl.constexpr):
-    """sums + left right of two tiles in shared memory, the right one the at-th in chunks of its DIM
-    columns. 16 of N common columns a step."""
+    """sums + left right, for two tiles in shared memory, of which the right one is at index `at`
+    and has DIM columns in chunks. A step has 16 of the N columns of `left`."""
     layout: gl.constexpr = sums[0].type.layout
     for n in gl.static_range(N // 16):
         x = left_s.slice(n * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
@@ -125,7 +129,8 @@ def times_shared(left_s, right_s, at, sums, N: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def columns_of(x, N: gl.constexpr):
-    """An accumulator as a tuple of tiles of N columns. No register moves."""
+    """Splits an accumulator into a tuple of tiles of N columns, without moving data between
+    registers."""
     columns = (x,)
     if x.shape[1] > N:
         left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
@@ -148,9 +153,9 @@ def added_columns(x, N: gl.constexpr):
 
 @gluon.jit
 def times(left, right_s, sums, DIM: gl.constexpr):
-    """sums + left right, of an accumulator in 16 bits and a tile in chunks of its DIM columns. 16
-    of the common columns a step: the compiler would load all of a step at once, and move registers
-    to make room."""
+    """sums + left right, for an accumulator `left` in 16 bits and a tile in shared memory with DIM
+    columns in chunks. A step has only 16 columns of `left`, because the compiler loads the operands
+    of a whole step at once, and moves registers to make room."""
     layout: gl.constexpr = sums[0].type.layout
     columns = columns_of(left, 16)
     for n in gl.static_range(len(columns)):
@@ -165,6 +170,7 @@ def times(left, right_s, sums, DIM: gl.constexpr):
 
 @gluon.jit
 def scaled(sums, factor, DIM: gl.constexpr):
+    """sums * factor, for an accumulator in chunks."""
     more = ()
     for c in gl.static_range(chunks_of(DIM)):
         more = more + (sums[c] * factor,)  # noqa: RUF005

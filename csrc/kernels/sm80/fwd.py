@@ -1,12 +1,13 @@
 """Forward attention with mma.sync and cp.async, for GPUs of compute capability 8.x and 12.x.
 
-The portable forward (portable/fwd.py) in Gluon, which decides what stays in shared memory: queries
-do, and are read again in every step, so that a warp has registers for 32 rows and reads every key
-and value half as often. One buffer each for keys and values: values arrive while scores are
-computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691). With two
-ROW_WARPS, two warps share 32 rows: each has half of the keys of S and half of the columns of the
-output, and P goes through shared memory, so that keys and values are read half as often. Tiles are
-powers of two, so head dims of 96 and 192 are chunks of 32 and 64 columns.
+This is the portable forward (portable/fwd.py) in Gluon, which controls what stays in shared memory.
+Queries stay there and are read again in every step. A warp then has enough registers for 32 rows,
+and reads keys and values half as often. Keys and values have one buffer each: values are copied
+while scores are computed, and the next keys while values are multiplied (FlashAttention-2,
+arXiv 2307.08691). If ROW_WARPS is 2, two warps share 32 rows: each computes half of the keys of S
+and half of the output columns, and P goes through shared memory. Keys and values are then read half
+as often again. Tile sizes are powers of two, so head dims of 96 and 192 are split into chunks of 32
+and 64 columns.
 """
 
 from sm80.common import (
@@ -41,8 +42,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 @gluon.jit
 def kept(s, row, rows, keys, ranges, segments, checked):
-    """The scores of keys that their row attends, -inf for the others. Each test selects scores:
-    a mask handed from one test to the next would take a register for every score."""
+    """The scores of keys that their row attends to, and -inf for the others. Each test is applied
+    to the scores directly: combining the tests in a mask would take a register per score."""
     none = float("-inf")
     lo, hi = ranges
     q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
@@ -50,17 +51,17 @@ def kept(s, row, rows, keys, ranges, segments, checked):
     s = gl.where(distance < (hi - lo)[:, None].to(gl.uint32, bitcast=True), s, none)
     if checked != 0:
         rows = opaque(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        q_there = rows < q_len
-        kv_there = keys < kv_len
-        q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
-        kv_id = gl.load(kv_ids + keys, mask=kv_there, other=-1)
+        q_in_bounds = rows < q_len
+        kv_in_bounds = keys < kv_len
+        q_id = gl.load(q_ids + rows, mask=q_in_bounds, other=-1)
+        kv_id = gl.load(kv_ids + keys, mask=kv_in_bounds, other=-1)
         s = gl.where(q_id[:, None] == kv_id[None, :], s, none)
         if check > 1:
-            q_at = gl.load(q_pos + rows, mask=q_there, other=0)
-            kv_at = gl.load(kv_pos + keys, mask=kv_there, other=0)
+            q_at = gl.load(q_pos + rows, mask=q_in_bounds, other=0)
+            kv_at = gl.load(kv_pos + keys, mask=kv_in_bounds, other=0)
             s = gl.where(kv_at[None, :] <= q_at[:, None], s, none)
             if check > 2:
-                q_from = gl.load(q_pos + (q_len + rows), mask=q_there, other=0)
+                q_from = gl.load(q_pos + (q_len + rows), mask=q_in_bounds, other=0)
                 s = gl.where(q_from[:, None] <= kv_at[None, :], s, none)
     return s
 
@@ -72,8 +73,9 @@ def forward(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROW_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`. With
-    `soft_cap`, unless it is None, scores become tanh in units of the cap (sm90/soft_cap.py)."""
+    """Rows of query and out are `row_heads` heads apart, and the kernel processes `heads` of them.
+    With `soft_cap` (None in kernels without it), scores become tanh, in units of the cap
+    (sm90/soft_cap.py)."""
     WARPS: gl.constexpr = gl.num_warps()
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
     V_CHUNK: gl.constexpr = chunk_of(V_DIM)
@@ -82,7 +84,7 @@ def forward(
     copies: gl.constexpr = copy_layout(CHUNK, WARPS)
     v_copies: gl.constexpr = copy_layout(V_CHUNK, WARPS)
     dtype: gl.constexpr = query.dtype.element_ty
-    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # a thread's
+    SCORES: gl.constexpr = BLOCK_M * BLOCK_N // (WARPS * 32)  # per thread
 
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = place_of_tile(
@@ -104,10 +106,10 @@ def forward(
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
     copied = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies))
-    copied_there = copied < q_len
-    # rows that attend nothing are not read
-    attend = gl.load(kv_end + mask_row + copied, mask=copied_there, other=0) > gl.load(
-        kv_start + mask_row + copied, mask=copied_there, other=0
+    copied_in_bounds = copied < q_len
+    # rows that attend to nothing are not read
+    attend = gl.load(kv_end + mask_row + copied, mask=copied_in_bounds, other=0) > gl.load(
+        kv_start + mask_row + copied, mask=copied_in_bounds, other=0
     )
     first = (b.to(gl.int64) * q_len + row) * row_heads + head
     q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, copies)
@@ -124,9 +126,9 @@ def forward(
     v_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies))
 
     rows = row + gl.arange(0, BLOCK_M, by_row)
-    there = rows < q_len
-    lo = gl.load(kv_start + mask_row + rows, mask=there, other=0)
-    hi = gl.load(kv_end + mask_row + rows, mask=there, other=0)
+    in_bounds = rows < q_len
+    lo = gl.load(kv_start + mask_row + rows, mask=in_bounds, other=0)
+    hi = gl.load(kv_end + mask_row + rows, mask=in_bounds, other=0)
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     segments = (
         q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, mask_mode),
@@ -135,7 +137,7 @@ def forward(
 
     scale2 = (scale if soft_cap is None else soft_cap) * LOG2E
     m = gl.full([BLOCK_M], -3e38, gl.float32, by_row)
-    l = gl.zeros([BLOCK_M, 8 * ROW_WARPS], gl.float32, s_layout)  # added up at the end
+    l = gl.zeros([BLOCK_M, 8 * ROW_WARPS], gl.float32, s_layout)  # partial sums, reduced at the end
     acc = zeros(BLOCK_M, V_DIM, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
 
@@ -183,15 +185,15 @@ def forward(
             acc = times(p.to(dtype), v_s, acc, V_DIM)
 
     l = gl.sum(l, 1)
-    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
+    attended = (hi > lo) & (l != 0.0)  # True for NaN, so that it reaches the result
     inverse = gl.where(attended, 1.0 / l, 0.0)
     acc = scaled(acc, inverse[:, None], V_DIM)
     natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
-    gl.store(lse + (b.to(gl.int64) * heads + head) * q_len + rows, natural, mask=there)
+    gl.store(lse + (b.to(gl.int64) * heads + head) * q_len + rows, natural, mask=in_bounds)
     columns = gl.arange(0, V_CHUNK, gl.SliceLayout(0, s_layout))
     local = (rows - row)[:, None] * row_heads
     offsets = local * V_DIM + columns[None, :]
     for c in gl.static_range(V_DIM // V_CHUNK):
-        # select, not multiply: a row that attends nothing may have met garbage in the full blocks
+        # a select, not a product: rows that attend to nothing may have garbage from full blocks
         x = gl.where(attended[:, None], acc[c], 0.0).to(dtype)
-        gl.store(out + first * V_DIM + c * V_CHUNK + offsets, x, mask=there[:, None])
+        gl.store(out + first * V_DIM + c * V_CHUNK + offsets, x, mask=in_bounds[:, None])

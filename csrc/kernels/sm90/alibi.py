@@ -1,8 +1,8 @@
 """ALiBi (arXiv 2108.12409) in the Hopper kernels, in registers.
 
-A logit is scale * score - slope * |i - j|, of row i and key j, whose positions are their indices:
-then a thread needs no array, only how far its first column is from its rows. Positions that are
-arrays, and the gradient of slopes, are for the fallback kernels.
+The logit of row i and key j is scale * score - slope * |i - j|. Positions are indices, so a thread
+reads no array and only needs the distances of its rows from its first column. Calls with arrays of
+positions, or that need the gradient of the slopes, run on the fallback kernels.
 """
 
 from sm90.soft_cap import hex_float
@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def biased_asm(n):
-    """One thread's scores become logits in base 2, in their own registers. Operands: n results; n
-    tied scores, the positions of its two rows, that of the first column, scale and slope times
-    -log2(e).
+    """Turns one thread's scores into logits in base 2, in place. Operands: n results, n tied
+    scores, positions of the thread's two rows, position of the tile's first column, scale times
+    log2(e), slope times -log2(e).
 
-    Distances are exact up to 2^24, as float32 is.
+    Distances are float32, so they are exact up to 2^24.
     """
     while hasattr(n, "value"):
         n = n.value
@@ -45,9 +45,9 @@ def biased_constraints(n):
 
 
 @gluon.jit
-def with_bias(s, positions, start, scale2, slope2, N: gl.constexpr):
-    """Logits of a tile of N columns in `accumulator` layout: what lies along the rows is at
-    `positions`, the columns from `start` on. Queries or keys, either way round."""
+def add_alibi(s, positions, start, scale2, slope2, N: gl.constexpr):
+    """Logits of a tile of N columns in `accumulator` layout. `positions` are those of its rows, and
+    its columns begin at position `start`. Rows may be queries and columns keys, or the reverse."""
     constraints: gl.constexpr = biased_constraints(N // 2)
     return gl.inline_asm(
         biased_asm(N // 2), constraints, (s, positions, start, scale2, slope2), s.type, is_pure=True

@@ -1,4 +1,4 @@
-"""The arguments of the Hopper kernels' functions, by name.
+"""Arguments that the Hopper kernels pass to their functions, as aggregates.
 
 A kernel fills these aggregates once. A field is None in kernels that do not use it.
 """
@@ -8,14 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-Number = gl.tensor | gl.constexpr  # a number or a pointer
+Number = gl.tensor | gl.constexpr  # a scalar or a pointer
 Map = tma.tensor_descriptor | gl.constexpr
-Buffer = gl.shared_memory_descriptor | gl.constexpr  # a ring of tiles or of barriers
+Buffer = gl.shared_memory_descriptor | gl.constexpr  # tiles or barriers in shared memory
 
 
 @gluon.aggregate
 class KernelScalars:
-    """Numbers of a call."""
+    """Scalar arguments of a kernel."""
 
     mask_mode: Number
     batch: Number
@@ -30,8 +30,8 @@ class KernelScalars:
 
 @gluon.aggregate
 class Maps:
-    """Tensor maps of what producers load; `bias`: (planes, q_len, kv_len), one plane for each of
-    the bias's batch rows and heads."""
+    """Tensor maps of the arrays that producers load. `bias` is (planes, q_len, kv_len), with one
+    plane for each batch row and head that the bias has."""
 
     query: Map
     key: Map
@@ -42,7 +42,7 @@ class Maps:
 
 @gluon.aggregate
 class BlockMask:
-    """A block mask and the lists of its blocks (block_lists.py)."""
+    """A block mask, its shape, and its block lists (block_lists.py)."""
 
     block_mask: Number
     lists: Number
@@ -54,8 +54,8 @@ class BlockMask:
 
 @gluon.aggregate
 class HeadMask:
-    """A head's block mask: rows of words, words in a row, and shifts from a row and a key to their
-    blocks."""
+    """The block mask of one head: a pointer to its rows of words, the number of words per row, and
+    the shifts from a row or key to its block."""
 
     words: Number
     width: Number
@@ -65,8 +65,8 @@ class HeadMask:
 
 @gluon.aggregate
 class StepRange:
-    """The steps of a tile over keys, or over rows, from `start` on. Full steps are those of
-    [full_begin, full_end); the partial ones before and after them need the mask."""
+    """The steps of a tile, over keys or over rows, from key or row `start` on. Steps [full_begin,
+    full_end) are full. The others, `partial` in number, need the mask."""
 
     start: Number
     steps: Number
@@ -76,7 +76,7 @@ class StepRange:
 
     @gluon.jit
     def nth(self, i, STEP: gl.constexpr):
-        """Where the i-th step begins. Partial steps are taken first."""
+        """The first key or row of the step that is processed i-th. Partial steps come first."""
         return (
             self.start
             + nth_step(i, self.steps, self.partial, self.full_begin, self.full_end) * STEP
@@ -84,16 +84,16 @@ class StepRange:
 
     @gluon.jit
     def nth_partial(self, n):
-        """The place of the n-th partial step among all steps."""
+        """Index of the n-th partial step among all steps, in ascending order."""
         return gl.where(n < self.full_begin, n, n + self.full_end - self.full_begin)
 
 
-# Tiles of rows: forward and dQ.
+# Kernels with tiles of rows: forward and dQ.
 
 
 @gluon.aggregate
 class Mask:
-    """The mask's arrays: of the first batch row, or of a tile's."""
+    """The mask's arrays, from the first batch row on or from that of a tile."""
 
     kv_start: Number
     kv_end: Number
@@ -105,7 +105,7 @@ class Mask:
 
 @gluon.aggregate
 class RowTile:
-    """What the producer tells the consumers. head_part: the head times V_PARTS, plus the part."""
+    """A tile that the producer sends to the consumers. head_part: head * V_PARTS + part."""
 
     row: Number
     head_part: Number
@@ -116,7 +116,8 @@ class RowTile:
 
 @gluon.aggregate
 class RowTileShared:
-    """Tiles, and barriers: *_full of tiles that are loaded, *_empty of tiles that are read."""
+    """Tiles and barriers in shared memory. *_full: tiles have been loaded; *_empty: tiles have been
+    read."""
 
     q_s: Buffer
     do_s: Buffer
@@ -137,7 +138,7 @@ class RowTileShared:
 
 @gluon.aggregate
 class RowTileArgs:
-    """Of the kernels whose programs draw tiles of rows from `counter`."""
+    """Arguments of the kernels whose programs draw tiles of rows from `counter`."""
 
     q_blocks: Number
     mask: Mask
@@ -151,12 +152,13 @@ class RowTileArgs:
     programs: Number
 
 
-# Tiles of keys: dK and dV, and the fused backward.
+# Kernels with tiles of keys: dK and dV, and the fused backward.
 
 
 @gluon.aggregate
 class KeyTileMask:
-    """The mask's arrays, of a tile's batch row; *_blocks: bounds of blocks of 64 rows or keys."""
+    """The mask's arrays, from the batch row of a tile on. *_blocks: bounds of blocks of 64 rows or
+    keys."""
 
     q_ids: Number
     kv_ids: Number
@@ -168,8 +170,8 @@ class KeyTileMask:
 
 @gluon.aggregate
 class KeyTile:
-    """bh: the group's first head among those of all batch rows; padded: rows of a head in the row
-    statistics, mask_row: those of the batch rows of the mask before."""
+    """A tile of keys. bh: first head of the group, counted over all batch rows. padded: rows per
+    head in the row statistics. mask_row: first row of the tile's batch row in `lo` and `hi`."""
 
     mask_b: Number
     b: Number
@@ -183,7 +185,8 @@ class KeyTile:
 
 @gluon.aggregate
 class RowStats:
-    """Of rows: LSE in base 2, delta, key ranges. Tensor maps, or lines in shared memory."""
+    """Row statistics: LSE in base 2, delta, and key ranges [lo, hi). Tensor maps, or buffers in
+    shared memory."""
 
     lse2: Map | Buffer
     delta: Map | Buffer
@@ -193,7 +196,7 @@ class RowStats:
 
 @gluon.aggregate
 class KeyTileShared:
-    """As RowTileShared; *_parts and row_stats_full: lse_by_mma.py."""
+    """As RowTileShared. *_parts and row_stats_full: see lse_by_mma.py."""
 
     q_s: Buffer
     k_s: Buffer
@@ -212,7 +215,7 @@ class KeyTileShared:
 
 @gluon.aggregate
 class Exchange:
-    """Tiles that warp groups pass to each other."""
+    """Tiles that one warp group passes to another."""
 
     tiles: Buffer
     full: Buffer
@@ -221,9 +224,9 @@ class Exchange:
 
 @gluon.aggregate
 class PairBias:
-    """A bias with an element for every logit: (planes, q_len, kv_len), one plane for each batch row
-    and head. `map` and `gradient` are tensor maps of it and of its gradient. With its tile, the
-    largest logits of the rows are loaded (`top`, as RowStats)."""
+    """A bias with an element for every logit: (planes, q_len, kv_len), with one plane for each
+    batch row and head. `map` and `gradient` are tensor maps of the bias and of its gradient. Each
+    tile is loaded together with the largest logits of its rows (`top`, as in RowStats)."""
 
     map: Map
     gradient: Map
@@ -236,7 +239,7 @@ class PairBias:
 
 @gluon.aggregate
 class KeyTileArgs:
-    """Of the kernels whose programs compute dK and dV of one tile of keys."""
+    """Arguments of the kernels whose programs compute dK and dV of one tile of keys."""
 
     maps: Maps
     row_stats: RowStats

@@ -1,9 +1,9 @@
-"""Block masks in the Hopper kernels: the blocks of 64 that a tile meets, and the mask's word on
-rows and keys (portable/block_lists.py has both for the fallback kernels, and says what a list is).
+"""Block masks in the Hopper kernels: the list of blocks of 64 of each tile, and the mask bits of
+rows and keys. (portable/block_lists.py has both for the fallback kernels, and defines a list.)
 
-Sizes of its blocks are powers of two here, so that blocks of 64 begin at whole bits and a
-thread finds its bits by shifts; the handlers give other sizes to the fallback kernels
-(csrc/ffi). A step is one block of the list. Bits are those of common.range_bits_asm.
+Sizes of mask blocks are powers of two here, so a mask block is either inside one block of 64 or
+contains whole ones, and a thread finds its bits by shifts. The handlers (csrc/ffi) send other sizes
+to the fallback kernels. A step is one block of the list. Bits are as in common.range_bits_asm.
 """
 
 from sm90.args import HeadMask
@@ -19,8 +19,8 @@ def shift_of(size):
 
 @gluon.jit
 def list_of_tile(blocks, mask_b, head, tile, tiles, longest):
-    """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many
-    follow that need none."""
+    """Pointer to the block numbers of a tile, the number of partial blocks, which come first, and
+    the number of full blocks, which follow."""
     heads = blocks.block_mask_heads
     at = mask_b * heads + gl.where(heads > 1, head, 0)
     listed = blocks.lists + (at.to(gl.int64) * tiles + tile) * (longest + 2)
@@ -29,7 +29,8 @@ def list_of_tile(blocks, mask_b, head, tile, tiles, longest):
 
 @gluon.jit
 def list_of_rows(blocks, scalars, mask_b, head, row):
-    """That of a tile of 128 rows; one without any block gets one, which the mask empties."""
+    """`list_of_tile` for a tile of 128 rows. An empty list becomes one partial block, which is
+    fully masked."""
     tiles = (scalars.q_len + 127) // 128
     listed, partial, full_count = list_of_tile(
         blocks, mask_b, head, row // 128, tiles, (scalars.kv_len + 63) // 64
@@ -39,7 +40,7 @@ def list_of_rows(blocks, scalars, mask_b, head, row):
 
 @gluon.jit
 def list_of_keys(blocks, scalars, tile, g):
-    """That of a tile of 128 keys, for the group's g-th head."""
+    """`list_of_tile` for a tile of 128 keys and the g-th head of the group."""
     head = tile.kv_head * tile.group + g
     tiles = (scalars.kv_len + 127) // 128
     longest = (scalars.q_len + 63) // 64
@@ -48,7 +49,7 @@ def list_of_keys(blocks, scalars, tile, g):
 
 @gluon.jit
 def blocks_of_lists(blocks, scalars, tile):
-    """How many blocks of rows the lists of a tile of keys have, of all heads of its group."""
+    """Number of blocks of rows in the lists of a tile of keys, over all heads of the group."""
     total = 0
     for g in range(0, tile.group):
         _, partial, full_count = list_of_keys(blocks, scalars, tile, g)
@@ -69,8 +70,8 @@ def mask_of_head(blocks, scalars, mask_b, head):
 
 @gluon.constexpr_function
 def bits_of_keys_asm():
-    """Bits of 64 keys, for the two rows of a thread. Operands: bits (2); words of the first and of
-    the other 32 keys (2 each), first key, shift."""
+    """Bits of 64 keys for a thread's two rows. Operands: bits (2), words of the first 32 keys (2),
+    words of the last 32 keys (2), first key, shift."""
     t = [
         "{ .reg .u32 q, t, b; .reg .pred p; setp.ge.u32 p, $7, 6; @p bra SAME;"
         "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6; mov.b32 $0, 0; "
@@ -91,7 +92,7 @@ def bits_of_keys_asm():
 
 @gluon.jit
 def bits_of_keys(head_mask, rows, first_key, q_len):
-    """Bits of the 64 keys from `first_key` on, a multiple of 64, for rows."""
+    """Bits of the 64 keys from `first_key`, a multiple of 64, for `rows`."""
     kv_shift = head_mask.kv_shift
     width = head_mask.width
     row = head_mask.words + (gl.minimum(rows, q_len - 1) >> head_mask.q_shift).to(gl.int64) * width
@@ -108,9 +109,9 @@ def bits_of_keys(head_mask, rows, first_key, q_len):
 
 @gluon.constexpr_function
 def bits_of_rows_asm():
-    """Bits of 64 rows, for the two keys of a thread, whose blocks share a word. Operands: bits (2);
-    keys (2), pointers to their word of the mask's first row (2), first row, last row of all, bytes
-    of a row's words, shifts of rows and keys."""
+    """Bits of 64 rows for a thread's two keys, whose mask blocks are in the same word. Operands:
+    bits (2), keys (2), pointers to their word in the mask's first row (2), first row, last row of
+    the sequence, bytes per row of words, shifts of rows and keys."""
     t = [
         "{ .reg .u64 a; .reg .u32 q, t, b, w<8>, k<2>; .reg .pred p; mov.b32 $0, 0; mov.b32 $1, 0;"
         "shr.u32 k0, $2, $10; shr.u32 k1, $3, $10; setp.ge.u32 p, $9, 6; @p bra SAME;"
@@ -134,7 +135,7 @@ def bits_of_rows_asm():
 
 @gluon.jit
 def bits_of_rows(head_mask, keys, first_row, q_len):
-    """Bits of the 64 rows from `first_row` on, a multiple of 64, for keys."""
+    """Bits of the 64 rows from `first_row`, a multiple of 64, for `keys`."""
     q_shift = head_mask.q_shift
     kv_shift = head_mask.kv_shift
     width = head_mask.width

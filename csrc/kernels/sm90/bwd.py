@@ -1,24 +1,25 @@
-"""Backward attention on Hopper in Gluon: the same gradients as portable/bwd.py, its checked twin,
-in five products instead of seven.
+"""Backward attention on Hopper in Gluon. It computes the same gradients as portable/bwd.py, which
+the tests compare it with, in five products instead of seven.
 
-It runs between the two kernels of sm90/bwd_prepost.py: `backward_preprocess` makes delta and the
-base-2 LSE and clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction
-while it sums dK and dV of a tile of keys in registers; `backward_postprocess` scales dQ and rounds
-it.
+It runs between the two kernels of sm90/bwd_prepost.py. `backward_preprocess` computes delta and the
+base-2 LSE, and clears a float32 dQ. `backward_sm90` sums dK and dV of a tile of keys in registers,
+and adds to dQ with the copy engine's bulk reduction. `backward_postprocess` scales and rounds dQ.
 
-A program of `backward_sm90` is 128 keys of one key/value head: two warp groups of 64 keys, and a
-producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
-(keys x rows), so that P^T and dS^T are left operands in registers. dS of both warp groups meets in
-shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section
-3.3), of the block before, so that a group does not wait for the other's dS of this block. They take
-turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs under the
-products of the other.
+A program of `backward_sm90` computes 128 keys of one key/value head. It has two warp groups of 64
+keys each, and a producer warp that streams blocks of ROWS query rows of the group's heads. Scores
+are transposed (keys x rows), so that P^T and dS^T are left operands in registers. The warp groups
+share dS through shared memory. With DQ 1, each computes half of dQ's columns (FlashAttention-3,
+arXiv 2407.08608, section 3.3), of the previous block, so that it does not wait for the other's dS
+of this block. With DQ 2, a third warp group computes dQ. With PING_PONG, named barriers make the
+warp groups take turns at issuing dK, dQ and the next scores, so that the softmax of one runs during
+the products of the other.
 
-The float32 dQ is in the order of the accumulator's registers, which only `backward_postprocess`
-undoes. Its additions come in any order: dQ differs by rounding from run to run.
-sm90/bwd_consumer.py has what a warp group computes, sm90/bwd_producer.py the producer,
-sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their
-own, sm90/bwd_dkdv_d192.py, sm90/bwd_dkdv_d256.py and sm90/bwd_dkdv_parts.py.
+The float32 dQ is in the order of the accumulator's registers, which `backward_postprocess` undoes.
+The order of additions to it is not fixed, so dQ differs by rounding from run to run.
+
+The consumer warp groups are in sm90/bwd_consumer.py, the producer in sm90/bwd_producer.py, and the
+exchange of dS and dQ in sm90/dq_reduce.py. dK and dV of head dims above 128 have separate kernels:
+sm90/bwd_dkdv_d192.py, sm90/bwd_dkdv_d256.py and sm90/bwd_dkdv_parts.py.
 """
 
 from sm90.args import (
@@ -60,12 +61,12 @@ def backward_sm90(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
     LSE_BY_MMA: gl.constexpr,
 ):  # fmt: skip
-    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo,
-    hi as one row each.
+    """Tensor maps: query, key, value, dout, dk and dv are (batch, length, heads * dim); lse2,
+    delta, lo and hi are one row each.
 
-    Without `dq_sum` (DQ 0) it makes dK and dV alone, for deterministic gradients; bwd_dq.py has dQ.
-    Options as of forward_sm90: `soft_cap`, `slopes` or block lists, of which the last have no
-    `dq_sum`.
+    Without `dq_sum` (DQ 0) the kernel computes only dK and dV, for deterministic gradients; dQ is
+    in bwd_dq.py. Options are as in forward_sm90: `soft_cap`, `slopes` or block lists. Block lists
+    exist only without `dq_sum`.
     """
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, HALVES=2,
@@ -127,7 +128,7 @@ def backward_sm90(
     tile, q_range, mask = tile_of_program(mask, kv_order, scalars, 128)
     if config.BLOCK_LISTS:
         q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
-    if DQ == 1:  # 1 to 2 % there, nothing or less in the others
+    if DQ == 1:  # 1 to 2 % faster; no gain, or slower, in the others
         scalars = gl.aggregate_replace(scalars, mask_mode=mask_mode_of_tile(mask, q_range, scalars))
     args = BackwardArgs(
         maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),

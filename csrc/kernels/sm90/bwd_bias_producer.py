@@ -1,7 +1,7 @@
-"""The producer warp of dK and dV with a bias that has an element for every logit:
-sm90/bwd_producer.py's, which also loads a tile of the bias for every block of rows.
+"""Producer warp of dK and dV with a bias that has an element for every logit: as in
+sm90/bwd_producer.py, and with a tile of the bias for every block of rows.
 
-Apart from that one, so that no byte of the kernels without a bias depends on it.
+It is separate, so that no byte of the kernels without a bias depends on it.
 """
 
 from sm90.bwd_producer import load_dout, load_keys, load_queries, next_block, row_of
@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.jit
 def load_bias(args, head, row, stat, nth):
-    """The bias of the nth block, which has one place, and the largest logits of its rows."""
+    """Loads the bias of the nth block, which has a single stage, and the largest logits of its
+    rows."""
     bias = args.bias
     tile = args.tile
     ROWS: gl.constexpr = bias.tiles_s.shape[1]
@@ -30,8 +31,8 @@ def load_bias(args, head, row, stat, nth):
 
 @gluon.jit
 def produce_with_bias(args, config: gl.constexpr):
-    """Partial blocks of every head, then full ones, then the rows of one block more, whose scores
-    and dP are started and dropped."""
+    """Loads the partial blocks of every head, then the full blocks, then one extra block of rows,
+    whose scores and dP are started and dropped."""
     tile = args.tile
     q_range = args.q_range
     load_keys(args, config)

@@ -1,7 +1,7 @@
-"""What a warp group of `backward_sm90` and its kin (sm90/bwd.py) computes: dK and dV of 64 keys,
-and its part of dQ."""
+"""Consumer warp group of the kernels of sm90/bwd.py: computes dK and dV of 64 keys, and its part of
+dQ."""
 
-from sm90.alibi import with_bias
+from sm90.alibi import add_alibi
 from sm90.args import BlockMask, Buffer, Exchange, KeyTileArgs, Number
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
@@ -13,9 +13,9 @@ from sm90.common import (
     select_bits,
     warp_arrive,
 )
-from sm90.dq_reduce import add_staged, hand_on, keys_read
+from sm90.dq_reduce import add_staged, keys_read, publish_ds
 from sm90.gradient_store import store_half
-from sm90.lse_by_mma import less, lse_scale
+from sm90.lse_by_mma import lse_scale, subtract_stats
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def ping_pong_wait(W: gl.constexpr):
-    """The warp groups take turns at issuing dK, dQ and the next scores: one's softmax runs under
-    the other's products."""
+    """The warp groups take turns at issuing dK, dQ and the next scores, so that the softmax of one
+    runs during the products of the other."""
     gl.inline_asm(named_barrier("sync", 4 + W, 256), "~{memory}", ())
 
 
@@ -42,7 +42,8 @@ def ping_pong_pass(W: gl.constexpr):
 
 @gluon.aggregate
 class BackwardArgs(KeyTileArgs):
-    """ds: dS of a block of rows, if dQ is made here; dq_s: dQ on its way to the sum."""
+    """ds: dS of a block of rows, if this kernel computes dQ. dq_s: buffers for dQ on its way to the
+    sum."""
 
     dq_sum: Number
     slopes: Number
@@ -53,21 +54,21 @@ class BackwardArgs(KeyTileArgs):
 
 @gluon.jit
 def scores(k, shared, stage, LSE_BY_MMA: gl.constexpr):
-    """S^T of a block of rows, started; with LSE_BY_MMA LSE is taken off it, in its units."""
+    """Starts S^T of a block of rows. With LSE_BY_MMA, LSE in units of S is subtracted from it."""
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
     q_t = shared.q_s.index(stage).permute((1, 0))
     s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
-    return less(s, shared.lse_parts.index(stage)) if LSE_BY_MMA else s
+    return subtract_stats(s, shared.lse_parts.index(stage)) if LSE_BY_MMA else s
 
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, args, k_part, keys, head_mask,
+    W: gl.constexpr, sums, s, row, i, stage, phase, previous, args, k_part, keys, head_mask,
     slope2,
     MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`,
-    makes the next scores.
+    """Processes the i-th block of rows: adds to dk and dv, shares dS, adds dQ of the block
+    `previous`, and computes the next scores.
 
     LIVE: there may be a pair of this warp group's keys and these rows.
     """
@@ -82,7 +83,7 @@ def step(
     k_left = shared.k_s.index(rematerialized_zero(i, config.REMATERIALIZE))
     k_left = k_left.slice(W * 64, 64, dim=0)
     v_left = shared.v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
-    NEW: gl.constexpr = 2 if LSE_BY_MMA else 1  # groups of products that the next scores are
+    NEW: gl.constexpr = 2 if LSE_BY_MMA else 1  # wgmma groups of the next scores
     if LSE_BY_MMA:
         scale2 = lse_scale(scale)
     else:
@@ -103,12 +104,12 @@ def step(
         do = shared.do_s.index(stage)
         dp_token = warpgroup_mma(v_left, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         if LSE_BY_MMA:
-            dp_token = less(dp_token, shared.delta_parts.index(stage))
+            dp_token = subtract_stats(dp_token, shared.delta_parts.index(stage))
         if SOFT_CAP:
             s = tanh_of_scores(s, scale / args.scalars.soft_cap, ROWS)
             dtanh = 1.0 - s * s  # the derivative of tanh
         if config.ALIBI:
-            s = with_bias(s, keys, row, scale2, slope2, ROWS)
+            s = add_alibi(s, keys, row, scale2, slope2, ROWS)
             scale2 = 1.0
         if MASKED:
             bits = mask_bits(keys, row, stage, args)
@@ -132,10 +133,10 @@ def step(
     else:
         ds = gl.zeros([64, ROWS], dtype, s_layout)
     if DQ:
-        free = phase if DQ == 2 else phase ^ stage
-        mbarrier.wait(ds_shared.empty.index(stage), free ^ 1)
-        own_s = ds_shared.tiles.index(stage).slice(W * 64, 64, dim=0)
-        hand_on(ds, own_s, ds_shared.full.index(stage))
+        empty_phase = phase if DQ == 2 else phase ^ stage
+        mbarrier.wait(ds_shared.empty.index(stage), empty_phase ^ 1)
+        half_s = ds_shared.tiles.index(stage).slice(W * 64, 64, dim=0)
+        publish_ds(ds, half_s, ds_shared.full.index(stage))
     if config.PING_PONG:
         ping_pong_wait(W)
     if LIVE:
@@ -157,7 +158,7 @@ def step(
     if DQ == 1:
         dq = warpgroup_mma_wait(NEW, deps=(dq_token,))
         warp_arrive(ds_shared.empty.index(other))
-        cells = args.dq_sum + before.to(gl.int64) * CELLS
+        cells = args.dq_sum + previous.to(gl.int64) * CELLS
         add_staged(dq, cells, args.dq_s.index(W), CELLS)
     else:
         if LIVE:
@@ -181,7 +182,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     DQ: gl.constexpr = config.DQ
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     PARTS: gl.constexpr = 0 if BLOCK_LISTS else 2
-    # of dQ this warp group makes half of the columns
+    # the columns of dQ that this warp group computes
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART
     row_blocks = tile.padded // ROWS
@@ -197,7 +198,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     v = shared.v_s.index(W)
     if q_range.steps > 0:
         if SKIP:
-            own_start, own_end = rows_of_half(
+            live_start, live_end = rows_of_half(
                 args.mask, tile.first_key // 64 + W, args.scalars.kv_len
             )
         if config.PING_PONG and W == 1:
@@ -205,9 +206,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mbarrier.wait(shared.q_full.index(0), 0)
         s = scores(k, shared, 0, config.LSE_BY_MMA)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if DQ == 1:  # "block -1": adds zero to dQ
-            own_s = ds_shared.tiles.index(1).slice(W * 64, 64, dim=0)
-            own_s.store(gl.zeros([64, ROWS], dtype, s_layout))
+        if DQ == 1:  # dS of "block -1" is 0: the first step adds 0 to dQ
+            half_s = ds_shared.tiles.index(1).slice(W * 64, 64, dim=0)
+            half_s.store(gl.zeros([64, ROWS], dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_shared.full.index(1))
         stage = 0
@@ -226,9 +227,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                             head_mask, (), part == 0, True, config,
                         )  # fmt: skip
                         stage = stage ^ 1
-        # of the block before; zeros are added to the first one
-        before = (tile.bh * row_blocks + q_range.start // ROWS) * 2 + (W if DQ == 1 else 0)
-        # partial blocks of every head, then the full ones
+        # dQ of the previous block; the first step adds zeros to that of the first block
+        previous = (tile.bh * row_blocks + q_range.start // ROWS) * 2 + (W if DQ == 1 else 0)
+        # partial blocks of every head, then full blocks
         for part in gl.static_range(PARTS):
             count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
             n = 0
@@ -241,24 +242,24 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 else:
                     slope2 = ()
                 if part == 0 and SKIP:
-                    if (row < own_end) & (row + ROWS > own_start):
+                    if (row < live_end) & (row + ROWS > live_start):
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
                             keys, (), slope2, True, True, config,
                         )  # fmt: skip
                     else:
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
                             keys, (), slope2, True, False, config,
                         )  # fmt: skip
                 else:
                     dk_sum, dv_sum, s, phase = step(
-                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, args, k_part,
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
                         keys, (), slope2, part == 0, True, config,
                     )  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
-                before = ((tile.bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
+                previous = ((tile.bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
                 n += 1
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
@@ -269,7 +270,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
             dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            cells = args.dq_sum + before.to(gl.int64) * CELLS
+            cells = args.dq_sum + previous.to(gl.int64) * CELLS
             add_staged(dq, cells, args.dq_s.index(W), CELLS)
             tma.store_wait(0)
         if config.PING_PONG and W == 0:

@@ -1,12 +1,13 @@
-"""dK and dV on Hopper in Gluon for head dims whose sums all but fill a warp group's registers
-(192/128): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+"""dK and dV on Hopper in Gluon for head dims whose sums almost fill a warp group's registers
+(192/128): the same results as `backward_sm90` of sm90/bwd.py without dQ.
 
-A program is 128 keys of one key/value head: two warp groups of 64 keys, and sm90/bwd_producer.py's
-producer warp. Of a thread's 240 registers dK and dV are 160, S or dP 32, P or dS in 16 bits 16. So
-one loop takes masked and other blocks, and branches where no product is under way; dP is begun
-after S is used up, dS is made of the rounded P (docs/guide/numerics.md), and the next scores wait
-for dK but its last chunk. The softmax of one warp group runs under its own dP and the products of
-the other. Queries, keys and dK are cut into chunks of QK_CHUNK columns.
+A program computes 128 keys of one key/value head. It has two warp groups of 64 keys each and the
+producer warp of sm90/bwd_producer.py. Of a thread's 240 registers, dK and dV take 160, S or dP 32,
+and P or dS in 16 bits 16. To stay within the limit, one loop handles masked and other blocks, and
+branches only where no product is in flight. dP starts after S has been used, dS is computed from
+the rounded P (docs/guide/numerics.md), and the next scores start when only the last chunk of dK is
+in flight. The softmax of one warp group runs during the products of the other. Queries, keys and dK
+are divided into chunks of QK_CHUNK columns.
 """
 
 from sm90.args import (
@@ -29,7 +30,7 @@ from sm90.bwd_producer import (
     rows_of_half,
     tile_of_program,
 )
-from sm90.chunked_mma import add_products, finished, half_of_keys, scores, zeros
+from sm90.chunked_mma import add_products, half_of_keys, scores, wait_products, zeros
 from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
 from sm90.config import constants
 from sm90.gradient_store import store_half
@@ -59,10 +60,10 @@ def first_column(operand):
 
 @gluon.constexpr_function
 def p_asm(half):
-    """P = 2^(s * scale2 - lse2) in pairs of 16 bits. By octets of columns, so that it takes no
-    registers for more of lse2.
+    """P = 2^(s * scale2 - lse2) in pairs of 16 bits. It works by octets of columns, so that only
+    two numbers of lse2 are in registers at a time.
 
-    Operands: 16 of packed P; 32 scores, scale2, shared address of lse2.
+    Operands: 16 packed P; 32 scores, scale2, shared address of lse2.
     """
     while hasattr(half, "value"):
         half = half.value
@@ -79,9 +80,9 @@ def p_asm(half):
 
 @gluon.constexpr_function
 def ds_asm(half):
-    """dS = P * (dP - delta) likewise.
+    """dS = P * (dP - delta) in pairs of 16 bits, also by octets of columns.
 
-    Operands: 16 of packed dS; 32 of dP, 16 of packed P, shared address of delta.
+    Operands: 16 packed dS; 32 dP, 16 packed P, shared address of delta.
     """
     while hasattr(half, "value"):
         half = half.value
@@ -104,8 +105,8 @@ def ds_asm(half):
 
 @gluon.constexpr_function
 def clear_bits_asm():
-    """Packed pairs stay where their bit is 1, else they become 0. Operands: 16 pairs; 16 pairs,
-    bits of common.range_bits_asm (2)."""
+    """Clears packed values whose bit is 0. Operands: 16 pairs; 16 pairs, bits of
+    common.range_bits_asm (2)."""
     t = ["{ .reg .u32 u; .reg .pred p;"]
     for i in range(16):
         low = 1 << (i // 2 * 2)
@@ -118,7 +119,7 @@ def clear_bits_asm():
 
 @gluon.constexpr_function
 def constraints(*inputs):
-    """16 packed pairs, and (number, letter) of each input."""
+    """Constraints of 16 packed results, and of inputs given as (number, letter)."""
     return ",".join(["=&r"] * 16 + [x for n, x in inputs for _ in range(n)] + ["~{memory}"])
 
 
@@ -143,7 +144,7 @@ def clear_bits(x, bits):
 
 @gluon.jit
 def begin_scores(stage, phase, k, shared, CHUNKS: gl.constexpr):
-    """Those of the block in `stage`."""
+    """Starts the scores of the block in `stage`."""
     mbarrier.wait(shared.q_full.index(stage), phase)
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
     return scores(k, shared.q_s, stage, zero, CHUNKS)
@@ -153,8 +154,8 @@ def begin_scores(stage, phase, k, shared, CHUNKS: gl.constexpr):
 def add_block(
     dk_sum, dv_sum, s, row, head, masked, stage, phase, k, v, keys, args, config: gl.constexpr
 ):  # fmt: skip
-    """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the
-    next. No product is under way where it branches. `head` is read with block lists only."""
+    """Adds a block of rows with scores `s` to dk and dv, and computes the scores of the next block.
+    No product is in flight at a branch. `head` is only used with block lists."""
     shared = args.shared
     CHUNKS: gl.constexpr = config.CHUNKS
     scale2 = args.scalars.scale * LOG2E
@@ -179,14 +180,14 @@ def add_block(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = score_gradients(dp, p, shared.row_stats.delta.index(stage), half)
     dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
-    if masked:  # P is 0 there, dP may be anything
+    if masked:  # P is 0 at masked pairs, dP may be anything
         ds = clear_bits(ds, bits)
     ds_half = unpack(ds, ROWS, ds_layout, dtype)
     dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
-    # the next scores begin under the last chunk: under more of them there are no registers
-    dk_sum = finished(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
+    # only the last chunk overlaps with the next scores: more would not fit the registers
+    dk_sum = wait_products(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
     s_token = begin_scores(stage ^ 1, phase ^ stage, k, shared, CHUNKS)
-    dk_sum = dk_sum + finished(dk_tokens[CHUNKS - 1 :], CHUNKS, 1)
+    dk_sum = dk_sum + wait_products(dk_tokens[CHUNKS - 1 :], CHUNKS, 1)
     warp_arrive(shared.do_empty.index(stage))
     warp_arrive(shared.q_empty.index(stage))
     s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -195,7 +196,8 @@ def add_block(
 
 @gluon.jit
 def skip_blocks(stage, phase, k, shared, CHUNKS: gl.constexpr):
-    """A block of rows without a pair of this warp group's keys; the scores of the next."""
+    """Skips a block of rows without a pair of this warp group's keys. Returns the scores of the
+    next block."""
     mbarrier.wait(shared.do_full.index(stage), phase)
     warp_arrive(shared.do_empty.index(stage))
     warp_arrive(shared.q_empty.index(stage))
@@ -224,7 +226,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     v = shared.v_s.index(W)
     if q_range.steps > 0:
         if not BLOCK_LISTS:
-            own_start, own_end = rows_of_half(
+            live_start, live_end = rows_of_half(
                 args.mask, tile.first_key // 64 + W, args.scalars.kv_len
             )
         mbarrier.wait(shared.q_full.index(0), 0)
@@ -247,7 +249,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     )  # fmt: skip
                     phase = phase ^ stage
                     stage = stage ^ 1
-        else:  # partial blocks of all heads, then full
+        else:  # partial blocks of every head, then full blocks
             n = 0
             for i in range(0, q_range.steps * tile.group):
                 masked = i < q_range.partial * tile.group
@@ -255,7 +257,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
                 v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
                 full = i >= q_range.partial * tile.group
-                if full | ((row < own_end) & (row + ROWS > own_start)):
+                if full | ((row < live_end) & (row + ROWS > live_start)):
                     dk_sum, dv_sum, s = add_block(
                         dk_sum, dv_sum, s, row, (), masked, stage, phase, k_left, v_left, keys,
                         args, config,
@@ -266,7 +268,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 stage = stage ^ 1
                 n += 1
                 n = gl.where(n == q_range.partial, 0, n)
-    gl.barrier()  # dK and dV take the place of this warp group's keys and values
+    gl.barrier()  # dK and dV overwrite this warp group's keys and values
     store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS)
 
 
@@ -279,7 +281,7 @@ def backward_dkdv_sm90(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ; block lists may be None."""
+    """As bwd.backward_sm90 without dQ. Block lists may be None."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS, HALVES=2,

@@ -1,8 +1,8 @@
-"""dK and dV on Hopper in Gluon for head dims whose sums do not fit one warp group's registers
-(256, and 192/192): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+"""dK and dV on Hopper in Gluon for head dims whose sums do not fit in one warp group's registers
+(256, and 192/192): the same results as `backward_sm90` of sm90/bwd.py without dQ.
 
-A program is 64 keys of one key/value head, and its two warp groups divide the work by kind
-(sm90/bwd_split_consumer.py).
+A program computes 64 keys of one key/value head. One of its two warp groups computes dV, the other
+dK (sm90/bwd_split_consumer.py).
 """
 
 from sm90.args import (
@@ -36,9 +36,9 @@ def backward_dkdv_sm90(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ; options: `soft_cap`, block lists, or a bias with an element
-    for every logit, whose gradient it writes, too. Lists are of tiles of 128 keys, so a program may
-    visit blocks of rows that attend to the other 64 keys only."""
+    """As bwd.backward_sm90 without dQ. Options: `soft_cap`, block lists, or a bias with an element
+    for every logit, whose gradient it also stores. Lists are of tiles of 128 keys, so a program may
+    visit blocks of rows that attend only to the other 64 keys."""
     BIAS: gl.constexpr = bias is not None
     BLOCK_LISTS: gl.constexpr = block_mask is not None
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -64,17 +64,17 @@ def backward_dkdv_sm90(
         do_full=barriers(2), do_empty=barriers(2),
     )  # fmt: skip
     p = Exchange(p_s, full=barriers(2), empty=barriers(2))
-    pairs = None
+    pair_bias = None
     if BIAS:
         line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
         bias_tile: gl.constexpr = get_layout([ROWS, KEYS], dtype)
-        pairs = PairBias(
+        pair_bias = PairBias(
             map=bias, gradient=dbias, top=top,
             tiles_s=gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], bias_tile),
             top_s=gl.allocate_shared_memory(gl.float32, [1, ROWS], line),
             full=barriers(1), empty=barriers(1),
         )  # fmt: skip
-        init_barriers(1, (pairs.full, pairs.empty), (1, 4))
+        init_barriers(1, (pair_bias.full, pair_bias.empty), (1, 4))
     init_barriers(1, (shared.kv_full,), (1,))
     init_barriers(
         2,
@@ -97,7 +97,7 @@ def backward_dkdv_sm90(
         maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
         dk=dk, dv=dv, mask=mask, shared=shared, p=p, blocks=blocks,
         tile=tile, q_range=q_range, scalars=scalars,
-        part=0, q_rest=None, do_rest=None, bias=pairs,
+        part=0, q_rest=None, do_rest=None, bias=pair_bias,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -1,15 +1,15 @@
 """dK and dV on Hopper in Gluon for head dims at which the sums of 64 keys fill all registers of a
-multiprocessor (512): the same results as `backward_dkdv_sm90` of sm90/bwd.py.
+multiprocessor (512): the same results as `backward_sm90` of sm90/bwd.py without dQ.
 
-A program is 64 keys of one key/value head and one of two parts of the columns: it makes 256 columns
-of dK and the same of dV, from S and dP over all columns, which both parts compute. Its warp groups
-divide the work by kind (sm90/bwd_split_consumer.py). The tensor maps see a part as a head of half
-the columns.
+A program computes 64 keys of one key/value head and one of two parts of the columns: 256 columns of
+dK and of dV. Both parts compute S and dP over all columns. One warp group computes dV, the other dK
+(sm90/bwd_split_consumer.py). In the tensor maps, a part is a head with half the columns.
 
-Keys and values take 128 of 227 KiB of shared memory. So a block is 32 rows, and of its queries and
-cotangents only the part's own columns, which a second product reads, have two places. The rest of
-the columns have one, which is free as soon as the scores are there. The last 64 columns of the rest
-of the keys are in the first warp group's registers; the tiles of P take their place.
+Keys and values take 128 of 227 KiB of shared memory, so a block is 32 rows. Of its queries and
+cotangents, only the program's part of the columns, which a second product also reads, has two
+stages. The rest of the columns has one stage, which is free as soon as the scores have been
+computed. The last 64 columns of the rest of the keys are in the first warp group's registers, and
+the tiles of P overwrite them in shared memory.
 """
 
 from sm90.args import (
@@ -32,12 +32,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-ROWS = gl.constexpr(32)  # of a block
+ROWS = gl.constexpr(32)  # per block
 
 
 @gluon.jit
 def tile_of_program(mask, kv_order, scalars):
-    """As bwd_producer.tile_of_program, for a part of 64 keys and blocks of ROWS rows."""
+    """As bwd_producer.tile_of_program, for 64 keys, one part of the columns and blocks of ROWS
+    rows."""
     q_len = scalars.q_len
     kv_len = scalars.kv_len
     group = scalars.heads // scalars.kv_heads
@@ -65,7 +66,7 @@ def tile_of_program(mask, kv_order, scalars):
 
 @gluon.jit
 def load_keys(args, config: gl.constexpr):
-    """The tile of keys and its values."""
+    """Loads the tile of keys and its values."""
     maps = args.maps
     shared = args.shared
     tile = args.tile
@@ -73,23 +74,24 @@ def load_keys(args, config: gl.constexpr):
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     row = tile.first_key
-    own = tile.kv_head * PARTS + args.part
-    rest = tile.kv_head * PARTS + 1 - args.part
+    part_head = tile.kv_head * PARTS + args.part
+    rest_head = tile.kv_head * PARTS + 1 - args.part
     full = shared.kv_full.index(0)
     q_rest = args.q_rest
     mbarrier.expect(full, PARTS * KEYS * (config.QK_DIM + config.V_DIM) * 2)
-    load_chunks(maps.key, tile.b, row, own, full, shared.k_s, 0, CHUNKS)
-    column = rest * config.QK_DIM
+    load_chunks(maps.key, tile.b, row, part_head, full, shared.k_s, 0, CHUNKS)
+    column = rest_head * config.QK_DIM
     load_columns(maps.key, tile.b, row, column, full, q_rest.left_s, 0, CHUNKS - 1)
     column += (CHUNKS - 1) * QK_CHUNK
     load_columns(maps.key, tile.b, row, column, full, q_rest.last_s, 0, 1)
-    load_chunks(maps.value, tile.b, row, own, full, shared.v_s, 0, V_CHUNKS)
-    load_chunks(maps.value, tile.b, row, rest, full, args.do_rest.left_s, 0, V_CHUNKS)
+    load_chunks(maps.value, tile.b, row, part_head, full, shared.v_s, 0, V_CHUNKS)
+    load_chunks(maps.value, tile.b, row, rest_head, full, args.do_rest.left_s, 0, V_CHUNKS)
 
 
 @gluon.jit
 def load_rest(source, b, row, head, rest, stage, DIM: gl.constexpr, CHUNKS: gl.constexpr):
-    """Other columns of a block, into their one place: its parity changes with every block."""
+    """Loads the rest of the columns of a block. They have a single stage, whose phase flips with
+    every block."""
     mbarrier.wait(rest.empty.index(0), stage ^ 1)
     full = rest.full.index(0)
     mbarrier.expect(full, ROWS * DIM * 2)
@@ -109,7 +111,7 @@ def produce(args, config: gl.constexpr):
     total = q_range.steps * group
     g = 0
     n = 0
-    # as bwd_producer.produce: one block more than there are, whose scores are dropped
+    # as in bwd_producer.produce, one extra block, whose scores are dropped
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
@@ -118,22 +120,24 @@ def produce(args, config: gl.constexpr):
         stat = (tile.bh + g) * tile.padded + row
         mask_row = tile.mask_row + row
         head = tile.kv_head * group + g
-        own = head * PARTS + args.part
-        rest = head * PARTS + 1 - args.part
+        part_head = head * PARTS + args.part
+        rest_head = head * PARTS + 1 - args.part
 
-        # as bwd_producer.load_queries, whose addresses are computed in another order
+        # as bwd_producer.load_queries, but addresses are computed in another order
         mbarrier.wait(shared.q_empty.index(stage), phase ^ 1)
         full = shared.q_full.index(stage)
         mbarrier.expect(full, ROWS * (config.QK_DIM * 2 + 12))
-        column = own * config.QK_DIM
+        column = part_head * config.QK_DIM
         load_columns(maps.query, tile.b, row, column, full, shared.q_s, stage * CHUNKS, CHUNKS)
         load_line(row_stats.lse2, shared.row_stats.lse2.index(stage), stat, full)
         load_line(row_stats.lo, shared.row_stats.lo.index(stage), mask_row, full)
         load_line(row_stats.hi, shared.row_stats.hi.index(stage), mask_row, full)
 
-        load_dout(args, own, row, stat, stage, phase, (), config)
-        load_rest(maps.query, tile.b, row, rest, args.q_rest, stage, config.QK_DIM, CHUNKS)
-        load_rest(maps.dout, tile.b, row, rest, args.do_rest, stage, config.V_DIM, config.V_CHUNKS)
+        load_dout(args, part_head, row, stat, stage, phase, (), config)
+        load_rest(maps.query, tile.b, row, rest_head, args.q_rest, stage, config.QK_DIM, CHUNKS)
+        load_rest(
+            maps.dout, tile.b, row, rest_head, args.do_rest, stage, config.V_DIM, config.V_CHUNKS
+        )
         n, g = next_block(n, g, in_partial, q_range, group)
 
 
@@ -145,8 +149,8 @@ def backward_dkdv_sm90_parts(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ and options; two programs for every 64 keys. Boxes of query,
-    dout and the row statistics are of 32 rows."""
+    """As bwd.backward_sm90 without dQ and options, with two programs for every 64 keys. Boxes of
+    query, dout and the row statistics have 32 rows."""
     CHUNKS: gl.constexpr = QK_DIM // PARTS // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK
     config: gl.constexpr = constants(  # of a part

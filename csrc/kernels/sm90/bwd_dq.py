@@ -1,12 +1,13 @@
-"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as
-backward_dq, its checked twin. sm90/bwd.py's `backward_dkdv_sm90` makes the other two gradients.
+"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients. It computes the
+same as portable/bwd_dq.py, which the tests compare it with. `backward_dkdv_sm90` (sm90/bwd.py)
+computes the other two gradients.
 
-A program takes tiles of 128 rows of one head until none is left, as forward_sm90 does: two warp
-groups of 64 rows, and a producer warp that draws the next tile and streams its queries and
-cotangents, then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS
-K with dS from registers. The scores of the next step run under the third product. Head dims are cut
-into chunks of columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys leave room for one tile
-of values and two of keys.
+A program computes tiles of 128 rows of one head until none is left, as in forward_sm90. It has two
+warp groups of 64 rows each, and a producer warp that draws the next tile and streams its queries
+and cotangents, then keys and values. A step has three products: S = Q K^T, dP = dO V^T, and with dS
+from registers, dQ += dS K. The scores of the next step run during the third product. Head dims are
+divided into chunks of columns, as in sm90/fwd.py. At head dim 256, with tiles of 64 keys, there is
+room for two tiles of keys and one of values.
 """
 
 from sm90.args import (
@@ -20,7 +21,7 @@ from sm90.args import (
     RowTileShared,
 )
 from sm90.block_lists import list_of_rows, mask_of_head
-from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
 from sm90.common import (
     LOG2E,
     accumulator,
@@ -32,14 +33,14 @@ from sm90.common import (
 )
 from sm90.config import constants
 from sm90.pipeline import (
-    after,
+    apply_mask,
     mask_of_batch_row,
-    masked,
+    next_stage,
     ping_pong_pass,
     ping_pong_wait,
-    place_of_values,
     receive_tile,
     skip_blocks,
+    stage_of_values,
 )
 from sm90.row_producer import produce
 from sm90.soft_cap import tanh_of_scores
@@ -63,7 +64,7 @@ class DqArgs(RowTileArgs):
 
 @gluon.constexpr_function
 def value_stages(v_dim, block_n, stages):
-    """Places for tiles of values: as many as for keys where there is room."""
+    """Stages of the ring of values: as many as for keys if there is room."""
     v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
     return 1 if v_dim == 256 and block_n == 64 else stages
 
@@ -108,15 +109,15 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mask_b = gl.where(scalars.mask_batch > 1, tile.b, 0)
         mask = mask_of_batch_row(args.mask, mask_b, scalars)
         rows = tile.row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
-        there = rows < q_len
+        # rows past the end get lse2 +inf and delta 0, as rows that attend to nothing have
+        in_bounds = rows < q_len
         stat = (tile.b.to(gl.int64) * scalars.heads + head) * padded + rows
-        lse = gl.load(args.lse2 + stat, mask=there, other=float("inf"))
-        dl = gl.load(args.delta + stat, mask=there, other=0.0)
+        lse = gl.load(args.lse2 + stat, mask=in_bounds, other=float("inf"))
+        dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
         dq_sum = zeros(q_layout, QK_CHUNK, CHUNKS)
         mbarrier.wait(shared.q_full.index(W), q_phase)
         q = left_chunks(shared.q_s, W, CHUNKS)
-        if DO_REGISTERS:  # half the reads of shared memory of its product
+        if DO_REGISTERS:  # halves the reads of shared memory by its product
             do = (shared.do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2)),)
         else:
             do = left_chunks(shared.do_s, W, V_CHUNKS)
@@ -136,22 +137,22 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mbarrier.wait(shared.k_full.index(stage), phase)
         s = scores(q, shared.k_s, stage, zero, CHUNKS)
         s = warpgroup_mma_wait(0, deps=(s,))
-        for part in gl.static_range(2):  # partial steps, then the full ones
+        for part in gl.static_range(2):  # partial steps, then full steps
             begin = first if part == 0 else gl.maximum(first, partial)
             stop = last if part == 0 else steps
             for i in range(begin, stop):
-                v_stage, v_phase = place_of_values(stage, phase, config)
+                v_stage, v_phase = stage_of_values(stage, phase, config)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.v_full.index(v_stage), v_phase)
-                if V_DIM > 128:  # descriptors of tiles, hoisted out of the loop, would be spilled
-                    own = opaque(stage * 0 + W)
-                    q_left = left_chunks(shared.q_s, own, CHUNKS)
-                    do_left = left_chunks(shared.do_s, own, V_CHUNKS)
+                if V_DIM > 128:  # tile descriptors hoisted out of the loop would be spilled
+                    w = opaque(stage * 0 + W)
+                    q_left = left_chunks(shared.q_s, w, CHUNKS)
+                    do_left = left_chunks(shared.do_s, w, V_CHUNKS)
                 else:
-                    own = W + rematerialized_zero(i, config.REMATERIALIZE)
-                    q_left = left_chunks(shared.q_s, own, CHUNKS)
-                    do_left = do if DO_REGISTERS else left_chunks(shared.do_s, own, V_CHUNKS)
+                    w = W + rematerialized_zero(i, config.REMATERIALIZE)
+                    q_left = left_chunks(shared.q_s, w, CHUNKS)
+                    do_left = do if DO_REGISTERS else left_chunks(shared.do_s, w, V_CHUNKS)
                 dp_token = scores(do_left, shared.v_s, v_stage, zero, V_CHUNKS)
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / scalars.soft_cap, BLOCK_N)
@@ -159,7 +160,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if part == 0:
                     if not BLOCK_LISTS:
                         at = kv_range.nth(i, BLOCK_N)
-                    s = masked(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+                    s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 if SOFT_CAP and part == 0:  # the derivative at a masked key may be NaN
                     p = gl.where(p == 0.0, 0.0, p * dtanh)
@@ -168,34 +169,34 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(shared.v_empty.index(v_stage))
                 ds = p * (dp - gl.expand_dims(dl, 1))
-                if part == 0:  # P is 0 where masked, dP may be anything there
+                if part == 0:  # P is 0 at masked pairs, dP may be anything
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
                 ping_pong_wait(W)
                 dq_tokens = add_products(ds_half, shared.k_s, stage, dq_sum, CHUNKS)
                 old = stage
-                stage, phase = after(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
                 more = i + 1 < end
                 if more:
                     mbarrier.wait(shared.k_full.index(stage), phase)
-                # after the last step the scores of this one, again: they are dropped
+                # the last step computes its own scores again, and drops them
                 s_token = scores(q_left, shared.k_s, gl.where(more, stage, old), zero, CHUNKS)
                 ping_pong_pass(W, 2)
-                dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
+                dq_sum = wait_products(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(shared.k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(shared.k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
         if not BLOCK_LISTS:
             stage, phase = skip_blocks(steps - end, W, shared, stage, phase, config)
-        lo = gl.load(mask.kv_start + rows, mask=there, other=0)
-        hi = gl.load(mask.kv_end + rows, mask=there, other=0)
-        # of a NaN, too: it must reach the result
+        lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+        hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+        # also true for a NaN, which must reach the result
         attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
         attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
         gl.barrier()
         for c in gl.static_range(CHUNKS):
-            # select, not multiply: a row that attends nothing may have met garbage
+            # select, not multiply: a row that attends to nothing may have summed garbage
             result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum[c] * scale, 0.0)
             shared.q_s.index(W * CHUNKS + c).store(result.to(dtype))
         fence_async_shared()
@@ -208,7 +209,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         tma.store_wait(0)
         gl.barrier()
         warp_arrive(shared.q_empty.index(W))
-        slot, slot_phase = after(slot, slot_phase, 2)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         tile = receive_tile(shared, slot, slot_phase)
     if W == 0:
@@ -225,9 +226,9 @@ def backward_dq_sm90(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or
-    BLOCK_N rows of one head; lse2 and delta as backward_preprocess leaves them; counter holds 0 and
-    lives as long as the launch. Options as of forward_sm90: `soft_cap` or block lists."""
+    """query, key, value, dout and dq are tensor maps (batch, length, heads * dim) with boxes of 64
+    or BLOCK_N rows of one head. lse2 and delta are results of backward_preprocess. `counter` is as
+    in forward_sm90, as are the options: `soft_cap` or block lists."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)

@@ -1,18 +1,18 @@
-"""dQ on Hopper in Gluon for head dims at which 64 rows of it do not fit a warp group's registers
+"""dQ on Hopper in Gluon for head dims at which 64 rows of dQ do not fit in a warp group's registers
 (512): the same results as sm90/bwd_dq.py.
 
-A program is 64 rows of one head. Its two warp groups make 256 columns of dQ each, from the same dS:
-the first makes S and P and passes P through shared memory, the second makes dP and dS and passes
-dS. A step is 32 keys.
+A program computes 64 rows of one head. Its two warp groups compute 256 columns of dQ each, from the
+same dS. The first computes S and P and passes P to the second through shared memory. The second
+computes dP and dS and passes dS back. A step is 32 keys.
 
-Queries and cotangents take 128 of 227 KiB of shared memory, two tiles of keys 64 and one tile of
-values 32, in two halves of the columns, each of which is loaded again as soon as its product is
-done. The last 64 columns of the queries are in the first warp group's registers; the tiles of P and
-dS take their place.
+Queries and cotangents take 128 of 227 KiB of shared memory, two tiles of keys 64, and one tile of
+values 32. The values are in two halves of the columns, each of which is loaded again as soon as its
+product is done. The last 64 columns of the queries are in the first warp group's registers, and the
+tiles of P and dS overwrite them in shared memory.
 """
 
 from sm90.args import Buffer, KernelScalars, Map, Maps, Mask, Number, StepRange
-from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
 from sm90.common import (
     LOG2E,
     accumulator,
@@ -25,7 +25,7 @@ from sm90.common import (
 from sm90.config import constants
 from sm90.gradient_store import store_tiles
 from sm90.parts import PARTS, load_columns
-from sm90.pipeline import after, mask_of_batch_row, masked
+from sm90.pipeline import apply_mask, mask_of_batch_row, next_stage
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,14 +35,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = gl.constexpr(64)  # of a program
+ROWS = gl.constexpr(64)  # per program
 
 
 @gluon.aggregate
 class DqPartsShared:
-    """last_s: the last chunk of the queries; p_s and ds_s, P and dS of a step, take its place. They
-    need no barrier of what is read: P of the next step is stored after dS of this one was read, and
-    its dS after that P is there. A half of v_s is a place of its own."""
+    """last_s: the last chunk of the queries. p_s and ds_s, P and dS of a step, overwrite it. They
+    need no *_empty barriers: P of the next step is stored after dS of this step has been read, and
+    dS of the next step after P of the next step has arrived. Each half of v_s is a separate
+    stage."""
 
     q_s: Buffer
     last_s: Buffer
@@ -86,8 +87,8 @@ class DqPartsArgs:
 
 @gluon.jit
 def rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N: gl.constexpr):
-    """Where this program's rows are, their steps (none past the last row), and the mask's arrays of
-    its batch row."""
+    """This program's rows and their steps (none past the last row), and the mask's arrays from its
+    batch row on."""
     q_len = scalars.q_len
     head, kv_head, b, mask_b, row = place_of_tile(
         gl.program_id(0), q_order, scalars.batch, scalars.mask_batch, (q_len + 127) // 128,
@@ -95,9 +96,9 @@ def rows_of_program(mask, q_blocks, q_order, scalars, BLOCK_N: gl.constexpr):
     )  # fmt: skip
     start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, ROWS)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
-    there = row < q_len
-    partial = gl.where(there, steps - full_end + full_begin, 0)
-    steps = gl.where(there, steps, 0)
+    in_bounds = row < q_len
+    partial = gl.where(in_bounds, steps - full_end + full_begin, 0)
+    steps = gl.where(in_bounds, steps, 0)
     kv_range = StepRange(start, steps, partial, full_begin, full_end)
     tile = RowsOfHead(row, head, kv_head, b, kv_range, checked)
     return tile, mask_of_batch_row(mask, mask_b, scalars)
@@ -126,7 +127,7 @@ def produce(args, config: gl.constexpr):
         load_columns(maps.dout, tile.b, tile.row, column, full, shared.do_s, 0, PARTS * V_CHUNKS)
     stage = 0
     phase = 0
-    # one step more than there are: the consumers start its scores and dP, and drop them
+    # one extra step: the consumers start its scores and dP, and drop them
     for i in range(0, gl.where(kv_range.steps > 0, kv_range.steps + 1, 0)):
         at = kv_range.nth(gl.minimum(i, kv_range.steps - 1), BLOCK_N)
         mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
@@ -142,12 +143,12 @@ def produce(args, config: gl.constexpr):
             load_columns(
                 maps.value, tile.b, at, column, full, shared.v_s, half * V_CHUNKS, V_CHUNKS
             )
-        stage, phase = after(stage, phase, 2)
+        stage, phase = next_stage(stage, phase, 2)
 
 
 @gluon.jit
 def rows_of_tile(args, layout: gl.constexpr):
-    """Of each row: its number, whether it is there, and where its statistics are."""
+    """Row numbers, in-bounds mask, and indices into the row statistics."""
     tile = args.tile
     scalars = args.scalars
     rows = tile.row + gl.arange(0, ROWS, layout)
@@ -158,30 +159,30 @@ def rows_of_tile(args, layout: gl.constexpr):
 
 @gluon.jit
 def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
-    """The W-th part of the columns of dQ, by way of tiles_s, of which this warp group is the only
-    reader."""
+    """Stores the W-th part of the columns of dQ through tiles_s, which no other warp group
+    reads."""
     tile = args.tile
     dq = args.dq
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
-    OWN: gl.constexpr = config.CHUNKS // PARTS
+    PART_CHUNKS: gl.constexpr = config.CHUNKS // PARTS
     layout: gl.constexpr = gl.SliceLayout(1, accumulator(QK_CHUNK))
-    rows, there, stat = rows_of_tile(args, layout)
-    lse = gl.load(args.lse2 + stat, mask=there, other=float("inf"))
-    lo = gl.load(args.mask.kv_start + rows, mask=there, other=0)
-    hi = gl.load(args.mask.kv_end + rows, mask=there, other=0)
-    # of a NaN, too: it must reach the result
+    rows, in_bounds, stat = rows_of_tile(args, layout)
+    lse = gl.load(args.lse2 + stat, mask=in_bounds, other=float("inf"))
+    lo = gl.load(args.mask.kv_start + rows, mask=in_bounds, other=0)
+    hi = gl.load(args.mask.kv_end + rows, mask=in_bounds, other=0)
+    # also true for a NaN, which must reach the result
     attended = gl.expand_dims((hi > lo) & (lse != float("inf")), 1)
     gl.barrier()
-    for c in gl.static_range(OWN):
-        # select, not multiply: a row that attends nothing may have met garbage
+    for c in gl.static_range(PART_CHUNKS):
+        # select, not multiply: a row that attends to nothing may have summed garbage
         result = gl.where(attended, sums[c] * args.scalars.scale, 0.0)
         tiles_s.index(c).store(result.to(dq.dtype))
-    store_tiles(dq, tiles_s, tile.b, tile.row, tile.head * PARTS + W, OWN)
+    store_tiles(dq, tiles_s, tile.b, tile.row, tile.head * PARTS + W, PART_CHUNKS)
 
 
 @gluon.jit
 def consume_scores(args, config: gl.constexpr):
-    """S, P and the first part of dQ."""
+    """Computes S, P and the first part of dQ."""
     shared = args.shared
     scalars = args.scalars
     tile = args.tile
@@ -191,21 +192,21 @@ def consume_scores(args, config: gl.constexpr):
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     BLOCK_N: gl.constexpr = config.BLOCK_N
     CHUNKS: gl.constexpr = config.CHUNKS
-    OWN: gl.constexpr = CHUNKS // PARTS
+    PART_CHUNKS: gl.constexpr = CHUNKS // PARTS
     dtype: gl.constexpr = args.dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     q_layout: gl.constexpr = accumulator(QK_CHUNK)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
     scale2 = scalars.scale * LOG2E
-    rows, there, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
-    # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
-    lse = gl.load(args.lse2 + stat, mask=there, other=float("inf"))
+    rows, in_bounds, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
+    # rows past the end get lse2 +inf and delta 0, as rows that attend to nothing have
+    lse = gl.load(args.lse2 + stat, mask=in_bounds, other=float("inf"))
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    dq_sum = zeros(q_layout, QK_CHUNK, OWN)
+    dq_sum = zeros(q_layout, QK_CHUNK, PART_CHUNKS)
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         last = (shared.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
-        gl.barrier()  # before P takes its place
+        gl.barrier()  # before P overwrites it
         mbarrier.wait(shared.k_full.index(0), 0)
         q = left_chunks(shared.q_s, 0, CHUNKS - 1) + last
         s = scores(q, shared.k_s, 0, zero, CHUNKS)
@@ -213,26 +214,26 @@ def consume_scores(args, config: gl.constexpr):
         stage = 0
         phase = 0
         turn = 0
-        for part in gl.static_range(2):  # partial steps, then the full ones
+        for part in gl.static_range(2):  # partial steps, then full steps
             begin = 0 if part == 0 else partial
             stop = partial if part == 0 else steps
             for i in range(begin, stop):
                 if part == 0:
                     at = kv_range.nth(i, BLOCK_N)
-                    s = masked(s, rows, at, args.mask, tile.checked, scalars, (), config)
+                    s = apply_mask(s, rows, at, args.mask, tile.checked, scalars, (), config)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1)).to(dtype)
                 shared.p_s.store(p)
                 mbarrier.arrive(shared.p_full.index(0))
                 mbarrier.wait(shared.ds_full.index(0), turn)
                 ds = shared.ds_s.load(ds_layout)
-                dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, OWN)
+                dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, PART_CHUNKS)
                 old = stage
-                stage, phase = after(stage, phase, 2)
+                stage, phase = next_stage(stage, phase, 2)
                 mbarrier.wait(shared.k_full.index(stage), phase)
-                zeroth = opaque(stage * 0)
-                q_left = left_chunks(shared.q_s, zeroth, CHUNKS - 1) + last
+                zero_index = opaque(stage * 0)
+                q_left = left_chunks(shared.q_s, zero_index, CHUNKS - 1) + last
                 s_token = scores(q_left, shared.k_s, stage, zero, CHUNKS)
-                dq_sum = finished(dq_tokens, CHUNKS, OWN)
+                dq_sum = wait_products(dq_tokens, CHUNKS, PART_CHUNKS)
                 warp_arrive(shared.k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 turn = turn ^ 1
@@ -240,21 +241,21 @@ def consume_scores(args, config: gl.constexpr):
 
 
 @gluon.jit
-def begin_dp(zeroth, phase, zero, shared):
-    """do v^T, started half by half of the columns as they are there. `zeroth`: as of
+def begin_dp(zero_index, phase, zero, shared):
+    """Starts do v^T, each half of the columns as soon as it has been loaded. `zero_index`: see
     bwd_split_consumer.start_scores."""
-    do = left_chunks(shared.do_s, zeroth, PARTS)
+    do = left_chunks(shared.do_s, zero_index, PARTS)
     mbarrier.wait(shared.v_full.index(0), phase)
-    v_t = shared.v_s.index(zeroth).permute((1, 0))
+    v_t = shared.v_s.index(zero_index).permute((1, 0))
     dp = warpgroup_mma(do[0], v_t, zero, use_acc=False, is_async=True)
     mbarrier.wait(shared.v_full.index(1), phase)
-    v_t = shared.v_s.index(zeroth + 1).permute((1, 0))
+    v_t = shared.v_s.index(zero_index + 1).permute((1, 0))
     return warpgroup_mma(do[1], v_t, dp, is_async=True)
 
 
 @gluon.jit
 def consume_gradients(args, config: gl.constexpr):
-    """dP, dS and the second part of dQ."""
+    """Computes dP, dS and the second part of dQ."""
     shared = args.shared
     kv_range = args.tile.kv_range
     steps = kv_range.steps
@@ -263,16 +264,16 @@ def consume_gradients(args, config: gl.constexpr):
     BLOCK_N: gl.constexpr = config.BLOCK_N
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    OWN: gl.constexpr = CHUNKS // PARTS
+    PART_CHUNKS: gl.constexpr = CHUNKS // PARTS
     gl.static_assert(V_CHUNKS == 1, "a half of the values is one chunk")
     dtype: gl.constexpr = args.dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     q_layout: gl.constexpr = accumulator(QK_CHUNK)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
-    _, there, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
-    dl = gl.load(args.delta + stat, mask=there, other=0.0)
+    _, in_bounds, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
+    dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    dq_sum = zeros(q_layout, QK_CHUNK, OWN)
+    dq_sum = zeros(q_layout, QK_CHUNK, PART_CHUNKS)
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         dp = begin_dp(0, 0, zero, shared)
@@ -289,29 +290,31 @@ def consume_gradients(args, config: gl.constexpr):
                 mbarrier.wait(shared.p_full.index(0), turn)
                 p = shared.p_s.load(s_layout).to(gl.float32)
                 ds = p * (dp - gl.expand_dims(dl, 1))
-                if part == 0:  # P is 0 where masked, dP may be anything there
+                if part == 0:  # P is 0 at masked pairs, dP may be anything
                     ds = gl.where(p == 0.0, 0.0, ds)
                 rounded = ds.to(dtype)
                 shared.ds_s.store(rounded)
                 mbarrier.arrive(shared.ds_full.index(0))
                 ds_half = gl.convert_layout(rounded, ds_layout)
                 mbarrier.wait(shared.k_full.index(stage), phase)
-                dq_tokens = add_products(ds_half, shared.k_s, stage * PARTS + 1, dq_sum, OWN)
+                dq_tokens = add_products(
+                    ds_half, shared.k_s, stage * PARTS + 1, dq_sum, PART_CHUNKS
+                )
                 old = stage
-                stage, phase = after(stage, phase, 2)
+                stage, phase = next_stage(stage, phase, 2)
                 turn = turn ^ 1
-                zeroth = opaque(stage * 0)
-                dp_token = begin_dp(zeroth, turn, zero, shared)
-                dq_sum = finished(dq_tokens, PARTS, OWN)
+                zero_index = opaque(stage * 0)
+                dp_token = begin_dp(zero_index, turn, zero, shared)
+                dq_sum = wait_products(dq_tokens, PARTS, PART_CHUNKS)
                 warp_arrive(shared.k_empty.index(old))
                 dp_token = warpgroup_mma_wait(1, deps=(dp_token,))
                 warp_arrive(shared.v_empty.index(0))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(shared.v_empty.index(1))
-    # the first half of the cotangents, as of chunks of dQ
+    # dQ overwrites the first half of the cotangents, in chunks of its own size
     dq_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_CHUNK], dtype)
-    place = shared.do_s.reinterpret(dtype, [CHUNKS, ROWS, QK_CHUNK], dq_tile)
-    store_part(1, dq_sum, place, args, config)
+    dq_tiles = shared.do_s.reinterpret(dtype, [CHUNKS, ROWS, QK_CHUNK], dq_tile)
+    store_part(1, dq_sum, dq_tiles, args, config)
 
 
 @gluon.jit
@@ -323,7 +326,7 @@ def backward_dq_sm90_parts(
     BLOCK_N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As bwd_dq.backward_dq_sm90 without options; a program is half of a tile of 128 rows."""
+    """As bwd_dq.backward_dq_sm90 without options. A program computes half of a tile of 128 rows."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK  # of a half
     config: gl.constexpr = constants(

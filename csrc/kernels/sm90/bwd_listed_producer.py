@@ -1,7 +1,7 @@
-"""The producer warp of dK and dV with a block mask: sm90/bwd_producer.py's, for the lists of the
-heads of a group.
+"""Producer warp of dK and dV with a block mask: as in sm90/bwd_producer.py, for the block lists of
+the group's heads.
 
-Apart from that one, so that no byte of the kernels without a map depends on it.
+It is separate, so that no byte of the kernels without a block mask depends on it.
 """
 
 from sm90.block_lists import list_of_keys
@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def produce_listed(args, config: gl.constexpr):
-    """The producer warp: blocks of every head's list, and the rows of one block more, whose scores
-    are made and dropped (of a tile of 64 keys dP, too)."""
+    """Loads the blocks of every head's list, then one extra block of rows, whose scores (for a tile
+    of 64 keys also dP) are started and dropped."""
     tile = args.tile
     load_keys(args, config)
     i = 0
@@ -22,7 +22,7 @@ def produce_listed(args, config: gl.constexpr):
         block = gl.load(listed)
         for n in range(0, partial + full_count):
             row = block * ROWS
-            # read a step ahead
+            # the list is read one step ahead
             block = gl.load(listed + gl.minimum(n + 1, partial + full_count - 1))
             stage = i % 2
             phase = (i // 2) & 1

@@ -1,7 +1,7 @@
-"""What runs before and after backward_sm90: row statistics and a float32 dQ of zeros, then dQ
-itself.
+"""Kernels before and after backward_sm90: the first computes row statistics and clears a float32
+dQ, the second scales and rounds that dQ.
 
-Both move memory and nothing else: 14 bytes for every element of the query together.
+Both are bound by memory: together they move 14 bytes for every element of the query.
 """
 
 import triton
@@ -16,23 +16,25 @@ def backward_preprocess(
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows
-    past the end empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf
-    for an empty row; lo, hi (Bm, P) copies of the row ranges; dq_sum (B, H, P, Dqk) = 0, with
-    clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`.
+    """Results have P = q_len rounded up to 64 rows, so that for TMA every block is aligned and rows
+    past the end are empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e),
+    +inf for an empty row; lo, hi (Bm, P), copies of the row ranges; with clear_dq, dq_sum (B, H, P,
+    Dqk) = 0. Rows of out and dout are `row_heads` heads apart, of which this launch computes
+    `heads`.
 
-    With a bias (top, else None), lse is in two (row_sums.py): top (B, H, P) is a row's largest
-    logit, 0 of an empty row, and lse2 the logarithm of the sum relative to it."""
+    With a bias (top is not None), lse has two numbers per row (row_sums.py): top (B, H, P) is a
+    row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it.
+    """
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
     head = pid % heads
     tiles = padded // ROWS
     b = pid // heads // tiles
     rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
-    there = rows < q_len
+    in_bounds = rows < q_len
     mask_b = tl.where(mask_batch > 1, b, 0).to(tl.int64)
-    start = tl.load(kv_start + mask_b * q_len + rows, mask=there, other=0)
-    end = tl.load(kv_end + mask_b * q_len + rows, mask=there, other=0)
+    start = tl.load(kv_start + mask_b * q_len + rows, mask=in_bounds, other=0)
+    end = tl.load(kv_end + mask_b * q_len + rows, mask=in_bounds, other=0)
     if (head == 0) & (b < mask_batch):
         tl.store(lo + mask_b * padded + rows, start)
         tl.store(hi + mask_b * padded + rows, end)
@@ -41,7 +43,7 @@ def backward_preprocess(
     COLUMNS: tl.constexpr = triton.next_power_of_2(V_DIM)
     columns = tl.arange(0, COLUMNS)[None, :]
     offset += columns
-    # the cotangent of an empty row is ignored: it is not even read
+    # the cotangent of an empty row is ignored, and not read
     read = attended[:, None]
     if COLUMNS != V_DIM:
         read = read & (columns < V_DIM)
@@ -53,7 +55,7 @@ def backward_preprocess(
         total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
     if top is None:
         natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
-        # a segment-checked row may have met no key: -inf would make p infinite
+        # a segment-checked row may attend to no key: with lse -inf, p would be infinite
         natural = tl.where(natural == float("-inf"), float("inf"), natural)
     else:
         pair = lse + 2 * (bh * q_len + rows)
@@ -61,7 +63,7 @@ def backward_preprocess(
         natural = tl.load(pair + 1, mask=attended, other=float("inf"))
     at = bh * padded + rows
     if top is not None:
-        # of a row whose logits are all -inf the logarithm is so large that it becomes infinite
+        # if all logits of a row are -inf, its logarithm is so large that lse2 becomes +inf
         tl.store(top + at, tl.where(largest == float("-inf"), 0.0, largest))
     tl.store(delta + at, total)
     tl.store(lse2 + at, natural * 1.4426950408889634)
@@ -81,14 +83,14 @@ def power_of_two(n):
 
 @gluon.constexpr_function
 def sum_shape(columns):
-    """Of dq_sum's floats for 64 rows: 32 columns, 16 rows, 8 columns, row, 2 columns, row + 8,
-    column."""
+    """Shape of dq_sum's floats for 64 rows. Axes, outermost first: group of 32 columns, group of 16
+    rows, octet of columns, row, pair of columns, row + 8, column."""
     while hasattr(columns, "value"):
         columns = columns.value
     return [int(columns) // 32, 4, 4, 8, 4, 2, 2]
 
 
-SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # of these axes: the rows', then the columns'
+SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # axes of rows, then axes of columns
 
 
 @gluon.jit
@@ -96,8 +98,8 @@ def backward_postprocess(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order:
-    dq_reduce.float4s. `row_heads`: as above, of dq."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in the order of accumulator
+    registers (dq_reduce.float4s). Rows of dq are `row_heads` heads apart."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -118,7 +120,7 @@ def backward_postprocess(
     x = x.to(dq.dtype.element_ty).reshape(sum_shape(COLUMNS))
     x = x.permute(SUM_TO_ROWS).reshape([ROWS, COLUMNS])
     at = ((b.to(gl.int64) * q_len + r) * row_heads + head)[:, None] * QK_DIM + c[None, :]
-    there = (r < q_len)[:, None]
+    in_bounds = (r < q_len)[:, None]
     if COLUMNS != QK_DIM:
-        there = there & (c < QK_DIM)[None, :]
-    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=there)
+        in_bounds = in_bounds & (c < QK_DIM)[None, :]
+    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=in_bounds)

@@ -1,5 +1,5 @@
-"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks
-of a block of rows."""
+"""Shared by the Hopper backward kernels: a program's tile of keys and its range of rows, the
+producer warp, and the mask of a block of rows."""
 
 from sm90.args import KeyTile, KeyTileMask, RowStats, StepRange
 from sm90.common import element_bits, opaque, place_of_tile, position_row, split
@@ -9,12 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-ROWS = gl.constexpr(64)  # of a block, if not said otherwise
+ROWS = gl.constexpr(64)  # per block, where no other size is given
 
 
 @gluon.constexpr_function
 def row_bits_asm(n):
-    """Bits of common.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
+    """Bits as in common.range_bits_asm, for transposed tiles (keys x rows): 1 where lo[row] <= key
+    < hi[row].
 
     Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
     """
@@ -48,8 +49,8 @@ def row_bits(keys, lo_s, hi_s):
 
 @gluon.jit
 def row_range(kv_blocks, mask_b, key, kv_len):
-    """As kv_ranges.row_range for a tile of 128 keys, but one with a key past the end has none full:
-    such a key must not meet dQ."""
+    """Same as `row_range` in portable/kv_ranges.py for a tile of 128 keys, except that no block is
+    full if a key is past the end: such a key must not contribute to dQ."""
     blocks = (kv_len + 63) // 64
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
     t = key // 64
@@ -65,7 +66,7 @@ def row_range(kv_blocks, mask_b, key, kv_len):
 
 @gluon.jit
 def row_range_64(kv_blocks, mask_b, key, kv_len):
-    """As row_range for 64 keys; a block past the end meets no row."""
+    """As row_range for 64 keys. No row attends to a block past the end."""
     blocks = (kv_len + 63) // 64
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
     t = gl.minimum(key // 64, blocks - 1)
@@ -77,8 +78,8 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
 
 @gluon.jit
 def tile_of_program(mask, kv_order, scalars, KEYS: gl.constexpr):
-    """Where this program's keys are, which blocks of rows meet them (the full ones are not
-    masked), and the mask's arrays of its batch row."""
+    """This program's tile of keys, the blocks of rows that attend to it (full blocks are not
+    masked), and the mask's arrays from its batch row on."""
     q_len = scalars.q_len
     kv_len = scalars.kv_len
     group = scalars.heads // scalars.kv_heads
@@ -110,7 +111,7 @@ def tile_of_program(mask, kv_order, scalars, KEYS: gl.constexpr):
 
 @gluon.jit
 def rows_of_half(mask, t, kv_len):
-    """Rows [start, end) that may meet the t-th 64 keys; none past the last key."""
+    """Rows [start, end) that may attend to the t-th block of 64 keys; none past the last key."""
     blocks = (kv_len + 63) // 64
     at = gl.minimum(t, blocks - 1)
     end = gl.load(mask.kv_blocks + blocks + at)
@@ -119,23 +120,23 @@ def rows_of_half(mask, t, kv_len):
 
 @gluon.jit
 def mask_mode_of_tile(mask, q_range, scalars):
-    """mask_mode, or 0 for a tile of keys that meets no segment-checked block of rows: its
-    steps need not wait for a flag."""
+    """mask_mode, or 0 for a tile of keys without a segment-checked block of rows: its steps then
+    need not wait for a flag."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     steps = q_range.steps
     row_blocks = (scalars.q_len + 63) // 64
     first = q_range.start // ROWS
-    found = gl.zeros([128], gl.int32, layout)
+    flags = gl.zeros([128], gl.int32, layout)
     if scalars.mask_mode > 0:
         for t in range(first, first + steps, 128):
             at = t + gl.arange(0, 128, layout)
-            found |= gl.load(mask.q_blocks + 4 * row_blocks + at, mask=at < first + steps, other=0)
-    return gl.where(gl.max(found & 1, axis=0) != 0, scalars.mask_mode, 0)
+            flags |= gl.load(mask.q_blocks + 4 * row_blocks + at, mask=at < first + steps, other=0)
+    return gl.where(gl.max(flags & 1, axis=0) != 0, scalars.mask_mode, 0)
 
 
 @gluon.jit
 def mask_bits(keys, row, stage, args):
-    """Bits of common.range_bits_asm for a block of rows along the columns."""
+    """Bits as in common.range_bits_asm for a block of rows, for transposed tiles."""
     mask = args.mask
     scalars = args.scalars
     q_len = scalars.q_len
@@ -146,29 +147,30 @@ def mask_bits(keys, row, stage, args):
     if scalars.mask_mode > 0:
         flags = gl.load(mask.q_blocks + 4 * row_blocks + row // 64)
         if flags & 1:
-            there = keys < scalars.kv_len
-            kv_id = gl.load(mask.kv_ids + keys, mask=there, other=-1)
+            in_bounds = keys < scalars.kv_len
+            kv_id = gl.load(mask.kv_ids + keys, mask=in_bounds, other=-1)
             bits = bits & element_bits(kv_id, mask.q_ids, row, q_len, N, "eq")
             if scalars.mask_mode > 1:
                 q_pos = mask.q_pos
-                kv_at = gl.load(mask.kv_pos + keys, mask=there, other=0)
+                kv_at = gl.load(mask.kv_pos + keys, mask=in_bounds, other=0)
                 bits = bits & element_bits(kv_at, q_pos, row, q_len, N, "ge")
                 if scalars.mask_mode > 2:
-                    after = opaque(q_len)
-                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, N, "le")
+                    lower = opaque(q_len)
+                    bits = bits & element_bits(kv_at, q_pos, row + lower, q_len + lower, N, "le")
     return bits
 
 
 @gluon.jit
 def row_of(n, in_partial, q_range, BLOCK: gl.constexpr = ROWS):
-    """The first row of a head's n-th partial block, or of its full blocks' n-th."""
+    """First row of a head's n-th partial block, or of its n-th full block."""
     nth = gl.where(in_partial, q_range.nth_partial(n), q_range.full_begin + n)
     return q_range.start + nth * BLOCK
 
 
 @gluon.jit
 def next_block(n, g, in_partial, q_range, group):
-    """Of partial blocks or of the full ones: the next one of a head, then the next head's."""
+    """Moves on to the head's next block of the same kind (partial or full), or to the first one of
+    the next head."""
     n += 1
     wrap = n == gl.where(in_partial, q_range.partial, q_range.full_end - q_range.full_begin)
     n = gl.where(wrap, 0, n)
@@ -188,7 +190,7 @@ def allocate_row_stats(BLOCK: gl.constexpr = ROWS):
 
 @gluon.jit
 def load_keys(args, config: gl.constexpr):
-    """The tile of keys and its values, 64 at a time."""
+    """Loads the tile of keys and its values, 64 keys at a time."""
     maps = args.maps
     shared = args.shared
     tile = args.tile
@@ -207,7 +209,8 @@ def load_keys(args, config: gl.constexpr):
 
 @gluon.jit
 def load_queries(args, head, row, stat, stage, phase, lse, config: gl.constexpr):
-    """A block of rows, whose statistics are at `stat`; with LSE_BY_MMA, LSE in parts."""
+    """Loads a block of query rows and its row statistics, which begin at `stat`. With LSE_BY_MMA,
+    stores LSE in parts."""
     maps = args.maps
     shared = args.shared
     tile = args.tile
@@ -230,7 +233,7 @@ def load_queries(args, head, row, stat, stage, phase, lse, config: gl.constexpr)
 
 @gluon.jit
 def load_dout(args, head, row, stat, stage, phase, delta, config: gl.constexpr):
-    """Cotangents of the same rows; with LSE_BY_MMA, delta in parts."""
+    """Loads the cotangents and delta of the same rows. With LSE_BY_MMA, stores delta in parts."""
     shared = args.shared
     tile = args.tile
     V_DIM: gl.constexpr = config.V_DIM
@@ -259,12 +262,12 @@ def produce(args, config: gl.constexpr):
     g = 0
     n = 0
     if LSE_BY_MMA:
-        part = 1.0 / lse_scale(args.scalars.scale)
+        inverse_scale = 1.0 / lse_scale(args.scalars.scale)
         if total > 0:
             first = row_of(0, q_range.partial > 0, q_range)
             load_row_stats(args, tile.bh * tile.padded + first, 0)
-    # partial blocks of every head, then full blocks of every head, then one block more than there
-    # are: the consumers start its scores (a tile of 64 keys its dP, too) and drop them
+    # partial blocks of every head, then full blocks of every head, then one extra block: the
+    # consumers start its scores (for a tile of 64 keys also its dP) and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
@@ -274,16 +277,16 @@ def produce(args, config: gl.constexpr):
         head = tile.kv_head * group + g
         lse = ()
         delta = ()
-        if LSE_BY_MMA:  # numbers are read a block ahead
+        if LSE_BY_MMA:  # row statistics are loaded one block ahead
             if i < total:
-                then, of = next_block(n, g, in_partial, q_range, group)
-                following = (tile.bh + of) * tile.padded + row_of(
-                    then, i + 1 < q_range.partial * group, q_range
+                next_n, next_g = next_block(n, g, in_partial, q_range, group)
+                following = (tile.bh + next_g) * tile.padded + row_of(
+                    next_n, i + 1 < q_range.partial * group, q_range
                 )
                 load_row_stats(args, following, stage ^ 1)
             mbarrier.wait(shared.row_stats_full.index(stage), phase)
-            lse = shared.row_stats.lse2.index(stage).load(LANES) * part
-            lse = gl.where(lse > FAR, FAR, lse)  # NaN stays
+            lse = shared.row_stats.lse2.index(stage).load(LANES) * inverse_scale
+            lse = gl.where(lse > FAR, FAR, lse)  # a NaN stays
             delta = shared.row_stats.delta.index(stage).load(LANES)
         load_queries(args, head, row, stat, stage, phase, lse, config)
         if i < total + 2 - config.HALVES:

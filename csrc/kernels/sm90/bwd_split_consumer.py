@@ -1,15 +1,15 @@
-"""What the two warp groups of a program of 64 keys compute where the sums of dK and dV do not fit
-one of them: the first makes S, P and dV, the second dP, dS and dK.
+"""Consumer warp groups of programs of 64 keys whose sums of dK and dV do not fit in one warp group:
+the first computes S, P and dV, the second dP, dS and dK.
 
-P (rounded, as the product with dO takes it) passes from one to the other through shared memory.
-While one is at its exponentials, the other's products run, and the next scores of each begin under
-its last product. Head dims are cut into chunks of columns, as in sm90/fwd.py.
+The first passes P (rounded, as its product with dO takes it) to the second through shared memory.
+While one computes exponentials, the products of the other run. The next scores or dP start during
+the last product of a step. Head dims are divided into chunks of columns, as in sm90/fwd.py.
 """
 
 from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number, PairBias
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import mask_bits
-from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
 from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
 from sm90.dbias_store import clear_rows, end_store, start_store
 from sm90.dq_reduce import keys_read
@@ -23,13 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-KEYS = gl.constexpr(64)  # of a program
+KEYS = gl.constexpr(64)  # per program
 
 
 @gluon.aggregate
 class Rest:
-    """Columns that only S or dP reads: of the keys or values, and of a block of rows, which has one
-    place. `last_s`: a last chunk of the keys, read into registers, where P then goes."""
+    """Columns that only S or dP reads. left_s: those of the keys or values. tiles_s: those of a
+    block of rows, with a single stage. last_s: the last chunk of the keys, which is read into
+    registers before P overwrites it."""
 
     left_s: Buffer
     last_s: Buffer
@@ -41,8 +42,8 @@ class Rest:
 @gluon.aggregate
 class SplitArgs(KeyTileArgs):
     """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
-    parts of a head's columns of dK and dV the program makes; q_rest, do_rest: of the other one.
-    blocks: None without block lists; bias: None without one."""
+    parts of a head's columns of dK and dV the program computes. q_rest, do_rest: columns of the
+    other part. blocks: None without block lists. bias: None without a bias."""
 
     p: Exchange
     blocks: BlockMask | gl.constexpr
@@ -61,27 +62,29 @@ class Listed:
 
 
 @gluon.jit
-def start_scores(left_s, tiles_s, rest, last, zeroth, stage, CHUNKS: gl.constexpr):
-    """S or dP of the block in `stage`, started; over the rest of the columns when they are there.
+def start_scores(left_s, tiles_s, rest, last, zero_index, stage, CHUNKS: gl.constexpr):
+    """Starts S or dP of the block in `stage`, and adds the rest of the columns as soon as they have
+    been loaded.
 
-    `zeroth` is 0, which the compiler does not know in the loops: descriptors of tiles that never
-    move, hoisted out of them, would be spilled."""
+    `zero_index` is 0, but in loops the compiler does not know it: descriptors of tiles that never
+    move would be hoisted out of the loop and spilled.
+    """
     ROWS: gl.constexpr = tiles_s.shape[1]
     zero = gl.zeros([KEYS, ROWS], gl.float32, accumulator(ROWS))
-    left = left_chunks(left_s, zeroth, CHUNKS)
+    left = left_chunks(left_s, zero_index, CHUNKS)
     if rest is not None:
-        rest_left = left_chunks(rest.left_s, zeroth, CHUNKS - len(last)) + last
+        rest_left = left_chunks(rest.left_s, zero_index, CHUNKS - len(last)) + last
     s = scores(left, tiles_s, stage, zero, CHUNKS)
     if rest is not None:
-        mbarrier.wait(rest.full.index(0), stage)  # its parity changes with every block
+        mbarrier.wait(rest.full.index(0), stage)  # its phase flips with every block
         for c in gl.static_range(CHUNKS):
-            tile_t = rest.tiles_s.index(zeroth * CHUNKS + c).permute((1, 0))
+            tile_t = rest.tiles_s.index(zero_index * CHUNKS + c).permute((1, 0))
             s = warpgroup_mma(rest_left[c], tile_t, s, is_async=True)
     return s
 
 
 @gluon.jit
-def finished_scores(token, rest):
+def wait_scores(token, rest):
     s = warpgroup_mma_wait(0, deps=(token,))
     if rest is not None:
         warp_arrive(rest.empty.index(0))
@@ -89,8 +92,8 @@ def finished_scores(token, rest):
 
 
 @gluon.jit
-def unknown_zero(i, stage, rest, config: gl.constexpr):
-    """`zeroth` of the i-th step of a loop."""
+def opaque_zero(i, stage, rest, config: gl.constexpr):
+    """`zero_index` in the i-th step of a loop."""
     if rest is None:
         zero = rematerialized_zero(i, config.REMATERIALIZE)
     else:
@@ -100,7 +103,7 @@ def unknown_zero(i, stage, rest, config: gl.constexpr):
 
 @gluon.jit
 def bits_of_masked(n, listed, keys, stage, args):
-    """mask_bits of a head's n-th partial block, or of the n-th of `listed`."""
+    """`mask_bits` of a head's n-th partial block, or of the n-th block of `listed`."""
     ROWS: gl.constexpr = args.shared.q_s.shape[1]
     if listed is None:
         row = args.q_range.start + args.q_range.nth_partial(n) * ROWS
@@ -114,13 +117,13 @@ def bits_of_masked(n, listed, keys, stage, args):
 
 @gluon.jit
 def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
-    """`sums` with what every block of rows adds to them. `add` takes the scores (or dP) `s` of a
-    block and computes those of the next; `fixed` is the same for all blocks."""
+    """Adds all blocks of rows to `sums`. `add` takes the scores (or dP) `s` of a block and returns
+    those of the next block. `fixed` is the same for all blocks."""
     tile = args.tile
     q_range = args.q_range
     stage = 0
     phase = 0
-    if args.blocks is None:  # partial blocks of every head, then the full ones
+    if args.blocks is None:  # partial blocks of every head, then full blocks
         for part in gl.static_range(2):
             count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
             n = 0
@@ -128,7 +131,7 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
                 sums, s, n, stage, phase = add(
                     sums, s, i, n, count, None, stage, phase, fixed, args, part == 0, config
                 )
-    else:  # partial blocks of a head, then its full ones
+    else:  # partial blocks of a head, then its full blocks
         for g in range(0, tile.group):
             first, partial, full_count = list_of_keys(args.blocks, args.scalars, tile, g)
             head = tile.kv_head * tile.group + g
@@ -143,18 +146,18 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
 
 
 @gluon.jit
-def plus_bias(s, args, nth):
-    """Logits in base e, less the largest of their rows; `nth`: of the block, or its parity. Whoever
-    calls this releases the tile once a store or a product has taken what comes of it: an arrival
-    can overtake loads of shared memory that are under way, and TMA would overwrite what they read.
-    """
+def add_bias(s, args, nth):
+    """Logits in base e, minus the largest logit of their row. `nth` is the number of the block, or
+    its parity. The caller releases the tile after a store or a product has consumed the result: an
+    earlier arrival could overtake the loads from shared memory, and TMA would overwrite the
+    tile."""
     bias = args.bias
     layout: gl.constexpr = s.type.layout
     mbarrier.wait(bias.full.index(0), nth & 1)
     added = bias.tiles_s.index(0).permute((1, 0)).load(layout).to(gl.float32)
     top = bias.top_s.index(0).load(gl.SliceLayout(0, layout))
-    # Above 0 only where products round otherwise than in the forward: by 64 at logits of 1e9. Of
-    # -inf less -inf the smaller is 0, too.
+    # Above 0 only where products round differently than in the forward: by 64 at logits of 1e9.
+    # The minimum of NaN (-inf minus -inf) and 0 is 0, too.
     return gl.minimum(s * args.scalars.scale + added - top[None, :], 0.0)
 
 
@@ -163,15 +166,15 @@ def add_to_values(
     dv_sum, s, i, n, count, listed, stage, phase, fixed, args, MASKED: gl.constexpr,
     config: gl.constexpr,
 ):  # fmt: skip
-    """`add` of add_blocks for dV and S. With MASKED the block is the n-th of a head's `count`
-    partial blocks; `listed`: None without block lists."""
+    """`add` of add_blocks for S and dV. With MASKED, the block is the n-th of a head's `count`
+    partial blocks. `listed` is None without block lists."""
     keys, scale2, last = fixed
     shared = args.shared
     rest = args.q_rest
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    NEW: gl.constexpr = CHUNKS if rest is None else 2 * CHUNKS  # groups of products of a block's S
+    NEW: gl.constexpr = CHUNKS if rest is None else 2 * CHUNKS  # wgmma groups of a block's S
     ROWS: gl.constexpr = shared.q_s.shape[1]
     dtype: gl.constexpr = args.dv.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
@@ -182,7 +185,7 @@ def add_to_values(
         s = tanh_of_scores(s, args.scalars.scale / args.scalars.soft_cap, ROWS)
         dtanh = 1.0 - s * s  # the derivative of tanh
     if args.bias is not None:
-        s = plus_bias(s, args, stage)
+        s = add_bias(s, args, stage)
     if MASKED:
         s = select_bits(s, bits_of_masked(n, listed, keys, stage, args), float("-inf"))
         n = gl.where(n + 1 == count, 0, n + 1)
@@ -200,17 +203,17 @@ def add_to_values(
     dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
     phase = phase ^ stage
     mbarrier.wait(shared.q_full.index(other), phase)
-    zeroth = unknown_zero(i, stage, rest, config)
-    s_token = start_scores(shared.k_s, shared.q_s, rest, last, zeroth, other, CHUNKS)
-    dv_sum = finished(dv_tokens, NEW, V_CHUNKS)
+    zero_index = opaque_zero(i, stage, rest, config)
+    s_token = start_scores(shared.k_s, shared.q_s, rest, last, zero_index, other, CHUNKS)
+    dv_sum = wait_products(dv_tokens, NEW, V_CHUNKS)
     warp_arrive(shared.do_empty.index(stage))
-    s = finished_scores(s_token, rest)
+    s = wait_scores(s_token, rest)
     return dv_sum, s, n, other, phase
 
 
 @gluon.jit
 def consume_scores(args, config: gl.constexpr):
-    """S, P and dV."""
+    """Computes S, P and dV."""
     shared = args.shared
     tile = args.tile
     rest = args.q_rest
@@ -228,11 +231,11 @@ def consume_scores(args, config: gl.constexpr):
         last = ()
     else:
         last = (rest.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
-        gl.barrier()  # before P takes its place
+        gl.barrier()  # before P overwrites it
     if args.q_range.steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         s = start_scores(shared.k_s, shared.q_s, rest, last, 0, 0, CHUNKS)
-        s = finished_scores(s, rest)
+        s = wait_scores(s, rest)
         dv_sum = add_blocks(add_to_values, dv_sum, s, (keys, scale2, last), args, config)
     keys_read(0, 1)
     head = tile.kv_head * config.PARTS + args.part
@@ -241,7 +244,8 @@ def consume_scores(args, config: gl.constexpr):
 
 @gluon.jit
 def store_block(args, stage, i, count, MASKED: gl.constexpr):
-    """dS of the i-th of all heads' partial (full) blocks, of which each head has `count`."""
+    """Stores dS of the i-th partial (full) block, counted over all heads, each of which has
+    `count`."""
     tile = args.tile
     q_range = args.q_range
     g = i // count
@@ -258,7 +262,7 @@ def add_to_keys(
     dk_sum, dp, i, n, count, listed, stage, phase, fixed, args, MASKED: gl.constexpr,
     config: gl.constexpr,
 ):  # fmt: skip
-    """As add_to_values, for dK and dP."""
+    """`add` of add_blocks for dP and dK, as add_to_values."""
     keys = fixed[0]
     shared = args.shared
     rest = args.do_rest
@@ -278,24 +282,24 @@ def add_to_keys(
         ds = select_bits(ds, bits_of_masked(n, listed, keys, stage, args), 0.0)
         n = gl.where(n + 1 == count, 0, n + 1)
     ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-    if args.bias is not None:  # dS takes the place of P, which all warps have read
+    if args.bias is not None:  # all warps read P before dS overwrites it
         gl.barrier()
         args.p.tiles.index(stage).permute((1, 0)).store(ds.to(dtype))
     dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
-    # The products have taken dS, so delta and P have been read: before, an arrival could overtake
-    # their loads.
+    # The products have consumed dS, so delta and P have been read. An earlier arrival could
+    # overtake their loads.
     warp_arrive(shared.do_empty.index(stage))
     if args.bias is None:
         warp_arrive(args.p.empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.do_full.index(other), phase)
-    zeroth = unknown_zero(i, stage, rest, config)
-    dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zeroth, other, V_CHUNKS)
+    zero_index = opaque_zero(i, stage, rest, config)
+    dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zero_index, other, V_CHUNKS)
     if args.bias is not None:
         store_block(args, stage, i, count, MASKED)
-    dk_sum = finished(dk_tokens, NEW, CHUNKS)
+    dk_sum = wait_products(dk_tokens, NEW, CHUNKS)
     warp_arrive(shared.q_empty.index(stage))
-    dp = finished_scores(dp_token, rest)
+    dp = wait_scores(dp_token, rest)
     if args.bias is not None:
         end_store()
         warp_arrive(args.p.empty.index(stage))
@@ -304,7 +308,7 @@ def add_to_keys(
 
 @gluon.jit
 def consume_gradients(args, config: gl.constexpr):
-    """dP, dS and dK."""
+    """Computes dP, dS and dK."""
     shared = args.shared
     tile = args.tile
     rest = args.do_rest
@@ -318,7 +322,7 @@ def consume_gradients(args, config: gl.constexpr):
     if args.q_range.steps > 0:
         mbarrier.wait(shared.do_full.index(0), 0)
         dp = start_scores(shared.v_s, shared.do_s, rest, (), 0, 0, V_CHUNKS)
-        dp = finished_scores(dp, rest)
+        dp = wait_scores(dp, rest)
         dk_sum = add_blocks(add_to_keys, dk_sum, dp, (keys,), args, config)
     if args.bias is not None:
         clear_rows(args.p.tiles.index(0), args, s_layout)

@@ -1,6 +1,6 @@
-"""Products whose tiles and sums are cut into chunks of columns, since Gluon's tiles are powers of
-two and 192 is none: a tile in shared memory is CHUNKS entries side by side, a sum a tuple of as
-many accumulators. Every chunk is one group of wgmma to wait for."""
+"""Products whose tiles and sums are divided into chunks of columns, because the sizes of Gluon's
+tiles are powers of two and 192 is not. A tile in shared memory is CHUNKS consecutive entries, and a
+sum is a tuple of CHUNKS accumulators. The product of each chunk is one wgmma group to wait for."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,7 @@ def left_chunks(tiles_s, at, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def half_of_keys(k_s, at, W: gl.constexpr, CHUNKS: gl.constexpr):
-    """This warp group's 64 of the 128 keys of the at-th tile."""
+    """The 64 keys of warp group W in the at-th tile of 128 keys."""
     half = ()
     for c in gl.static_range(CHUNKS):
         half = half + (k_s.index(at * CHUNKS + c).slice(W * 64, 64, dim=0),)  # noqa: RUF005
@@ -35,7 +35,7 @@ def half_of_keys(k_s, at, W: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def scores(left, tiles_s, at, zero, CHUNKS: gl.constexpr):
-    """left tile^T with the at-th tile, started."""
+    """Starts left tile^T, where tile is the at-th tile of tiles_s."""
     tile_t = tiles_s.index(at * CHUNKS).permute((1, 0))
     s = warpgroup_mma(left[0], tile_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
@@ -46,7 +46,7 @@ def scores(left, tiles_s, at, zero, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def add_products(left, tiles_s, at, sums, CHUNKS: gl.constexpr):
-    """sums + left tile with the at-th tile, started."""
+    """Starts sums + left tile, where tile is the at-th tile of tiles_s."""
     tokens = ()
     for c in gl.static_range(CHUNKS):
         tile = tiles_s.index(at * CHUNKS + c)
@@ -55,8 +55,9 @@ def add_products(left, tiles_s, at, sums, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def finished(tokens, pending: gl.constexpr, CHUNKS: gl.constexpr):
-    """The sums of `add_products`, when so many groups at most are under way."""
+def wait_products(tokens, pending: gl.constexpr, CHUNKS: gl.constexpr):
+    """Waits until at most `pending` wgmma groups are in flight, and returns the sums of
+    `add_products`."""
     if CHUNKS == 1:
         sums = (warpgroup_mma_wait(pending, deps=tokens),)
     else:

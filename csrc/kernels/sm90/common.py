@@ -1,9 +1,9 @@
-"""What the Hopper kernels share: accumulator layouts, tile bounds, barriers, and the parts written
-as inline assembly.
+"""Shared by the Hopper kernels: accumulator layouts, tile order and bounds, barriers, and inline
+assembly.
 
-Inline assembly sees the registers of one thread in the order of `accumulator`: per octet of columns
-(row, c), (row, c + 1), (row + 8, c), (row + 8, c + 1), with c = 2 * (lane % 4). P in a
-DotOperandLayout has the same order. The four threads of a quad hold one row.
+Inline assembly sees the registers of one thread in the order of `accumulator`: for each octet of
+columns (row, c), (row, c + 1), (row + 8, c), (row + 8, c + 1), with c = 2 * (lane % 4). P in a
+DotOperandLayout has the same order. The elements of a row are in the four threads of a quad.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.constexpr_function
 def accumulator(n):
-    """One warp group: 64 rows, n columns."""
+    """Layout of an accumulator of one warp group: 64 rows, n columns."""
     while hasattr(n, "value"):
         n = n.value
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(n), 16])
@@ -33,13 +33,13 @@ def named_barrier(kind, i, threads):
         kind = kind.value
     while hasattr(threads, "value"):
         threads = threads.value
-    return f"bar.{kind} {8 + int(i)}, {int(threads)};"  # Triton uses the low ones
+    return f"bar.{kind} {8 + int(i)}, {int(threads)};"  # Triton uses the low numbers
 
 
 @gluon.jit
 def warp_arrive(barrier):
-    """One arrival per warp (the barrier counts four per warp group): mbarrier.arrive would first
-    synchronise the warp group."""
+    """One arrival per warp (the barrier counts four per warp group). mbarrier.arrive would
+    synchronise the warp group first."""
     gl.inline_asm(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"
         " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
@@ -50,14 +50,14 @@ def warp_arrive(barrier):
 
 @gluon.jit
 def lanes_arrive(barrier):
-    """One arrival per lane (the barrier counts 128 per warp group), of what every lane itself has
-    read: racecheck follows no other."""
+    """One arrival per lane (the barrier counts 128 per warp group), after data that every lane
+    reads. racecheck only connects a lane's reads with an arrival of the same lane."""
     gl.inline_asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "r,~{memory}", (barrier,))
 
 
 @gluon.jit
 def scheduler_phases(tiles, heads):
-    """As kv_ranges.scheduler_phases."""
+    """Same as `scheduler_phases` in portable/kv_ranges.py."""
     alternating = gl.maximum(tiles // 4, ALTERNATE // heads)
     return tiles - tiles // 2, tiles - gl.minimum(tiles // 2, alternating)
 
@@ -66,8 +66,9 @@ def scheduler_phases(tiles, heads):
 def place_of_tile(
     tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr
 ):
-    """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of
-    the tile-th of its SUB parts of ROWS; the same walk as kv_ranges.tile_of_program."""
+    """Head, key/value head, batch row, mask row and first row (or key) of a tile. Tiles are
+    numbered in the order of `tile_of_program` in portable/kv_ranges.py. Each tile in `order` is
+    divided into SUB tiles of ROWS rows, which are numbered separately."""
     per_tile = group * SUB
     heads = batch * kv_heads
     second, last = scheduler_phases(tiles, heads)
@@ -88,7 +89,8 @@ def place_of_tile(
 
 @gluon.jit
 def key_range(q_blocks, mask_b, row, q_len, ROWS: gl.constexpr):
-    """As kv_ranges.key_range, but a tile that meets no key gets one key, which every row masks."""
+    """Same as `key_range` in portable/kv_ranges.py, except that a tile without keys gets one key,
+    which is masked in every row."""
     blocks = (q_len + BLOCK - 1) // BLOCK
     first = row // BLOCK
     base = q_blocks + mask_b.to(gl.int64) * (5 * blocks)
@@ -98,7 +100,7 @@ def key_range(q_blocks, mask_b, row, q_len, ROWS: gl.constexpr):
     end = 0
     checked = 0
     for i in gl.static_range(ROWS // BLOCK):
-        t = gl.minimum(first + i, blocks - 1)  # a block more than once changes no bound
+        t = gl.minimum(first + i, blocks - 1)  # reading a block twice changes no bound
         start = gl.minimum(start, gl.load(base + t))
         full_lo = gl.maximum(full_lo, gl.load(base + blocks + t))
         full_hi = gl.minimum(full_hi, gl.load(base + 2 * blocks + t))
@@ -112,7 +114,7 @@ def key_range(q_blocks, mask_b, row, q_len, ROWS: gl.constexpr):
 
 @gluon.jit
 def split(start, end, full_lo, full_hi, STEP: gl.constexpr):
-    """As kv_ranges.split, for a range that is not empty."""
+    """Same as `split` in portable/kv_ranges.py, for a range that is not empty."""
     steps = (end - start + STEP - 1) // STEP
     full_lo = gl.minimum(full_lo, end)
     full_begin = gl.minimum(gl.maximum(full_lo - start + STEP - 1, 0) // STEP, steps)
@@ -122,8 +124,8 @@ def split(start, end, full_lo, full_hi, STEP: gl.constexpr):
 
 @gluon.jit
 def nth_step(i, steps, partial, full_begin, full_end):
-    """The i-th step: the partial ones on both sides of the full ones first, from the last to
-    the first, then the full ones."""
+    """Index of the step that is processed i-th: first the partial steps before and after the full
+    ones, from the last to the first, then the full steps in ascending order."""
     back = steps - 1 - i
     masked = gl.where(back < full_end, back - full_end + full_begin, back)
     return gl.where(i < partial, masked, full_begin + i - partial)
@@ -131,11 +133,12 @@ def nth_step(i, steps, partial, full_begin, full_end):
 
 @gluon.jit
 def own_steps(q_blocks, mask_b, block, q_len, start, steps, partial, STEP: gl.constexpr):
-    """Of a tile's partial steps, the first of this block of 64 rows, and their end: the others have
-    no pair of its rows.
+    """The first and the end of the partial steps that a block of 64 rows of the tile needs, in the
+    order of `nth_step`. The other steps have no pair of its rows.
 
-    Full blocks are met by all rows, so only steps past them are left out then: those before
-    lie between. At least one step is left.
+    If there are full steps, all rows attend to them. Then only steps after the full ones are
+    skipped, because those before them are processed between the needed ones and the full ones. At
+    least one step remains.
     """
     blocks = (q_len + BLOCK - 1) // BLOCK
     at = q_blocks + mask_b.to(gl.int64) * (5 * blocks) + gl.minimum(block, blocks - 1)
@@ -150,8 +153,8 @@ def own_steps(q_blocks, mask_b, block, q_len, start, steps, partial, STEP: gl.co
 
 @gluon.constexpr_function
 def range_bits_asm(outputs, inputs):
-    """A bit per column of this thread (two per octet): 1 where lo[row] <= start + column < hi[row].
-    Operands: lo (2), hi (2), start."""
+    """For each of a thread's two rows, one bit per column of this thread (two per octet): 1 where
+    lo[row] <= start + column < hi[row]. Operands: bits (2), lo (2), hi (2), start."""
     (out,) = outputs
     lo, hi, start = inputs
     t = [
@@ -160,8 +163,8 @@ def range_bits_asm(outputs, inputs):
     ]
     for r in (0, 1):
         for bound, dst in ((lo[r], out[r]), (hi[r], "h")):
-            # columns of this thread below the bound: two per whole octet, then up to two of the
-            # next
+            # number of this thread's columns below the bound: two per whole octet, plus up to two
+            # in the next octet
             t.append(
                 f"sub.s32 a, {bound}, q; max.s32 a, a, 0; shr.u32 f, a, 3; and.b32 g, a, 7; "
                 f"min.u32 g, g, 2;"
@@ -173,11 +176,11 @@ def range_bits_asm(outputs, inputs):
 
 @gluon.constexpr_function
 def element_bits_asm(n, compare):
-    """The bits of `range_bits_asm` for `column_value compare row_value`. Operands: bits (2), row
-    values (2), column values (pointer to the first column), first column, end of the columns.
+    """Bits as in `range_bits_asm`, for `column_value compare row_value`. Operands: bits (2), row
+    values (2), pointer to the column values, first column, end of the columns.
 
-    A loop, not unrolled: this path is for segment-checked tiles and must not cost the others a
-    register.
+    The loop is not unrolled, because only segment-checked tiles take this path and it must not cost
+    other tiles a register.
     """
     while hasattr(n, "value"):
         n = n.value
@@ -215,17 +218,18 @@ def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.c
 
 @gluon.jit
 def position_row(mask_row, mask_mode):
-    """As kv_ranges.position_row."""
+    """Same as `position_row` in portable/kv_ranges.py."""
     return mask_row * gl.where(mask_mode > 2, 2, 1)
 
 
 @gluon.jit
 def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
-    """0; with REMATERIALIZE of the number of a step, so that the compiler does not know: the
-    addresses of what is indexed by it are made anew in every step, from a uniform register. Those
-    of operands that never move are else all made before the loop, eight an operand, and where they
-    do not fit a warp's 63 uniform registers, they come from others by R2UR before every product.
-    (2^30 blocks of 64 rows would be a query of 8 TB.)"""
+    """Returns 0. With REMATERIALIZE, it is computed from the number of a step, so the compiler does
+    not know its value and computes addresses that depend on it in every step, from a uniform
+    register. Otherwise the compiler computes the addresses of operands that never move before the
+    loop, eight per operand. If they do not fit in a warp's 63 uniform registers, they are copied
+    from other registers with R2UR before every product. (2^30 blocks of 64 rows would be a query of
+    8 TB, so the result is always 0.)"""
     if REMATERIALIZE:
         zero = step >> 30
     else:
@@ -235,15 +239,15 @@ def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """x, and what is computed from it stays in its branch: hoisted out of the loop it would cost
-    all tiles registers."""
+    """Returns x, whose value is hidden from the compiler, so that computations with it stay in
+    their branch. Hoisted out of the loop, they would cost registers in all tiles."""
     return gl.inline_asm("mov.b32 $0, $1;", "=r,r", (x,), gl.int32)
 
 
 @gluon.constexpr_function
 def select_bits_asm(outputs, inputs):
-    """A score stays where its bit is 1: two instructions each. Operands: scores, bits (2), what the
-    others become."""
+    """Replaces the scores whose bit is 0, with two instructions per score. Operands: results,
+    scores, bits (2), replacement."""
     (o,) = outputs
     s, bits, other = inputs
     t = ["{ .reg .u32 u; .reg .pred p;"]
@@ -263,7 +267,7 @@ def select_bits(s, bits, other):
 
 @gluon.constexpr_function
 def quad_sum_asm(outputs, inputs):
-    """Sum over the four threads of a row; all of them get the sum."""
+    """Sum over the four threads of a quad. All four get the result."""
     (o,) = outputs
     (x,) = inputs
     t = ["{ .reg .f32 a;"]

@@ -1,10 +1,10 @@
-"""Compile-time constants of a kernel, handed from function to function as one argument."""
+"""Compile-time constants of a kernel, passed between functions as one argument."""
 
 from triton.experimental import gluon
 
 
 class Constants:
-    """Read as attributes: `config.QK_DIM`."""
+    """Constants that are read as attributes: `config.QK_DIM`."""
 
     def __init__(self, named):
         self.__dict__.update({k: getattr(x, "value", x) for k, x in named.items()})
@@ -19,7 +19,7 @@ class Constants:
         return f"Constants({vars(self)})"
 
     def mangle(self):
-        """Its part of a function's name."""
+        """The part of a function's mangled name for these constants."""
         return "_".join(str(int(x)) for x in vars(self).values())
 
 

@@ -1,5 +1,5 @@
-"""Stores the gradient of a bias with an element for every logit, block by block, from the kernel of
-dK and dV: dS, rounded as the product with the queries takes it."""
+"""Stores the gradient of a bias with an element for every logit, block by block, in the kernel of
+dK and dV: dS, rounded as for its product with the queries."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def start_store(tile_s, target, plane, row, key):
-    """Of a tile (rows, keys) that this warp group has put into tile_s."""
+    """Starts the store of a tile (rows, keys) that this warp group has written to tile_s."""
     ROWS: gl.constexpr = tile_s.shape[0]
     KEYS: gl.constexpr = tile_s.shape[1]
     fence_async_shared()
@@ -19,15 +19,16 @@ def start_store(tile_s, target, plane, row, key):
 
 @gluon.jit
 def end_store():
-    """The tile has been read."""
+    """Waits until the tile has been read."""
     tma.store_wait(0)
     gl.barrier()
 
 
 @gluon.jit
 def clear_rows(tile_s, args, layout: gl.constexpr):
-    """Zeros for the rows that no block of args.q_range meets. No tile reaches into one: those
-    before the first end there, and what is outside the array is not stored."""
+    """Stores zeros in the rows outside args.q_range. No tile of zeros overlaps with the range:
+    tiles before it are counted backwards from its start, and TMA stores nothing outside the
+    array."""
     target = args.bias.gradient
     tile = args.tile
     q_range = args.q_range

@@ -1,8 +1,9 @@
 """What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and
-blocks of dQ with the float32 sum.
+blocks of dQ on their way to the float32 sum.
 
-The sum is in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it):
-stores without bank conflicts, whole lines, and one contiguous addition by the copy engine.
+The sum is in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it),
+so that stores have no bank conflicts and write whole lines, and the copy engine adds one contiguous
+range.
 """
 
 from sm90.bwd_producer import ROWS, next_block
@@ -20,19 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def float4s(x):
-    """Registers of one thread in fours, each with its offset in bytes from the thread's first place
+    """One thread's registers in fours, each with its offset in bytes from the thread's first float4
     in the sum.
 
-    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns
-    after the other; and then float4 number `lane`.
+    Layout of the sum, outermost first: groups of 32 columns, warps (2048 bytes each), octets of
+    columns, lanes (one float4 each).
     """
     return [
         (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
     ]
 
 
-# a thread's first place, in bytes: t
-FIRST = (
+# t: the offset of a thread's first float4, in bytes
+FIRST_FLOAT4 = (
     "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31;"
     " shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
 )
@@ -40,10 +41,10 @@ FIRST = (
 
 @gluon.constexpr_function
 def store_registers_asm(outputs, inputs):
-    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by
-    side: no bank conflicts."""
+    """Each thread stores its registers in shared memory as float4s. The threads of a warp store
+    next to each other, without bank conflicts."""
     x, address = inputs
-    t = [FIRST, f"add.u32 t, t, {address[0]};"]
+    t = [FIRST_FLOAT4, f"add.u32 t, t, {address[0]};"]
     for offset, four in float4s(x):
         t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
     return " ".join(t) + " }"
@@ -51,7 +52,7 @@ def store_registers_asm(outputs, inputs):
 
 @gluon.constexpr_function
 def by_first_thread(*instructions):
-    """By the first thread of the warp group alone."""
+    """Instructions that only the first thread of the warp group executes."""
     t = "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
     return t + " ".join(f"@p {x};" for x in instructions) + " }"
 
@@ -63,7 +64,7 @@ def arrive_asm():
 
 @gluon.constexpr_function
 def bulk_add_asm(size):
-    """Adds `size` bytes of shared memory to global memory, by the copy engine."""
+    """Adds `size` bytes of shared memory to global memory with the copy engine."""
     while hasattr(size, "value"):
         size = size.value
     add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
@@ -72,7 +73,7 @@ def bulk_add_asm(size):
 
 @gluon.constexpr_function
 def registers_constraints(n, letter="f"):
-    """`n` numbers, then an address in shared memory."""
+    """Constraints of `n` registers and an address in shared memory."""
     while hasattr(n, "value"):
         n = n.value
     while hasattr(letter, "value"):
@@ -80,9 +81,9 @@ def registers_constraints(n, letter="f"):
     return ",".join([letter] * int(n) + ["r", "~{memory}"])
 
 
-# a thread's row of 128 bytes among its warp's 16 keys, and in it the first or the second eight
-# columns, swizzled: t
-OWN_MATRIX = (
+# t: the swizzled offset of a thread's row of an 8 x 8 matrix: one of its warp's 16 keys (128 bytes
+# each), at the first or the second eight columns
+MATRIX_ROW = (
     "{ .reg .u32 t, a, b; .reg .b32 p<16>; mov.u32 t, %tid.x; and.b32 a, t, 15;"
     " shl.b32 a, a, 7; and.b32 b, t, 96; shl.b32 b, b, 6;"
     " or.b32 a, a, b; shr.u32 b, t, 4; and.b32 b, b, 1; xor.b32 t, t, b; and.b32 t, t, 7; shl.b32 "
@@ -92,13 +93,14 @@ OWN_MATRIX = (
 
 @gluon.constexpr_function
 def store_ds_asm(outputs, inputs):
-    """64 keys of dS into a tile of keys x 64 rows, swizzled by 128 bytes, four 8 x 8 matrices at a
-    time.
+    """Stores 64 keys of dS in a tile of keys x 64 rows with a swizzle of 128 bytes, four 8 x 8
+    matrices at a time.
 
-    Later columns only flip bits of the first ones' place, as the tile lies at a multiple of 1024.
+    The tile is aligned to 1024 bytes, so later columns only flip bits of the first columns'
+    address.
     """
     x, address = inputs
-    t = [OWN_MATRIX, f"add.u32 t, t, {address[0]};"]
+    t = [MATRIX_ROW, f"add.u32 t, t, {address[0]};"]
     t += [f"mov.b32 p{i}, {{{x[2 * i]}, {x[2 * i + 1]}}};" for i in range(len(x) // 2)]
     for j in range(len(x) // 8):
         four = ", ".join(f"p{4 * j + i}" for i in range(4))
@@ -109,9 +111,9 @@ def store_ds_asm(outputs, inputs):
 
 
 @gluon.jit
-def hand_on(ds, ds_s, full):
-    """dS of this warp group into shared memory, and an arrival of its first thread when all of it
-    is there."""
+def publish_ds(ds, ds_s, full):
+    """Stores this warp group's dS in shared memory. Its first thread arrives at `full` when all of
+    it has been stored."""
     gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "h"), (ds, ds_s))
     fence_async_shared()
     gl.barrier()
@@ -120,9 +122,10 @@ def hand_on(ds, ds_s, full):
 
 @gluon.jit
 def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
-    """Add one warp group's part of a block of rows, in register order, by way of shared memory.
+    """Adds one warp group's part of a block of rows to dQ at `at`, in register order, through
+    shared memory.
 
-    PENDING: additions before this one that may still read other stages.
+    PENDING: earlier additions that may still read other stages.
     """
     n: gl.constexpr = CELLS // 128
     tma.store_wait(PENDING)
@@ -135,8 +138,9 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
 
 @gluon.jit
 def keys_read(W: gl.constexpr, DQ: gl.constexpr):
-    """Warp group W is done with the keys; 0 and 1 wait for all that read them, each at a barrier of
-    its own: synccheck knows no barrier that is met from two instructions."""
+    """Warp group W no longer reads the keys. Warp groups 0 and 1 wait for all warp groups that read
+    them, each at a separate barrier: synccheck does not support a barrier that is reached from two
+    instructions."""
     count: gl.constexpr = 384 if DQ == 2 else 256
     if W != 1:
         gl.inline_asm(named_barrier("arrive", 2, count), "~{memory}", ())
@@ -148,7 +152,7 @@ def keys_read(W: gl.constexpr, DQ: gl.constexpr):
 
 @gluon.jit
 def sum_rows(k, args, config: gl.constexpr):
-    """A third warp group: dQ of every block of rows, from the dS of the other two."""
+    """The third warp group: computes dQ of every block of rows, from the dS of the other two."""
     QK_DIM: gl.constexpr = config.QK_DIM
     tile = args.tile
     q_range = args.q_range

@@ -1,17 +1,18 @@
-"""Forward attention on Hopper in Gluon: the same results as portable/fwd.py, its checked twin.
+"""Forward attention on Hopper in Gluon. It computes the same as portable/fwd.py, which the tests
+compare it with.
 
-A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp
-(row_producer.py) draws the next tile from a counter, tells the consumers which it is and streams
-queries, keys and values through TMA, so that a tile's first loads run under the last products of
-the tile before. Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_i =
-q k_i^T and acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
-(FlashAttention-3, arXiv 2407.08608, section 3.2); named barriers make the groups take turns at
-issuing (section 3.1). Masked steps come first, then one mask-free loop.
+A program computes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp
+(row_producer.py) draws the next tile from a counter, sends it to the consumers, and streams
+queries, keys and values through TMA, so the first loads of a tile overlap with the last products of
+the previous tile. Each consumer warp group computes 64 rows with wgmma. In step i it issues s_i = q
+k_i^T and acc += p_(i-1) v_(i-1) together, and computes the softmax of step i during the second
+product (FlashAttention-3, arXiv 2407.08608, section 3.2). Named barriers make the warp groups take
+turns at issuing products (section 3.1). Masked steps come first, then one loop without a mask.
 
-Head dims are cut into chunks of columns (chunked_mma.py), one for each power of two and more only
-for dims that are none (192): QK_CHUNK columns of queries and keys, V_CHUNK of values and outputs.
-Where 64 rows of the output do not fit a warp group's registers (512), a tile is computed V_PARTS
-times, each time for another part of the value columns. Each time the scores are computed again.
+Head dims are divided into chunks of columns (chunked_mma.py): QK_CHUNK columns of queries and keys,
+V_CHUNK columns of values and outputs. If 64 rows of the output do not fit in a warp group's
+registers (512), a tile is computed V_PARTS times, each time for another part of the value columns.
+The scores are computed again each time.
 """
 
 from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
@@ -36,15 +37,16 @@ def forward_sm90(
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or
-    BLOCK_N rows of one head; counter holds 0 and lives as long as the launch.
+    """query, key, value and out are tensor maps (batch, length, heads * dim) with boxes of 64 or
+    BLOCK_N rows of one head. `counter` is 0 at launch and must not be used by another launch at the
+    same time.
 
-    Of the options at most one is given, the arguments of the others are None: `soft_cap`
-    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), block lists (block_lists.py), a `bias`
-    array with a plane for every batch row (bit 0 of `bias_axes`) or head (bit 1), a tensor map
-    whose tiles are loaded with those of the keys, or `row_max`, which gets the largest logit of
-    every row. With a bias, logits are in base e, and a row has two numbers in `lse`
-    (portable/row_sums.py).
+    At most one option is given, and the arguments of the others are None: `soft_cap` (soft_cap.py),
+    ALiBi `slopes` for positions that are indices (alibi.py), block lists (block_lists.py), `bias`,
+    or `row_max`. `bias` is a tensor map of an array with a plane for every batch row (bit 0 of
+    `bias_axes`) or head (bit 1), whose tiles are loaded with those of the keys. `row_max` receives
+    the largest logit of every row. With a bias, logits are in base e, and `lse` has two numbers per
+    row (portable/row_sums.py).
     """
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
@@ -69,7 +71,7 @@ def forward_sm90(
     q_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile)
-    if OUT_IN_QUERY:  # no room: a tile's output takes the place of its queries
+    if OUT_IN_QUERY:  # no room for a separate output: it overwrites the queries
         o_s = q_s.reinterpret(
             dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_CHUNK, 64, V_CHUNK], v_tile
         )
@@ -91,7 +93,7 @@ def forward_sm90(
     )
     init_barriers(2, (shared.work_full, shared.work_empty), (1, WARP_GROUPS * 128))
 
-    # what scores are multiplied by before the softmax and in it
+    # factors of the scores, before the softmax and in it
     if config.SOFT_CAP:
         first_scale = scale / soft_cap
         scale2 = soft_cap * LOG2E

@@ -1,10 +1,10 @@
-"""What a warp group of the Hopper forward (sm90/fwd.py) computes: 64 rows of every tile that the
-producer names."""
+"""Consumer warp group of the Hopper forward (sm90/fwd.py): computes 64 rows of every tile that the
+producer sends."""
 
-from sm90.alibi import with_bias
+from sm90.alibi import add_alibi
 from sm90.args import Map, Number, RowTileArgs
 from sm90.block_lists import list_of_rows, mask_of_head
-from sm90.chunked_mma import add_products, finished, zeros
+from sm90.chunked_mma import add_products, wait_products, zeros
 from sm90.common import (
     LN2,
     LOG2E,
@@ -17,12 +17,12 @@ from sm90.common import (
     warp_arrive,
 )
 from sm90.pipeline import (
-    after,
-    before,
+    apply_mask,
     mask_of_batch_row,
-    masked,
+    next_stage,
     ping_pong_pass,
     ping_pong_wait,
+    previous_stage,
     receive_tile,
     skip_blocks,
 )
@@ -41,8 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def query_slots(chunks):
-    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take
-    their place."""
+    """Chunks reserved for a warp group's queries, rounded up to a power of two: the output may use
+    the same memory."""
     while hasattr(chunks, "value"):
         chunks = chunks.value
     return 1 << (int(chunks) - 1).bit_length()
@@ -50,8 +50,9 @@ def query_slots(chunks):
 
 @gluon.aggregate
 class ForwardArgs(RowTileArgs):
-    """first_scale: of scores in a soft cap or with a bias; scale2: of logits, or with a bias array
-    of their differences, to base 2."""
+    """first_scale: factor of the scores in a soft cap, ALiBi or a sum with a bias array. scale2:
+    factor of the logits in the softmax, which is in base 2; with a bias array, factor of their
+    differences from the maximum."""
 
     out: Map
     lse: Number
@@ -63,7 +64,7 @@ class ForwardArgs(RowTileArgs):
 
 @gluon.jit
 def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    """q k^T, started."""
+    """Starts q k^T."""
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
     s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
@@ -73,11 +74,11 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def plus_array(s, bias_s, W: gl.constexpr, stage, scale, config: gl.constexpr):
-    """Logits in base e: s * scale, and the tile of the bias that was loaded with the keys."""
+def add_bias_tile(s, bias_s, W: gl.constexpr, stage, scale, config: gl.constexpr):
+    """Logits in base e: s * scale plus the bias tile that was loaded with the keys."""
     tile = bias_s.index(stage * config.WARP_GROUPS + W).load(accumulator(config.BLOCK_N))
     s = s * scale + tile.to(gl.float32)
-    fence_async_shared()  # an arrival can overtake loads of what TMA then overwrites
+    fence_async_shared()  # else an arrival can overtake the loads, and TMA overwrites the tile
     return s
 
 
@@ -97,7 +98,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     LOWEST: gl.constexpr = LEAST if config.BIAS else -3e38
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     o_layout: gl.constexpr = accumulator(V_CHUNK)
-    OWN_O: gl.constexpr = W * (
+    FIRST_O: gl.constexpr = W * (
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -137,31 +138,31 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             )  # fmt: skip
             head_mask = ()
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
-        # the first step has no second product to run beside
+        # the first step has no second product: there is no previous P
         mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W)
         s = scores(shared.q_s, shared.k_s, W, stage, zero, config.CHUNKS, config.SLOTS)
         ping_pong_pass(W, config.WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         if config.BIAS:
-            s = plus_array(s, shared.bias_s, W, stage, args.first_scale, config)
+            s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
         warp_arrive(shared.k_empty.index(stage))
         if config.SOFT_CAP:
             s = tanh_of_scores(s, args.first_scale, BLOCK_N)
         if not BLOCK_LISTS:
             at = kv_range.nth(first, BLOCK_N)
         if config.ALIBI:
-            s = with_bias(s, rows, at, args.first_scale, slope2, BLOCK_N)
-        s = masked(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+            s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
+        s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
-        stage, phase = after(stage, phase, config.STAGES)
-        for part in gl.static_range(2):  # partial steps, then the full ones
+        stage, phase = next_stage(stage, phase, config.STAGES)
+        for part in gl.static_range(2):  # partial steps, then full steps
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
             stop = last if part == 0 else steps
             for i in range(begin, stop):
-                old, old_phase = before(stage, phase, config.STAGES)
+                old, old_phase = previous_stage(stage, phase, config.STAGES)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
@@ -176,68 +177,68 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 ping_pong_pass(W, config.WARP_GROUPS)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
                 if config.BIAS:
-                    s = plus_array(s, shared.bias_s, W, stage, args.first_scale, config)
+                    s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
                 warp_arrive(shared.k_empty.index(stage))
                 if config.SOFT_CAP:
                     s = tanh_of_scores(s, args.first_scale, BLOCK_N)
                 if not BLOCK_LISTS and (config.ALIBI or part == 0):
                     at = kv_range.nth(i, BLOCK_N)
                 if config.ALIBI:
-                    s = with_bias(s, rows, at, args.first_scale, slope2, BLOCK_N)
+                    s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
                 if part == 0:
-                    s = masked(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+                    s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
                 p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
-                acc = finished(acc_tokens, 0, V_CHUNKS)
+                acc = wait_products(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
                 acc = rescale(acc, alpha, V_CHUNK, V_CHUNKS)
-                stage, phase = after(stage, phase, config.STAGES)
+                stage, phase = next_stage(stage, phase, config.STAGES)
         if not config.OUT_IN_QUERY:
             warp_arrive(shared.q_empty.index(W))
-        old, old_phase = before(stage, phase, config.STAGES)
+        old, old_phase = previous_stage(stage, phase, config.STAGES)
         mbarrier.wait(shared.v_full.index(old), old_phase)
         p_half = unpack(p, BLOCK_N, p_layout, dtype)
         acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
-        there = rows < q_len
-        lo = gl.load(mask.kv_start + rows, mask=there, other=0)
-        hi = gl.load(mask.kv_end + rows, mask=there, other=0)
-        attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
+        in_bounds = rows < q_len
+        lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+        hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+        attended = (l != 0.0) & (hi > lo)  # true for a NaN, which must reach the result
         if config.BIAS:
             pair = args.lse + 2 * ((tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows)
-            gl.store(pair, gl.where(attended, m, float("-inf")), mask=there)
-            gl.store(pair + 1, gl.where(attended, gl.log2(l) * LN2, -LEAST), mask=there)
+            gl.store(pair, gl.where(attended, m, float("-inf")), mask=in_bounds)
+            gl.store(pair + 1, gl.where(attended, gl.log2(l) * LN2, -LEAST), mask=in_bounds)
         else:
             lse_row = args.lse + (tile.b.to(gl.int64) * scalars.heads + head) * q_len
             natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
-            gl.store(lse_row + rows, natural, mask=there)
+            gl.store(lse_row + rows, natural, mask=in_bounds)
         if config.ROW_MAX:
-            of_row = args.row_max + (tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows
-            gl.store(of_row, gl.where(attended, m * LN2, float("-inf")), mask=there)
+            max_row = args.row_max + (tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows
+            gl.store(max_row, gl.where(attended, m * LN2, float("-inf")), mask=in_bounds)
         inverse = gl.where(attended, 1.0 / l, 0.0)
-        tma.store_wait(0)  # the tile before has left o_s
-        acc = finished(acc_tokens, 0, V_CHUNKS)
+        tma.store_wait(0)  # the previous output has left o_s
+        acc = wait_products(acc_tokens, 0, V_CHUNKS)
         warp_arrive(shared.v_empty.index(old))
         if not BLOCK_LISTS:
             stage, phase = skip_blocks(partial - last, W, shared, stage, phase, config)
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        # select, not multiply: a row that attends nothing may have met garbage in the full blocks
+        # select, not multiply: a row that attends to nothing may have summed garbage in full steps
         outputs = ()
         for c in gl.static_range(V_CHUNKS):
             outputs = outputs + (gl.where(inverse != 0.0, acc[c] * inverse, 0.0),)  # noqa: RUF005
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
-            shared.o_s.index(OWN_O + c).store(outputs[c].to(dtype))
+            shared.o_s.index(FIRST_O + c).store(outputs[c].to(dtype))
         fence_async_shared()
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
-            o_tile = shared.o_s.index(OWN_O + c).reinterpret(dtype, [1, 64, V_CHUNK], out.layout)
+            o_tile = shared.o_s.index(FIRST_O + c).reinterpret(dtype, [1, 64, V_CHUNK], out.layout)
             column = tile.head_part * (config.V_DIM // config.V_PARTS) + c * V_CHUNK
             tma.async_store(out, [tile.b, tile.row + W * 64, column], o_tile)
         if config.OUT_IN_QUERY:
             tma.store_wait(0)
             gl.barrier()
             warp_arrive(shared.q_empty.index(W))
-        slot, slot_phase = after(slot, slot_phase, 2)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         tile = receive_tile(shared, slot, slot_phase)
     tma.store_wait(0)

@@ -1,5 +1,6 @@
 """Stores the gradients of the Hopper backward kernels, in chunks of columns (chunked_mma.py): the
-sums in registers are rounded into shared memory that is no longer read, and copied from there."""
+sums in registers are rounded into shared memory that has been read, and TMA stores them from
+there."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def store_tiles(target, tiles_s, b, row, head, CHUNKS: gl.constexpr):
-    """A head's columns of a gradient, from `row` on, which this warp group has put into tiles_s."""
+    """Stores a head's columns of a gradient, from `row` on, which this warp group has written to
+    tiles_s."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     fence_async_shared()
@@ -21,7 +23,8 @@ def store_tiles(target, tiles_s, b, row, head, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.constexpr):
-    """As store_tiles, from the sums of the columns; with scale None as they are."""
+    """Rounds `sums` into tiles_s, multiplied by `scale` unless it is None, and stores them as
+    store_tiles does."""
     for c in gl.static_range(CHUNKS):
         result = sums[c] if scale is None else sums[c] * scale
         tiles_s.index(c).store(result.to(target.dtype))
@@ -30,8 +33,8 @@ def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.conste
 
 @gluon.jit
 def store_half(W: gl.constexpr, k, v, dk_sum, dv_sum, args, CHUNKS: gl.constexpr):
-    """dK, in chunks, and dV of the W-th 64 of 128 keys, by way of the place of these keys `k` (in
-    chunks, too) and values `v`."""
+    """Stores dK and dV of the W-th 64 of 128 keys. They overwrite these keys `k` (in chunks, as dK)
+    and values `v` in shared memory."""
     shared = args.shared
     tile = args.tile
     dtype: gl.constexpr = args.dk.dtype
@@ -42,12 +45,12 @@ def store_half(W: gl.constexpr, k, v, dk_sum, dv_sum, args, CHUNKS: gl.constexpr
     v.store(dv_sum.to(dtype))
     fence_async_shared()
     gl.barrier()
-    own_key = tile.first_key + W * 64
+    first_key = tile.first_key + W * 64
     for c in gl.static_range(CHUNKS):
         dk_tile = shared.k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], args.dk.layout)
         dk_tile = dk_tile.slice(W * 64, 64, dim=1)
         column = tile.kv_head * (CHUNKS * QK_CHUNK) + c * QK_CHUNK
-        tma.async_store(args.dk, [tile.b, own_key, column], dk_tile)
+        tma.async_store(args.dk, [tile.b, first_key, column], dk_tile)
     dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], args.dv.layout)
-    tma.async_store(args.dv, [tile.b, own_key, tile.kv_head * V_DIM], dv_tile)
+    tma.async_store(args.dv, [tile.b, first_key, tile.kv_head * V_DIM], dv_tile)
     tma.store_wait(0)

@@ -1,10 +1,10 @@
-"""LSE and delta of a block of rows, taken off S and dP by the matrix units (LSE_BY_MMA in
+"""Subtracts LSE and delta of a block of rows from S and dP with the tensor cores (LSE_BY_MMA in
 csrc/aot/tiles_sm90.py).
 
-S^T and dP^T have rows along their columns, so each thread needs 16 numbers of each, which it reads
-from shared memory in every step: 8 % of what that pipe moves. A product of ones and of three
-bfloat16 parts of each number, which are all its 24 bits, ends the sums instead. The producer warp
-makes the parts.
+The columns of S^T and dP^T are query rows, so each thread needs 16 LSEs and 16 deltas in every
+step. Reading them from shared memory would be 8 % of that pipe's traffic. Instead, the last product
+of each sum multiplies a matrix of ones by three bfloat16 parts of each number, which hold all of
+its 24 bits. The producer warp computes the parts.
 """
 
 from sm90.common import LOG2E, accumulator
@@ -13,18 +13,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-COLUMNS = gl.constexpr(16)  # of parts: what one product takes; most are 0
-FAR = gl.constexpr(2.0**120)  # an LSE that makes every P 0, and stays finite in parts
-LEAST = gl.constexpr(2.0**-100)  # of the scale that LSE is divided by
+COLUMNS = gl.constexpr(16)  # of parts per row: K of one product; most are 0
+FAR = gl.constexpr(2.0**120)  # upper bound of LSE: makes every P 0, and its parts are finite
+LEAST = gl.constexpr(2.0**-100)  # lower bound of the scale that LSE is divided by
 LANES = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 
 @gluon.constexpr_function
 def parts_asm(outputs, inputs):
-    """Of two rows of a lane: minus its number in three parts, then zeros, 32 bytes a row. All of a
-    row is summed, so no swizzle matters.
+    """Stores a lane's numbers of two rows, negated and in three parts. Zeros fill each row up to 32
+    bytes. The product sums whole rows, so the swizzle does not matter.
 
-    Bits are cut off, not rounded, and what is left is exact: 8 bits and 8 bits and 8 bits.
+    Parts are truncated, not rounded, so the remainders are exact: 8 bits and 8 bits and 8 bits.
     """
     x, address = inputs
     t = [
@@ -59,14 +59,15 @@ def load_row_stats(args, at, slot):
 
 @gluon.jit
 def lse_scale(scale):
-    """`scale` in base 2 as S is multiplied by it. Below 2^-100 no score of less than 2^76 makes a
+    """The factor of S in base 2, at least 2^-100. Below that, no score under 2^76 makes a
     difference."""
     return gl.maximum(scale * LOG2E, LEAST)
 
 
 @gluon.jit
-def less(sums, tile):
-    """A product that was started, less a number for each row in all of its column."""
+def subtract_stats(sums, tile):
+    """Starts a product that subtracts from `sums`, which may still be in flight, the number of each
+    row (a column of `sums`)."""
     layout: gl.constexpr = accumulator(64)
     ones = gl.full([64, COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
     return warpgroup_mma(ones, tile.permute((1, 0)), sums, is_async=True)

@@ -1,5 +1,5 @@
-"""What the Hopper backward kernels for head dim 512 share, whose programs or warp groups make a
-part of the columns of a gradient each."""
+"""Shared by the Hopper backward kernels for head dim 512, whose programs or warp groups each
+compute one part of a gradient's columns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ PARTS = gl.constexpr(2)
 
 @gluon.jit
 def load_columns(source, b, row, column, full, tiles_s, first, CHUNKS: gl.constexpr):
-    """Columns from `column` on, in chunks from the first-th of tiles_s on."""
+    """Loads the columns from `column` on into chunks of tiles_s, from index `first` on."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     for c in gl.static_range(CHUNKS):

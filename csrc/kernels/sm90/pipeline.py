@@ -1,6 +1,5 @@
-"""What the kernels that walk over tiles of rows share (forward, dQ): the plan that a producer
-tells, places in a ring of buffers, turns of the warp groups, and which pairs of a step the mask
-leaves."""
+"""Shared by the kernels that loop over tiles of rows (forward, dQ): messages from the producer to
+the consumers, positions in rings of buffers, turns of the warp groups, and the mask of a step."""
 
 from sm90.args import Mask, RowTile, StepRange
 from sm90.block_lists import bits_of_keys
@@ -20,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.constexpr_function
 def send_tile_asm(outputs, inputs):
-    """The first lane, which is also the one to arrive at the barrier, writes numbers to shared
-    memory. Operands: address, numbers."""
+    """The first lane writes the numbers to shared memory, because the same lane arrives at the
+    barrier. Operands: address, numbers."""
     address, *numbers = inputs
     t = ["{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"]
     t += [f"@p st.shared.s32 [{address[0]}+{4 * k}], {x[0]};" for k, x in enumerate(numbers)]
@@ -30,7 +29,7 @@ def send_tile_asm(outputs, inputs):
 
 @gluon.constexpr_function
 def receive_tile_asm(outputs, inputs):
-    """Of all lanes, each for itself."""
+    """Every lane reads all numbers. Operands: numbers, address."""
     ((address,),) = inputs
     t = [f"ld.shared.s32 {x[0]}, [{address}+{4 * k}];" for k, x in enumerate(outputs)]
     return " ".join(t)
@@ -61,15 +60,16 @@ def receive_tile(shared, slot, phase):
 
 
 @gluon.jit
-def after(stage, phase, STAGES: gl.constexpr):
-    """The next place in a ring, and its parity."""
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
     stage += 1
     phase = gl.where(stage == STAGES, phase ^ 1, phase)
     return gl.where(stage == STAGES, 0, stage), phase
 
 
 @gluon.jit
-def before(stage, phase, STAGES: gl.constexpr):
+def previous_stage(stage, phase, STAGES: gl.constexpr):
+    """The previous stage of a ring, and its phase."""
     return gl.where(stage == 0, STAGES - 1, stage - 1), gl.where(stage == 0, phase ^ 1, phase)
 
 
@@ -88,30 +88,33 @@ def mask_of_batch_row(mask, mask_b, scalars):
 
 
 @gluon.jit
-def pairs(rows, start, mask, checked, scalars, N: gl.constexpr):
-    """Bits of common.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
-    there = rows < scalars.q_len
-    lo = gl.load(mask.kv_start + rows, mask=there, other=0)
-    hi = gl.load(mask.kv_end + rows, mask=there, other=0)
+def pair_bits(rows, start, mask, checked, scalars, N: gl.constexpr):
+    """Bits as in common.range_bits_asm: which of the N keys from `start` on the rows attend to."""
+    in_bounds = rows < scalars.q_len
+    lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+    hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
     bits = gl.inline_asm(
         range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
     )
     if checked != 0:
         kv_len = scalars.kv_len
-        q_id = gl.load(mask.q_ids + rows, mask=there, other=-1)
+        q_id = gl.load(mask.q_ids + rows, mask=in_bounds, other=-1)
         bits = bits & element_bits(q_id, mask.kv_ids, start, kv_len, N, "eq")
         if scalars.mask_mode > 1:
-            q_at = gl.load(mask.q_pos + rows, mask=there, other=0)
+            q_at = gl.load(mask.q_pos + rows, mask=in_bounds, other=0)
             bits = bits & element_bits(q_at, mask.kv_pos, start, kv_len, N, "le")
             if scalars.mask_mode > 2:
-                q_from = gl.load(mask.q_pos + (opaque(scalars.q_len) + rows), mask=there, other=0)
+                q_from = gl.load(
+                    mask.q_pos + (opaque(scalars.q_len) + rows), mask=in_bounds, other=0
+                )
                 bits = bits & element_bits(q_from, mask.kv_pos, start, kv_len, N, "ge")
     return bits
 
 
 @gluon.jit
-def masked(s, rows, start, mask, checked, scalars, head_mask, config: gl.constexpr):
-    bits = pairs(rows, start, mask, checked, scalars, config.BLOCK_N)
+def apply_mask(s, rows, start, mask, checked, scalars, head_mask, config: gl.constexpr):
+    """Sets the scores of masked pairs to -inf."""
+    bits = pair_bits(rows, start, mask, checked, scalars, config.BLOCK_N)
     if config.BLOCK_LISTS:
         bits = bits & bits_of_keys(head_mask, rows, start, scalars.q_len)
     return select_bits(s, bits, float("-inf"))
@@ -128,29 +131,28 @@ def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def place_of_values(stage, phase, config: gl.constexpr):
-    """The place in the ring of values, and its parity, where that of keys is at `stage` and
-    `phase`."""
+def stage_of_values(stage, phase, config: gl.constexpr):
+    """Stage and phase of the ring of values, for `stage` and `phase` of the ring of keys."""
     V_STAGES: gl.constexpr = config.V_STAGES
     STAGES: gl.constexpr = config.STAGES
     gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
     if V_STAGES == STAGES:
-        place = stage, phase
-    else:  # one place, whose parity changes with every tile
-        place = opaque(stage * 0), stage
-    return place
+        position = stage, phase
+    else:  # a single stage, whose phase flips with every tile
+        position = opaque(stage * 0), stage
+    return position
 
 
 @gluon.jit
 def skip_blocks(count, W: gl.constexpr, shared, stage, phase, config: gl.constexpr):
-    """Steps in which this warp group has nothing to do but to take its turn."""
+    """Skips `count` steps: this warp group only takes its turns and releases the tiles."""
     for _i in range(0, count):
         mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W)
         ping_pong_pass(W, config.WARP_GROUPS)
         warp_arrive(shared.k_empty.index(stage))
-        v_stage, v_phase = place_of_values(stage, phase, config)
+        v_stage, v_phase = stage_of_values(stage, phase, config)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
         warp_arrive(shared.v_empty.index(v_stage))
-        stage, phase = after(stage, phase, config.STAGES)
+        stage, phase = next_stage(stage, phase, config.STAGES)
     return stage, phase

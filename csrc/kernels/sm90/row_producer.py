@@ -1,9 +1,9 @@
-"""The producer warp of the kernels whose programs walk over tiles of rows (forward, dQ)."""
+"""Producer warp of the kernels whose programs loop over tiles of rows (forward, dQ)."""
 
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
 from sm90.common import key_range, place_of_tile, split
-from sm90.pipeline import after, place_of_values, send_tile
+from sm90.pipeline import next_stage, send_tile, stage_of_values
 from sm90.tiles import load_chunks
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,15 +12,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.jit
 def plane_of_bias(axes, b, head, heads):
-    """Which (q_len, kv_len) of a bias array is that of a batch row and head."""
+    """Index of the (q_len, kv_len) plane of a bias array for a batch row and head."""
     per_batch = gl.where((axes & 2) != 0, heads, 1)
     return gl.where((axes & 1) != 0, b * per_batch, 0) + gl.where((axes & 2) != 0, head, 0)
 
 
 @gluon.jit
 def produce(args, config: gl.constexpr):
-    """Draws tiles, tells the consumers which, and loads their queries (with DOUT also their
-    cotangents), keys and values, and tiles of the bias with the keys."""
+    """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
+    keys and values, and bias tiles with the keys."""
     maps = args.maps
     shared = args.shared
     scalars = args.scalars
@@ -55,7 +55,7 @@ def produce(args, config: gl.constexpr):
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
         )
         if BIAS == 1:
-            start = start // 8 * 8  # TMA reads from multiples of 16 bytes
+            start = start // 8 * 8  # TMA loads begin at multiples of 16 bytes
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
         partial = steps - full_end + full_begin
         if config.BLOCK_LISTS:
@@ -82,7 +82,7 @@ def produce(args, config: gl.constexpr):
                     V_CHUNKS,
                 )  # fmt: skip
         for i in range(0, steps):
-            if config.BLOCK_LISTS:  # read a step ahead
+            if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
@@ -95,7 +95,7 @@ def produce(args, config: gl.constexpr):
                 tile_s = shared.bias_s.index(stage * WARP_GROUPS + w)
                 tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 64, BLOCK_N], maps.bias.layout)
                 tma.async_load(maps.bias, [plane, row + w * 64, at], k_full, tile_s)
-            v_stage, v_phase = place_of_values(stage, phase, config)
+            v_stage, v_phase = stage_of_values(stage, phase, config)
             mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
             v_full = shared.v_full.index(v_stage)
             mbarrier.expect(v_full, BLOCK_N * (V_DIM // V_PARTS) * 2)
@@ -103,11 +103,11 @@ def produce(args, config: gl.constexpr):
             load_chunks(
                 maps.value, b, at, kv_head_part, v_full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS
             )
-            stage, phase = after(stage, phase, config.STAGES)
+            stage, phase = next_stage(stage, phase, config.STAGES)
         nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
-        slot, slot_phase = after(slot, slot_phase, 2)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
-    # a tile of no steps ends the consumers
+    # a tile without steps stops the consumers
     mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
     send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
     mbarrier.arrive(shared.work_full.index(slot))

@@ -1,27 +1,29 @@
 """Soft caps in the Hopper kernels: tanh of scores, in registers.
 
-With s = q k^T a capped logit is cap * tanh(s * scale / cap) (Gemma 2, arXiv 2408.00118). Scores
-become tanh here and are from then on in units of the cap, which takes the place of the scale.
+With s = q k^T, a capped logit is cap * tanh(s * scale / cap) (Gemma 2, arXiv 2408.00118). Here
+scores are replaced with tanh(s * scale / cap). From then on, the kernels use the cap in place of
+the scale.
 
-Where |s * scale / cap| is up to 1/2, as those of trained models mostly are, an odd polynomial: six
-multiplications or additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more
-operations of that unit, which a warp without such a score leaves out: what it finds of a score
-never hangs on the others beside it. The polynomial is within 3e-7 of tanh, the other within 4e-7 by
-the errors that PTX allows its ex2 and rcp; a logit so within cap * 4e-7, which is why the handler
-gives larger caps to the fallback kernels (OnSm90 in csrc/ffi/fallback.cc).
+Where |s * scale / cap| is up to 1/2, as it mostly is in trained models, tanh is an odd polynomial.
+It takes six multiplications or additions, and leaves the exp unit to the softmax. Elsewhere tanh is
+1 - 2 / (1 + e^2x), which takes two more operations of that unit. A warp without such scores skips
+this formula. The result for a score never depends on other scores. The polynomial is within 3e-7 of
+tanh, and the other formula within 4e-7 given the errors that PTX allows for ex2 and rcp. A logit is
+therefore within cap * 4e-7, which is why larger caps are sent to the fallback kernels (kLargestCap
+in csrc/launch/select.cc).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# tanh(x) = x * (C0 + C1 x^2 + ...) for |x| up to 1/2: least largest relative error, 5.5e-7
+# tanh(x) = x * (C0 + C1 x^2 + ...) for |x| up to 1/2: minimax, relative error 5.5e-7
 POLYNOMIAL = gl.constexpr((0.99999945, -0.33326314, 0.13190271, -0.04440177))
 TWO_LOG2E = gl.constexpr(2.8853900817779268)
 
 
 @gluon.constexpr_function
 def hex_float(x):
-    """A float32 as PTX writes it."""
+    """A float32 literal in PTX."""
     import struct
 
     return "0f" + struct.pack(">f", float(x)).hex().upper()
@@ -29,8 +31,8 @@ def hex_float(x):
 
 @gluon.constexpr_function
 def tanh_asm(n):
-    """One thread's scores become tanh(s * k), in their own registers. Operands: n results; n tied
-    scores, k. Warps decide apart, so all their lanes must be here."""
+    """Replaces one thread's scores with tanh(s * k), in place. Operands: n results, n tied scores,
+    k. Each warp votes on its branch, so all its lanes must be active."""
     while hasattr(n, "value"):
         n = n.value
     y = [f"${i}" for i in range(n)]

@@ -1,9 +1,10 @@
-"""The online softmax of the Hopper forward, as inline assembly on one thread's own registers.
+"""The online softmax of the Hopper forward, as inline assembly on each thread's registers.
 
-P is packed to pairs of 16 bits at once, so that three warp groups fit in 160 registers; the row sum
-stays a partial sum of each thread until the end; the maximum moves only when it grows by more than
-2^8, so that the accumulator is rarely rescaled (the result is the same: p and l share the factor),
-unless a kernel returns it.
+P is packed into pairs of 16 bits immediately, so that three warp groups fit in 160 registers per
+thread. Each thread keeps a partial row sum until the end. The maximum is updated only when it grows
+by more than 8 in base 2, so that the accumulator is rarely rescaled. (The result is the same,
+because p and l share the factor.) Kernels that store the maximum update it whenever it grows.
+
 Register order: see sm90/common.py.
 """
 
@@ -16,20 +17,21 @@ LEAST = gl.constexpr(-3.4028234663852886e38)
 
 @gluon.constexpr_function
 def operands(n):
-    """Numbers of the operands of a softmax step: m, l and alpha (2 each) as results, behind P; the
-    first score; m and l (2 each) and the scale as they are given."""
+    """Operand numbers of a softmax step: results m, l and alpha (2 each), which follow P; the first
+    score; inputs m and l (2 each) and scale."""
     o = n // 2
     s = o + 6
-    given = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
-    return ([o, o + 1], [o + 2, o + 3], [o + 4, o + 5]), s, given
+    inputs = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
+    return ([o, o + 1], [o + 2, o + 3], [o + 4, o + 5]), s, inputs
 
 
 @gluon.constexpr_function
 def over_row(r, operation, total, scores):
-    """max or add over a thread's scores of row r, in two chains: {total}{2r}, {total}{2r + 1}."""
-    t, mine = [], [x for i, x in enumerate(scores) if (i >> 1) & 1 == r]
+    """Reduces a thread's scores of row r with max or add, in two chains: {total}{2r} and {total}{2r
+    + 1}."""
+    t, row_scores = [], [x for i, x in enumerate(scores) if (i >> 1) & 1 == r]
     for c in (0, 1):
-        part, x = mine[c::2], f"{total}{2 * r + c}"
+        part, x = row_scores[c::2], f"{total}{2 * r + c}"
         t.append(f"{operation}.f32 {x}, {part[0]}, {part[1]};")
         t += [f"{operation}.f32 {x}, {x}, {y};" for y in part[2:]]
     return t
@@ -37,7 +39,7 @@ def over_row(r, operation, total, scores):
 
 @gluon.constexpr_function
 def row_maxima(scores):
-    """g0 and g1, the largest of each row: the same in all threads of the quad."""
+    """Sets g0 and g1 to the maxima of the two rows, in all threads of a quad."""
     t = []
     for r in (0, 1):
         t += over_row(r, "max", "x", scores)
@@ -50,7 +52,7 @@ def row_maxima(scores):
 
 @gluon.constexpr_function
 def exponential(i, half):
-    """Of score e{i}; every second one is packed with the one before."""
+    """2^e{i} in place. Every second result is packed together with the previous one."""
     t = [f"ex2.approx.ftz.f32 e{i}, e{i};"]
     if i & 1:
         t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
@@ -59,7 +61,7 @@ def exponential(i, half):
 
 @gluon.constexpr_function
 def row_sums(n, l_in, l_out, a_out):
-    """l times alpha, and the exponentials on top."""
+    """Multiplies l by alpha and adds the exponentials."""
     t = []
     for r in (0, 1):
         t += over_row(r, "add", "w", [f"e{i}" for i in range(n)])
@@ -75,10 +77,10 @@ def softmax_asm(n, half, growth, natural):
     """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then
     n scores, m (2), l (2), scale.
 
-    Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is
-    the same in the whole quad. `growth`: by more than that the maximum moves, in base 2. `natural`:
-    the maximum is a score, and only what is above or below it is multiplied by the scale, so that
-    no large score overflows.
+    Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad, and
+    alpha is the same in all its threads. `growth`: the maximum is updated when it grows by more
+    than this, in base 2. `natural`: the maximum is not scaled, and only differences from it are
+    multiplied by the scale, so that no large score overflows.
     """
     while hasattr(n, "value"):
         n = n.value
@@ -125,8 +127,8 @@ def softmax(
     s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, GROWTH: gl.constexpr,
     NATURAL: gl.constexpr,
 ):  # fmt: skip
-    """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new
-    m, partial l, alpha."""
+    """Returns P as pairs of 16 bits, the new m, the partial l, and alpha. P is int32 [64, N / 2],
+    because 16-bit values carried through the loop would cost a PRMT each."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
     return gl.inline_asm(
         softmax_asm(N // 2, half, GROWTH, NATURAL),
@@ -154,8 +156,8 @@ def unpack(p, N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def rescale_asm(n):
-    """acc *= alpha, skipped by a warp in which every alpha is 1. Operands: n acc, n tied acc, alpha
-    (2)."""
+    """acc *= alpha, skipped by warps in which every alpha is 1. Operands: n results, n tied acc,
+    alpha (2)."""
     while hasattr(n, "value"):
         n = n.value
     t = [
@@ -182,7 +184,7 @@ def accumulator_types(columns, chunks):
 
 @gluon.jit
 def rescale(sums, alpha, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Chunks of an accumulator (chunked_mma.py), of COLUMNS each."""
+    """Rescales the chunks (chunked_mma.py) of an accumulator, of COLUMNS columns each."""
     registers: gl.constexpr = COLUMNS * CHUNKS // 2
     constraints: gl.constexpr = rescale_constraints(registers)
     types: gl.constexpr = accumulator_types(COLUMNS, CHUNKS)

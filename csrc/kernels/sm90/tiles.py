@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper kernels: barriers, and tiles that the producers load by TMA."""
+"""Shared memory of the Hopper kernels: barriers, and loads of tiles by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,8 @@ def barriers(N: gl.constexpr):
 
 @gluon.jit
 def init_barriers(N: gl.constexpr, rings, arrivals):
-    """How many arrivals the barriers of each ring count; a ring has at most N, or is None."""
+    """Initialises the barriers of each ring with the number of arrivals they count. A ring has at
+    most N barriers, or is None."""
     for n in gl.static_range(N):
         for k in gl.static_range(len(rings)):
             if rings[k] is not None and n < rings[k].shape[0]:
@@ -23,8 +24,8 @@ def init_barriers(N: gl.constexpr, rings, arrivals):
 def load_chunks(
     source, b, row, head, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
 ):
-    """A head's columns, in chunks (chunked_mma.py) from the first-th of tiles_s on, or of the
-    HALF-th 64 rows of them."""
+    """Loads the columns of a head into chunks (chunked_mma.py) of tiles_s, from index `first` on.
+    With HALF, loads only the HALF-th 64 rows of each chunk."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     for c in gl.static_range(CHUNKS):
@@ -38,6 +39,6 @@ def load_chunks(
 
 @gluon.jit
 def load_line(source, line_s, at, full):
-    """Numbers of a block of rows."""
+    """Loads one number per row for a block of rows."""
     line = line_s.reinterpret(source.dtype, [1, 1, line_s.shape[0]], source.layout)
     tma.async_load(source, [0, 0, at], full, line)

@@ -1,8 +1,8 @@
-"""Calls FFI handlers as XLA would, from Python, with neither XLA nor a GPU.
+"""Calls FFI handlers from Python as XLA would, without XLA or a GPU.
 
-A handler is a C function over an XLA_FFI_CallFrame (xla/ffi/api/c_api.h, API 0.1). This file lays
-that struct out with ctypes and plays the small part of XLA's side that our handlers use. Buffers
-are addresses that nothing follows: only a kernel would.
+A handler is a C function that takes an XLA_FFI_CallFrame (xla/ffi/api/c_api.h, API 0.1). This
+module builds that struct with ctypes and implements the few functions of XLA's API that the
+handlers use. Buffers are addresses that are never dereferenced, since no kernel runs.
 """
 
 import ctypes as C
@@ -28,7 +28,7 @@ def struct(name, *fields):
 
 
 def sized(name, *fields):
-    """Most structs of the API begin with their size and a list of extensions."""
+    """A struct that begins with its size and a list of extensions, as most of the API's do."""
     return struct(name, ("struct_size", SIZE), ("extension_start", P), *fields)
 
 
@@ -82,7 +82,7 @@ MetadataExtension = struct(
 
 @dataclass(frozen=True)
 class Array:
-    """What XLA says of an operand or result."""
+    """An operand or result, as XLA describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class Failure:
 
 @dataclass
 class Xla:
-    """XLA's side: a stream, and the errors that handlers made."""
+    """XLA's side of a call: a stream, and the errors that handlers created."""
 
     stream: int = 0xABC0
     errors: dict[int, Failure] = field(default_factory=dict)
@@ -123,18 +123,18 @@ class Xla:
         return
 
     def call(self, capsule, stage, operands, results, attributes):
-        """None, or the Failure that the handler returned."""
+        """Runs a handler. Returns None, or the Failure that the handler returned."""
         keep = []
 
         def buffers(arrays):
-            made = []
+            structs = []
             for a in arrays:
                 dims = (I64 * max(1, len(a.shape)))(*a.shape)
                 buffer = Buffer(C.sizeof(Buffer), None, DTYPES[a.dtype], a.address, len(a.shape))
                 buffer.dims = C.addressof(dims)
                 keep.append(dims)
-                made.append(buffer)
-            return pointers(made, Operands, [1] * len(made))
+                structs.append(buffer)
+            return pointers(structs, Operands, [1] * len(structs))
 
         def pointers(items, kind, codes, **more):
             types = (C.c_int * max(1, len(items)))(*codes)
@@ -160,7 +160,7 @@ class Xla:
         codes = [4 if isinstance(x, ByteSpan) else 3 for x in scalars]  # XLA_FFI_AttrType
         name_list = (P * max(1, len(names)))(*map(C.addressof, names))
         frame = CallFrame(
-            # Without `future`: the size that API 0.1 declares.
+            # Without `future`, which API 0.1 does not declare.
             struct_size=CallFrame.attrs.offset + C.sizeof(Attributes),
             api=C.addressof(self._api),
             stage=stage,
@@ -172,7 +172,7 @@ class Xla:
         return self.errors.pop(error) if error else None
 
     def metadata(self, capsule):
-        """(API version, traits), as XLA asks for them when a handler is registered."""
+        """(API version, traits), which XLA queries when a handler is registered."""
         found = Metadata(struct_size=C.sizeof(Metadata))
         extension = MetadataExtension(C.sizeof(MetadataExtension), 1, None, C.addressof(found))
         frame = CallFrame(

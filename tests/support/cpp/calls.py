@@ -1,4 +1,4 @@
-"""Correct calls of the FFI targets, as the lowering makes them; tests change one thing."""
+"""Valid calls of the FFI targets, like those of the lowering. Tests change one thing in them."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -14,7 +14,7 @@ class Call:
     attributes: dict
 
     def change(self, **changes):
-        """Operands and results by name; attributes by name as (dtype, value)."""
+        """A copy with changed operands and results, or attributes (each a (dtype, value))."""
         new = replace(
             self,
             operands=dict(self.operands),
@@ -32,14 +32,14 @@ class Call:
         return {name: a.address for name, a in {**self.operands, **self.results}.items()}
 
 
-_BOTH = "query key value kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
-_BOTH += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_streams dropout_rows "
-_OWN = {
+_SHARED = "query key value kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
+_SHARED += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_streams dropout_rows "
+_PER_PASS = {
     "packax_forward_v1": "q_order_192 out_init",
     "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_init",
 }
-ORDER = {target: (_BOTH + own).split() for target, own in _OWN.items()}
-"""The operands of a call, as docs/internals/ffi.md has them."""
+ORDER = {target: (_SHARED + more).split() for target, more in _PER_PASS.items()}
+"""The operands of a call in order, as in docs/internals/ffi.md."""
 
 
 def make_call(target, operands, results, attributes):
@@ -62,7 +62,7 @@ class Sizes:
     kv_heads: int = 2
 
     def limits(self, two):
-        """q_pos: an upper limit of each row, or both."""
+        """q_pos: the upper limit of each row, or both limits if `two`."""
         return Array("int32", (self.mask_batch, *[2] * two, self.q_len))
 
     def mask(self, mask_mode):
@@ -86,16 +86,16 @@ OPTIONS = dict.fromkeys(
 )  # fmt: skip
 
 
-def options(direction, **given):
-    """Operands behind those of the mask, absent but for those given."""
-    made = {**OPTIONS, **given}
+def options(direction, **present):
+    """The operands after those of the mask; all except `present` are absent."""
+    operands = {**OPTIONS, **present}
     if direction == "forward":
-        del made["kv_block_lists"]
-    return {**made, "out_init" if direction == "forward" else "dq_init": ABSENT}
+        del operands["kv_block_lists"]
+    return {**operands, "out_init" if direction == "forward" else "dq_init": ABSENT}
 
 
 def attributes(scale, mask_mode, soft_cap=0.0, **more):
-    """Those of both passes; with no option, and for all heads."""
+    """The attributes that both passes share, by default without options and for all heads."""
     numbers = {
         "mask_mode": mask_mode,
         **dict.fromkeys(("q_block", "kv_block", "bias_of_indices", "float32_products"), 0),
@@ -103,9 +103,9 @@ def attributes(scale, mask_mode, soft_cap=0.0, **more):
         "heads": 0,
         **more,
     }
-    made = {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
-    made["dropout_threshold"] = ("int64", 0)
-    return made | {name: ("int32", value) for name, value in numbers.items()}
+    shared = {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
+    shared["dropout_threshold"] = ("int64", 0)
+    return shared | {name: ("int32", value) for name, value in numbers.items()}
 
 
 def forward(m, s=Sizes(), scale=0.125, mask_mode=2):
@@ -132,8 +132,7 @@ def forward(m, s=Sizes(), scale=0.125, mask_mode=2):
 
 
 def workspace(s, algorithm, qk_dim):
-    """Elements: what the one kernel of Hopper for all gradients needs, those apart, or the
-    portable."""
+    """The workspace of an algorithm of the backward."""
     padded = 64 * ceil(s.q_len / 64)
     rows = s.batch * s.heads * padded
     sums = 2 * rows + 2 * s.mask_batch * padded
@@ -144,7 +143,7 @@ def workspace(s, algorithm, qk_dim):
 def backward(
     m, s=Sizes(), scale=0.125, mask_mode=2, has_dlse=1, algorithm="sm90_fused", needs_grad=3
 ):  # fmt: skip
-    """needs_grad: bit 0 dq, bit 1 dk and dv; what no kernel writes is absent."""
+    """needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel writes are absent."""
     f = forward(m, s, scale, mask_mode)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
@@ -170,13 +169,13 @@ def backward(
         "score_grads": ABSENT,
         "workspace": workspace(s, algorithm, query.shape[3]),
     }
-    own = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
-    return make_call("packax_backward_v1", operands, results, {**f.attributes, **own})
+    more = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
+    return make_call("packax_backward_v1", operands, results, {**f.attributes, **more})
 
 
-def of_head_group(plain, first, row_heads, begins=0):
-    """A call of forward() or backward(), for heads of a query that has `row_heads`, its own from
-    `first` on."""
+def of_head_group(plain, first, row_heads, is_first_group=0):
+    """A call of forward() or backward() as a call for its heads only, of a query with `row_heads`
+    heads. `first` is the first of them."""
     heads = plain.operands["query"].shape[2]
 
     def widened(arrays):
@@ -189,15 +188,15 @@ def of_head_group(plain, first, row_heads, begins=0):
 
     operands, results = widened(plain.operands), widened(plain.results)
     result = "out" if "out" in results else "dq"
-    if not begins:
+    if not is_first_group:
         operands[f"{result}_init"] = results[result]
-    own = {"first_head": ("int32", first), "heads": ("int32", heads)}
-    return Call(plain.target, operands, results, {**plain.attributes, **own})
+    group = {"first_head": ("int32", first), "heads": ("int32", heads)}
+    return Call(plain.target, operands, results, {**plain.attributes, **group})
 
 
 def score_params(s, batches, has):
-    """`batches`: of scales and of the bias; `has`: whether there are scales, and a bias: 1, or 2 by
-    indices."""
+    """`batches`: of the scales and of the linear bias. `has`: whether there are scales, and a
+    linear bias (1, or 2 if it is ALiBi of indices)."""
     params = {"scales": Array("float32", (batches[0],))} if has[0] else {}
     if has[1]:
         params |= {
@@ -209,7 +208,7 @@ def score_params(s, batches, has):
 
 
 def block_mask(s, batch, heads, q_block, kv_block):
-    """Its operands: those of the forward, then one that only the backward has."""
+    """The operands of a block mask; only the backward has the last one."""
     rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
     lists = (s.mask_batch, heads)
     return {
@@ -219,15 +218,15 @@ def block_mask(s, batch, heads, q_block, kv_block):
     }
 
 
-MAP = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
+BLOCKS = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
 
 
 def forward_fallback(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
-    blocks=MAP, needs_row_max=0,
+    blocks=BLOCKS, needs_row_max=0,
 ):  # fmt: skip
-    """`dims`: those asked for, by default those of a plain kernel; `batches`, `has`: as
-    score_params has them; `float32`: products; `blocks`: of a block mask, None without one."""
+    """`dims`: head dims, by default those of a plain kernel. `batches`, `has`: as in score_params.
+    `float32`: float32_products. `blocks`: arguments of block_mask(), or None."""
     f = forward(m, s)  # mask_mode 2
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
@@ -235,8 +234,8 @@ def forward_fallback(
     query, key = (replace(x, shape=(*x.shape[:3], qk_dim), dtype=dtype) for x in (query, key))
     value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
     out = replace(query, shape=(*query.shape[:3], v_dim))
-    own = block_mask(s, *blocks) if blocks else {}
-    own |= score_params(s, batches, has)
+    present = block_mask(s, *blocks) if blocks else {}
+    present |= score_params(s, batches, has)
     q_block, kv_block = blocks[2:] if blocks else (0, 0)
     row_max = f.results["lse"] if needs_row_max else ABSENT
     return make_call(
@@ -244,7 +243,7 @@ def forward_fallback(
         {
             **f.operands,
             "query": query, "key": key, "value": value,
-            **options("forward", **own),
+            **options("forward", **present),
         },
         {**f.results, "out": out, "row_max": row_max},
         attributes(
@@ -256,14 +255,14 @@ def forward_fallback(
 
 def backward_fallback(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
-    needs_grad=3, score_grads=1, blocks=MAP, algorithm="portable", has_dlse=1,
+    needs_grad=3, score_grads=1, blocks=BLOCKS, algorithm="portable", has_dlse=1,
 ):  # fmt: skip
-    """needs_grad: bit 0 dq, bit 1 dk and dv; what no kernel writes is absent."""
+    """needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel writes are absent."""
     f = forward_fallback(m, s, dims, batches, has, soft_cap, dtype, float32, blocks)
     b = backward(m, s, has_dlse=has_dlse, algorithm=algorithm, needs_grad=needs_grad)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
-    own = block_mask(s, *blocks) if blocks else {}
-    own |= score_params(s, batches, has)
+    present = block_mask(s, *blocks) if blocks else {}
+    present |= score_params(s, batches, has)
     dkv = needs_grad & 2 or algorithm == "sm90_fused"
     results = {
         "dq": query if needs_grad & 1 or score_grads else ABSENT,
@@ -277,7 +276,7 @@ def backward_fallback(
     tensors = {"query": query, "key": key, "value": value, "out": out, "dout": out}
     return make_call(
         "packax_backward_v1",
-        {**b.operands, **tensors, **options("backward", **own)},
+        {**b.operands, **tensors, **options("backward", **present)},
         results,
         {**f.attributes, **{name: b.attributes[name] for name in ("algorithm", "needs_grad")}},
     )
@@ -293,28 +292,28 @@ def backward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
     return backward_fallback(m, s, soft_cap=soft_cap, **more)
 
 
-POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
+SM90_BLOCKS = (2, 6, 4, 32)  # that the Hopper kernels support, for the default Sizes()
 
 
-def forward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
+def forward_block_lists(m, s=Sizes(), blocks=SM90_BLOCKS, **more):
     """A plain call with a block mask."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
 
 
-def backward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
+def backward_block_lists(m, s=Sizes(), blocks=SM90_BLOCKS, **more):
     more = {"has": (0, 0), "soft_cap": 0.0, "score_grads": 0, "algorithm": "sm90_separate", **more}
     return backward_fallback(m, s, blocks=blocks, **more)
 
 
-OF_INDICES = (1, 2)  # scales that are `scale`, slopes without places
+INDEX_ALIBI = (1, 2)  # `has`: scales that equal `scale`, slopes of index distances
 
 
-def forward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
-    """A plain call with slopes of indices."""
+def forward_alibi(m, s=Sizes(), has=INDEX_ALIBI, **more):
+    """A plain call with ALiBi of indices."""
     return forward_fallback(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
 
 
-def backward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
+def backward_alibi(m, s=Sizes(), has=INDEX_ALIBI, **more):
     more = {"soft_cap": 0.0, "blocks": None, "score_grads": 0, "algorithm": "sm90_fused", **more}
     return backward_fallback(m, s, has=has, **more)
 
@@ -363,21 +362,21 @@ def decode(
     m, s=Sizes(q_len=2, kv_len=700), scale=0.125, soft_cap=0.0, page_size=0, sink_batch=0, room=64,
     pages=99, dims=None, dtype=None, float32=0, scale_rows=0,
 ):  # fmt: skip
-    """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares
-    in the workspace. `scale_rows`: of the scales of a cache in FP8; 0: it is not."""
+    """`page_size`: 0 if the cache is not paged. `sink_batch`: 0 without sinks. `room`: shares that
+    fit in the workspace. `scale_rows`: rows of the scales of a cache in FP8, 0 for other caches."""
     dtype = dtype or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
     rows = Array("int32", (s.batch, s.q_len))
     table = Array("int32", (s.batch, ceil(s.kv_len / page_size))) if page_size else ABSENT
     cache = (pages, page_size) if page_size else (s.batch, s.kv_len)
-    kept = "float8_e4m3fn" if scale_rows else dtype
+    cache_dtype = "float8_e4m3fn" if scale_rows else dtype
     scales = Array("float32", (scale_rows, s.kv_heads)) if scale_rows else ABSENT
     return make_call(
         "packax_decode_v1",
         {
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
-            "key": Array(kept, (*cache, s.kv_heads, qk_dim)),
-            "value": Array(kept, (*cache, s.kv_heads, v_dim)),
+            "key": Array(cache_dtype, (*cache, s.kv_heads, qk_dim)),
+            "value": Array(cache_dtype, (*cache, s.kv_heads, v_dim)),
             "kv_start": rows,
             "kv_end": rows,
             "block_table": table,

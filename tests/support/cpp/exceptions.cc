@@ -1,5 +1,5 @@
-// A target's function that throws, as XLA's FFI would call it: prints the code and the text of what
-// comes back from each stage.
+// Runs both stages of a target whose function throws, and prints the code and the message of the
+// errors that they return.
 
 #include <iostream>
 #include <stdexcept>

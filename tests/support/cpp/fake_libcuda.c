@@ -1,10 +1,9 @@
-/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/runtime/driver.cc uses, with
- * a memory.
+/* A fake libcuda.so.1, for tests without a GPU: the functions that csrc/runtime/driver.cc uses.
  *
- * It records launches with the values of their parameters, counts calls, fails where it is told to,
- * and refuses what the real driver would refuse: no context, a function of another context, too
- * much shared memory. Tests steer it by the fake_* functions. With -DFAKE_OLD it is a driver from
- * before cuLibraryLoadData. */
+ * It records launches with the values of their parameters, counts calls, fails on request, and
+ * rejects what the real driver would reject: a thread without a context, a function of another
+ * context, too much shared memory. Tests control it by the fake_* functions. With -DFAKE_OLD it is
+ * a driver older than cuLibraryLoadData. */
 
 #include <sched.h>
 #include <stdatomic.h>
@@ -40,10 +39,10 @@ typedef struct Kernel {
   char name[64];
   int shared[kMaxDevices];
 } Kernel;
-/* What the fake cuTensorMapEncodeTiled puts into the 128 bytes of a map: its arguments. */
+/* What the fake cuTensorMapEncodeTiled writes into the 128 bytes of a map: its arguments. */
 typedef struct Map {
   uint64_t address;
-  uint64_t flags; /* the word whose bit 21 old drivers get wrong; all bits set here */
+  uint64_t flags; /* the word whose bit 21 old drivers set; all bits are set here */
   uint64_t sizes[3];
   uint64_t strides[2];
   uint32_t box[3];
@@ -55,8 +54,8 @@ typedef struct Function {
   uint64_t context;
 } Function;
 
-/* No mutex: ThreadSanitizer would see one that every call takes, and take the callers' threads to
- * be in order by it. */
+/* Not a mutex: every call would take it, and ThreadSanitizer would infer from it that the callers'
+ * threads are ordered. */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static void lock(void) {
   while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) sched_yield();
@@ -93,7 +92,7 @@ static char* record;
 static size_t record_size, record_room;
 static __thread int current = 0;
 
-/* ---- steering ---- */
+/* ---- control by tests ---- */
 
 void fake_add_device(const char* name, int cc, int shared_limit) {
   if (device_count == kMaxDevices) {
@@ -108,19 +107,19 @@ void fake_add_device(const char* name, int cc, int shared_limit) {
   ++device_count;
 }
 
-/* The calling thread's current context is that of `device`; kNone: it has none. */
+/* Makes the context of `device` current in the calling thread; kNone: no context. */
 void fake_set_current(int device) { current = device; }
 
-/* As after cuDevicePrimaryCtxReset: same address, another context. */
+/* As cuDevicePrimaryCtxReset does: another context at the same address. */
 void fake_new_context(int device) { devices[device].context.id = next_context++; }
 
 void fake_set_version(int value) { version = value; }
 
 static int multiprocessors = kMultiprocessors;
-// Before the device is first used.
+// Call it before the device is first used.
 void fake_set_multiprocessors(int value) { multiprocessors = value; }
 
-/* `code` from the next `times` calls of `function`. */
+/* The next `times` calls of `function` return `code`. */
 void fake_fail_times(const char* function, int code, int times) {
   int i = 0;
   while (i < kMaxFailures - 1 && failures[i].function[0] && strcmp(failures[i].function, function))
@@ -130,15 +129,15 @@ void fake_fail_times(const char* function, int code, int times) {
   failures[i].times = times;
 }
 
-/* `code` from every call of `function` on; 0: none. */
+/* All further calls of `function` return `code`; 0: they succeed. */
 void fake_fail(const char* function, int code) { fake_fail_times(function, code, 1 << 30); }
 
-/* `types`: one letter a parameter, p(ointer) i(nt32) f(loat) t(ensor map: seven parameters), with
- * the two scratch pointers. */
+/* `types`: one letter per parameter, p(ointer) i(nt32) f(loat) t(ensor map: seven parameters),
+ * including the two scratch pointers. */
 void fake_set_layout(const char* kernel, const char* types) {
   int i = 0;
   while (i < kMaxKernels && layouts[i].kernel[0] && strcmp(layouts[i].kernel, kernel)) ++i;
-  if (i == kMaxKernels) abort();  // too many kernels for this file
+  if (i == kMaxKernels) abort();  // raise kMaxKernels
   snprintf(layouts[i].kernel, sizeof layouts[i].kernel, "%s", kernel);
   snprintf(layouts[i].types, sizeof layouts[i].types, "%s", types);
 }
@@ -150,7 +149,7 @@ int fake_calls(const char* function) {
   return 0;
 }
 
-/* One JSON object a line for every launch and every memset so far. */
+/* All launches and memsets so far, one JSON object per line. */
 const char* fake_record(void) { return record ? record : ""; }
 
 void fake_clear(void) {
@@ -270,10 +269,10 @@ int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsign
                       void* d, unsigned m) {
   ENTER();
   if (a || b || n || c || d || m || !code || (uintptr_t)code % 64) return kInvalidValue;
-  usleep(2000); /* long enough for another thread to arrive */
-  Library* made = calloc(1, sizeof *made);
-  made->code = code;
-  *library = made;
+  usleep(2000); /* gives another thread time to arrive */
+  Library* loaded = calloc(1, sizeof *loaded);
+  loaded->code = code;
+  *library = loaded;
   return kSuccess;
 }
 #endif
@@ -286,10 +285,10 @@ int cuLibraryUnload(void* library) {
 
 int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
   ENTER();
-  Kernel* made = calloc(1, sizeof *made);
-  made->library = library;
-  snprintf(made->name, sizeof made->name, "%s", name);
-  *kernel = made;
+  Kernel* found = calloc(1, sizeof *found);
+  found->library = library;
+  snprintf(found->name, sizeof found->name, "%s", name);
+  *kernel = found;
   return kSuccess;
 }
 
@@ -303,10 +302,10 @@ int cuKernelSetAttribute(int attribute, int value, Kernel* kernel, int device) {
 int cuKernelGetFunction(void** function, Kernel* kernel) {
   ENTER();
   if (current == kNone) return kInvalidContext;
-  Function* made = calloc(1, sizeof *made);
-  made->kernel = kernel;
-  made->context = devices[current].context.id;
-  *function = made;
+  Function* loaded = calloc(1, sizeof *loaded);
+  loaded->kernel = kernel;
+  loaded->context = devices[current].context.id;
+  *function = loaded;
   return kSuccess;
 }
 
@@ -314,28 +313,28 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int promotion, int fill) {
   ENTER();
-  Map made = {.address = (uintptr_t)address,
-              .flags = ~0ull,
-              .type = (uint8_t)type,
-              .interleave = (uint8_t)interleave,
-              .swizzle = (uint8_t)swizzle,
-              .promotion = (uint8_t)promotion,
-              .fill = (uint8_t)fill};
-  /* Of int32, float16, float32 and bfloat16; swizzle 3 is over rows of 128 bytes. */
+  Map encoded = {.address = (uintptr_t)address,
+                 .flags = ~0ull,
+                 .type = (uint8_t)type,
+                 .interleave = (uint8_t)interleave,
+                 .swizzle = (uint8_t)swizzle,
+                 .promotion = (uint8_t)promotion,
+                 .fill = (uint8_t)fill};
+  /* int32, float16, float32 or bfloat16; swizzle 3 works on rows of 128 bytes. */
   const unsigned bytes = box[0] * (type == 6 || type == 9 ? 2 : type == 3 || type == 7 ? 4 : 0);
   if (!bytes || bytes % 16 || swizzle < 0 || swizzle > 3) return kInvalidValue;
   if (swizzle && bytes > 16u << swizzle) return kInvalidValue;
-  if ((uintptr_t)map % 64 || rank != 3 || made.address % 16) return kInvalidValue;
+  if ((uintptr_t)map % 64 || rank != 3 || encoded.address % 16) return kInvalidValue;
   for (int i = 0; i < 3; ++i) {
     if (!sizes[i] || sizes[i] > 1ull << 32 || !box[i] || box[i] > 256) return kInvalidValue;
     if (i < 2 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return kInvalidValue;
-    made.sizes[i] = sizes[i];
-    if (i < 2) made.strides[i] = strides[i];
-    made.box[i] = box[i];
-    made.steps[i] = steps[i];
+    encoded.sizes[i] = sizes[i];
+    if (i < 2) encoded.strides[i] = strides[i];
+    encoded.box[i] = box[i];
+    encoded.steps[i] = steps[i];
   }
   memset(map, 0, 128);
-  memcpy(map, &made, sizeof made);
+  memcpy(map, &encoded, sizeof encoded);
   return kSuccess;
 }
 

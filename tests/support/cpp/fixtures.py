@@ -1,4 +1,4 @@
-"""Fixtures of the tests of csrc/*.cc, as a pytest plugin."""
+"""Fixtures for the tests of the C++ host code, as a pytest plugin."""
 
 import pytest
 from cpp.machine import compile_driver, make_machine
@@ -16,13 +16,13 @@ def machine(tmp_path, driver):
 
 @pytest.fixture
 def sm90(tmp_path, driver):
-    """A machine whose attention kernels take tensor maps."""
+    """A machine that has the Hopper kernels, which take tensor maps."""
     return make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
 
 
 @pytest.fixture
 def assembled_twice(tmp_path, driver):
-    """The same where there is a cubin for newer drivers, too: not in the default set."""
+    """Like sm90, with a second cubin for newer drivers, which default builds do not have."""
 
     def twice(machine):
         if not machine.has_sm90():
@@ -34,7 +34,7 @@ def assembled_twice(tmp_path, driver):
 
 @pytest.fixture
 def portable(tmp_path, driver):
-    """A machine whose attention kernels are the portable ones."""
+    """A machine without sm90 and sm80 kernels, so that it uses the portable ones."""
     others = ("has_sm90", "has_sm80")
     return make_machine(
         tmp_path, driver, choose=lambda m: not any(getattr(m, name)() for name in others)
@@ -43,5 +43,5 @@ def portable(tmp_path, driver):
 
 @pytest.fixture(scope="module")
 def shared_machine(tmp_path_factory, driver):
-    """For tests that never get as far as the driver."""
+    """For tests that do not use the driver."""
     return make_machine(tmp_path_factory.mktemp("machine"), driver)

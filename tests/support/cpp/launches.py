@@ -1,5 +1,5 @@
-"""What a handler must launch: kernels in order, grids, every argument; and the sizes that the tests
-take."""
+"""The launches that tests expect of a handler (kernels in order, grids, every argument), and the
+sizes that they use."""
 
 import struct
 from math import ceil
@@ -16,24 +16,25 @@ SIZES = [
 
 
 def expect_launches(machine, call, scalars, grids):
-    """Exactly these kernels in this order; `grids`: kernel -> grid as a function of its block.
+    """Runs `call` and checks that it launches exactly the kernels of `grids`, in this order.
 
-    `scalars`: values of the arguments that are no operand or result, for all or by kernel."""
+    `grids`: kernel -> grid as a function of its block. `scalars`: the values of arguments that are
+    not operands or results, for all kernels or by kernel."""
     assert machine.run(call) is None
     launches = machine.launches()
     assert [launch["kernel"] for launch in launches] == list(grids)
-    there = call.addresses()
-    there["delta"] = there.get("workspace")  # where it begins
+    addresses = call.addresses()
+    addresses["delta"] = addresses.get("workspace")  # its first section
     row_max = call.results.get("row_max")
     if row_max is not None and row_max.shape == (0,):
-        there["row_max"] = 0  # the kernel writes where it has an address
+        addresses["row_max"] = 0  # the kernel writes it only if it has an address
     for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
         row = machine.row(kernel, machine.variant["cc"])
         assert launch["grid"] == [*grid(row["block"]), 1, 1][:3], kernel
         assert launch["block"] == [row["threads"], 1, 1]
         assert launch["shared"] == row["shared"]
         assert launch["stream"] == machine.xla.stream
-        values = {**there, **scalars.get(kernel, scalars)}
+        values = {**addresses, **scalars.get(kernel, scalars)}
         names = arguments(kernel)
         got = dict(zip(names, launch["params"], strict=False))
         assert got == {name: values[name] for name in names}, kernel
@@ -41,7 +42,7 @@ def expect_launches(machine, call, scalars, grids):
 
 
 def kernels_of(machine, call):
-    """The names of what it launches, in order."""
+    """The names of the kernels that `call` launches, in order."""
     machine.cuda.fake_clear()
     assert machine.run(call) is None
     return [launch["kernel"] for launch in machine.launches()]

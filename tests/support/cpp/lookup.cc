@@ -1,6 +1,7 @@
-// Asks a table that tests/aot/test_emit.py made: reads "kernel cc dtype qk_dim v_dim driver" lines,
-// answers each with the name that Find() gives, or with DescribeMissing(). First prints every row,
-// its cubin's bytes included, to show that the generated table, symbols and lists say the same.
+// Looks up variants in the table that tests/aot/test_lookup.py generates. First prints every row of
+// the table with the bytes of its cubin, and the argument lists, so that the test can compare them.
+// Then reads lines "kernel cc dtype qk_dim v_dim driver", and prints for each the name that Find()
+// returns, or DescribeMissing().
 
 #include <cstdio>
 #include <iostream>
@@ -48,7 +49,7 @@ int main() {
     }
     std::cout << "\n";
   }
-  // The operands of their names, in order, then Triton's two pointers to nothing.
+  // The fields with the arguments' names, in order, then Triton's two null scratch pointers.
   const Operands o;
   Listed listed;
   packax::SidewaysArgs::List(o, &listed);
@@ -59,10 +60,10 @@ int main() {
             << (*static_cast<const void* const*>(listed.addresses[5]) == nullptr) << "\n";
   Listed mapped;
   packax::MappedArgs::List(o, &mapped);
-  // A map is seven parameters.
+  // A tensor map takes seven parameters.
   std::cout << "maps " << mapped.text << " " << (mapped.addresses[0] == &o.query)
             << (mapped.addresses[1] == &o.dk) << (packax::kMaxArguments == 7 + 7 + 2 + 2) << "\n";
-  // No variant, but a list: csrc/launch has to compile.
+  // A kernel without variants in this build has an argument list, so that csrc/launch compiles.
   std::cout << "absent " << (packax::AbsentArgs::kKernel == packax::Kernel::kAbsent) << "\n";
   std::string kernel, dtype;
   packax::Query query;

@@ -1,4 +1,4 @@
-"""A fresh copy of packax._ext on a fake driver: what the tests of csrc/*.cc run on."""
+"""A fresh copy of packax._ext on a fake driver, for the tests of the C++ host code."""
 
 import ctypes
 import functools
@@ -27,8 +27,8 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for 
 ROWS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order"
 KEYS = "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
 FP8 = ("decode_fp8", "decode_tall_fp8", "decode_fp8_pages", "decode_tall_fp8_pages")
-# docs/internals/kernels.md: arguments in order; a colon gives the type where it is neither a
-# pointer nor int32: t(ensor map), f(loat).
+# The arguments of kernels in order, as in docs/internals/kernels.md: pointers first. A suffix gives
+# the type of an argument that is neither a pointer nor an int32: t(ensor map), f(loat).
 POINTERS = {
     "forward": "query key value out lse kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order",
     "forward_sm90": "query:t key:t value:t out:t lse kv_start kv_end q_ids kv_ids q_pos kv_pos "
@@ -76,15 +76,15 @@ POINTERS = {
     ),
     "decode_combine": "partial sums sinks kv_start kv_end out lse",
 }
-ADDED = "bias dropout_streams dropout_rows"
+BIAS_POINTERS = "bias dropout_streams dropout_rows"
 for _name in ("forward", "backward_dkdv", "backward_dq"):
-    POINTERS[f"{_name}_bias"] = f"{POINTERS[f'{_name}_fallback']} {ADDED}"
+    POINTERS[f"{_name}_bias"] = f"{POINTERS[f'{_name}_fallback']} {BIAS_POINTERS}"
 POINTERS["backward_dbias"] = (
     f"query key value dout lse delta dbias {ROWS.removesuffix(' q_order')} block_mask scales "
-    f"slopes q_bias_pos kv_bias_pos {ADDED}"
+    f"slopes q_bias_pos kv_bias_pos {BIAS_POINTERS}"
 )
 ALONE = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
-OF_SCORES = [
+SCORE_POINTERS = [
     "row_max",
     "score_grads",
     "block_mask",
@@ -93,24 +93,24 @@ OF_SCORES = [
     "scales",
     "slopes",
 ]
-OF_SCORES += ["q_bias_pos", "kv_bias_pos", "dropout_streams", "dropout_rows"]
+SCORE_POINTERS += ["q_bias_pos", "kv_bias_pos", "dropout_streams", "dropout_rows"]
 POINTERS |= {
-    f"{kernel}_alone": " ".join(x for x in POINTERS[kernel].split() if x not in OF_SCORES)
+    f"{kernel}_alone": " ".join(x for x in POINTERS[kernel].split() if x not in SCORE_POINTERS)
     for kernel in ALONE
 }
 POINTERS["backward_dkdv_dbias_alone"] = POINTERS["backward_dkdv_bias_alone"].replace(
     " dv ", " dv dbias "
 )
 POINTERS["backward_dq_of_dbias_alone"] = "key dbias dq q_blocks q_order"
-CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
-POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
-MAPPED = {
+SOFT_CAP = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in SOFT_CAP}
+BLOCK_SPARSE = {
     "forward_sm90": "block_mask q_block_lists",
     "backward_dkdv_sm90": "block_mask kv_block_lists",
     "backward_dq_sm90": "block_mask q_block_lists",
 }
 POINTERS |= {
-    f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()
+    f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in BLOCK_SPARSE.items()
 }
 POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
@@ -121,24 +121,24 @@ POINTERS["backward_preprocess_dbias"] = POINTERS["backward_preprocess"].replace(
 POINTERS["backward_dkdv_sm90_dbias"] = POINTERS["backward_dkdv_sm90"].replace(
     " dv:t ", " dv:t top:t bias:t dbias:t "
 )
-BIASED = ("forward_sm90", "backward_sm90")
-POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
+ALIBI = ("forward_sm90", "backward_sm90")
+POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in ALIBI}
 ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
-OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
+ROW_ATTENTION = f"{ATTENTION} row_heads"  # for kernels without tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
     "qk_eighths v_eighths splits shares"
 )
-GENERAL = (
+FALLBACK_SIZES = (
     "batch mask_batch scales_batch bias_batch block_mask_batch block_mask_heads q_block kv_block "
     "q_len kv_len heads kv_heads qk_dim v_dim"
 )
 SCALARS = {
-    "forward_fallback": f"scale:f soft_cap:f mask_mode {GENERAL}",
-    "backward_dkdv_fallback": f"scale:f soft_cap:f mask_mode {GENERAL}",
-    "backward_dq_fallback": f"scale:f soft_cap:f mask_mode has_score_grads {GENERAL}",
+    "forward_fallback": f"scale:f soft_cap:f mask_mode {FALLBACK_SIZES}",
+    "backward_dkdv_fallback": f"scale:f soft_cap:f mask_mode {FALLBACK_SIZES}",
+    "backward_dq_fallback": f"scale:f soft_cap:f mask_mode has_score_grads {FALLBACK_SIZES}",
     "backward_delta_fallback": "has_dlse batch mask_batch q_len heads v_dim",
-    "forward": OF_ROWS,
+    "forward": ROW_ATTENTION,
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
     "forward_sm90_max_logits": ATTENTION,
@@ -152,15 +152,15 @@ SCALARS = {
     "backward_dkdv_sm90_parts": ATTENTION,
     "backward_dq_sm90_parts": ATTENTION,
     "backward_postprocess": "scale:f q_len heads row_heads",
-    "backward_sm80": OF_ROWS,
+    "backward_sm80": ROW_ATTENTION,
     "backward_postprocess_sm80": "scale:f q_len heads row_heads",
     **dict.fromkeys(
         ("forward_sm80_soft_cap", "backward_sm80_soft_cap"),
-        OF_ROWS.replace("scale:f", "scale:f soft_cap:f"),
+        ROW_ATTENTION.replace("scale:f", "scale:f soft_cap:f"),
     ),
     "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
-    "backward_dkdv": OF_ROWS,
-    "backward_dq": OF_ROWS,
+    "backward_dkdv": ROW_ATTENTION,
+    "backward_dq": ROW_ATTENTION,
     "documents_init": "kv_len table_size",
     "documents_runs": "compare_positions kv_len table_size table_shift",
     "documents_rows": "compare_positions q_len kv_len table_size table_shift search_steps",
@@ -172,9 +172,9 @@ SCALARS = {
     **dict.fromkeys(FP8, f"{DECODE} scale_rows bfloat16_query"),
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
-OF_BIAS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
+BIAS_SCALARS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
 SCALARS |= {
-    kernel: f"scale:f soft_cap:f inverse_keep:f mask_mode {flag}{OF_BIAS} {GENERAL}"
+    kernel: f"scale:f soft_cap:f inverse_keep:f mask_mode {flag}{BIAS_SCALARS} {FALLBACK_SIZES}"
     for kernel, flag in (
         ("forward_bias", ""),
         ("backward_dkdv_bias", ""),
@@ -190,47 +190,50 @@ SCALARS |= {
 SCALARS["backward_dq_of_dbias_alone"] = (
     "scale:f batch mask_batch q_len kv_len heads kv_heads qk_dim"
 )
-SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
-OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
-SCALARS |= {f"{kernel}_block_lists": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
-SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in BIASED}
+SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in SOFT_CAP}
+BLOCK_MASK_SIZES = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
+SCALARS |= {
+    f"{kernel}_block_lists": ATTENTION.replace("mask_batch", BLOCK_MASK_SIZES)
+    for kernel in BLOCK_SPARSE
+}
+SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in ALIBI}
 
 
 def layout(kernel):
-    """The fake driver's spelling of a parameter list, with Triton's two scratch pointers."""
+    """The parameter list as the fake driver takes it, including Triton's two scratch pointers."""
     letters = [name.partition(":")[2] or "p" for name in POINTERS[kernel].split()]
     letters += [name.partition(":")[2] or "i" for name in SCALARS[kernel].split()]
     return "".join(letters) + "pp"
 
 
 def arguments(kernel):
-    """Names, in order."""
+    """The names of a kernel's arguments, in order."""
     return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
 
 
 SM90 = {
     "forward": ["forward_sm90"],
-    "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
+    "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, with few tiles
     "backward": ["backward_preprocess", "backward_sm90", "backward_postprocess"],
-    # deterministic, or of some gradients; up to head dim 192
-    "backward_apart": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
+    # deterministic, or only some of the gradients; up to head dim 256
+    "backward_separate": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
     # at head dim 512
     "backward_parts": [
         "backward_preprocess",
         "backward_dkdv_sm90_parts",
         "backward_dq_sm90_parts",
     ],
-    # with a soft cap and nothing else that needs the fallback kernels
+    # with a soft cap as the only option
     "forward_soft_cap": ["forward_sm90_soft_cap"],
     "backward_soft_cap": ["backward_preprocess", "backward_sm90_soft_cap", "backward_postprocess"],
-    "backward_apart_soft_cap": [
+    "backward_separate_soft_cap": [
         "backward_preprocess",
         "backward_dkdv_sm90_soft_cap",
         "backward_dq_sm90_soft_cap",
     ],
-    # with the rows' largest logits and nothing else that does
+    # with the result row_max as the only option
     "forward_max_logits": ["forward_sm90_max_logits"],
-    # with a bias array that has a row for every query and nothing else that does
+    # with a bias array that has a row for every query, as the only option
     "forward_sm90_bias": ["forward_sm90_bias"],
     # with a bias array that has an element for every logit, and its gradient
     "backward_sm90_dbias": [
@@ -238,10 +241,10 @@ SM90 = {
         "backward_dkdv_sm90_dbias",
         "backward_dq_of_dbias_alone",
     ],
-    # with slopes of indices and nothing else that does
+    # with ALiBi of indices as the only option
     "forward_alibi": ["forward_sm90_alibi"],
     "backward_alibi": ["backward_preprocess", "backward_sm90_alibi", "backward_postprocess"],
-    # with a block mask and nothing else that does
+    # with a block mask as the only option
     "forward_block_lists": ["forward_sm90_block_lists"],
     "backward_block_lists": [
         "backward_preprocess",
@@ -272,7 +275,7 @@ KERNELS = {
         "backward_dq_bias_alone",
         "backward_dbias_alone",
     ],
-    # of a bias with an element for every pair
+    # with a bias that has an element for every logit
     "backward_dbias_of_pairs": [
         "backward_delta_fallback",
         "backward_dkdv_dbias_alone",
@@ -285,8 +288,8 @@ KERNELS = {
 
 SM80_BACKWARD = ["backward_preprocess", "backward_sm80", "backward_postprocess_sm80"]
 
-MULTIPROCESSORS = 10  # of the fake's devices
-DRIVER = 12040  # the CUDA version of the fake's driver
+MULTIPROCESSORS = 10  # of the fake devices
+DRIVER = 12040  # the CUDA version of the fake driver
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
 EM_CUDA = 190
@@ -297,7 +300,7 @@ _serial = itertools.count()
 def compile_driver(folder, *flags):
     path = folder / "fake_libcuda.so"
     source = HERE / "fake_libcuda.c"
-    more = os.environ.get("CFLAGS", "").split()  # a sanitizer's
+    more = os.environ.get("CFLAGS", "").split()  # such as a sanitizer's
     command = [COMPILER, "-O1", "-shared", "-fPIC", *more, *flags, source, "-o", path]
     subprocess.run(command, check=True)
     return path
@@ -305,15 +308,15 @@ def compile_driver(folder, *flags):
 
 @functools.cache
 def outside_cubins():
-    """What the extension's file holds besides them and zeros, [(offset, bytes)], and how many they
-    are."""
+    """The parts of the extension's file that are neither cubins nor zeros, [(offset, bytes)], and
+    the number of cubins."""
     image = Path(SPEC.origin).read_bytes()
     pieces, count, end = [], 0, 0
     begin = image.find(ELF, 1)
     while begin >= 0:
         after = begin + len(ELF)
         if struct.unpack_from("<H", image, begin + 18)[0] == EM_CUDA:
-            # Offset, size of an entry and their number, of the segments and of the sections.
+            # Of the segment and section headers: offset, size of an entry, number of entries.
             segments, sections, *sizes = struct.unpack_from("<QQ6xHHHH", image, begin + 32)
             after = begin + max(segments + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
             pieces.append((end, image[end:begin]))
@@ -324,7 +327,8 @@ def outside_cubins():
 
 
 def copy_without_cubins(copy):
-    """Holes in their place: the fake driver reads none, and 65 MB a test once filled the disk."""
+    """Leaves holes for the cubins: the fake driver does not read them, and 65 MB per test fill a
+    disk."""
     with copy.open("wb") as file:
         for offset, piece in outside_cubins()[0]:
             file.seek(offset)
@@ -332,14 +336,14 @@ def copy_without_cubins(copy):
 
 
 def load_extension(folder, libcuda):
-    """A copy has separate globals, so nothing that another test opened or loaded is there."""
+    """Loads a copy of the extension, with separate globals: nothing is opened or loaded yet."""
     copy = folder / Path(SPEC.origin).name
     copy_without_cubins(copy)
     name = f"packax_copy{next(_serial)}._ext"
     loader = importlib.machinery.ExtensionFileLoader(name, str(copy))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)
-    # Read once, when the driver is first used; driver() uses it now.
+    # PACKAX_LIBCUDA is read once, when the driver is first used, which driver() does.
     before = os.environ.get("PACKAX_LIBCUDA")
     os.environ["PACKAX_LIBCUDA"] = str(libcuda)
     try:
@@ -356,10 +360,10 @@ class Machine:
     ext: object
     cuda: ctypes.CDLL
     xla: Xla
-    variant: dict  # of the portable forward, for device 0, its dtype and its head dims
+    variant: dict  # the portable forward for device 0; its dtype and head dims are those of calls
 
     def has(self, names):
-        """Whether the build has all kernels of a list in SM90."""
+        """Whether the build has all kernels of an entry of SM90."""
         return self.has_kernels(SM90[names])
 
     def has_kernels(self, names):
@@ -373,17 +377,17 @@ class Machine:
     def has_sm90(self):
         return self.has("forward")
 
-    def has_apart(self):
-        return self.has("backward_apart")
+    def has_separate(self):
+        return self.has("backward_separate")
 
     def kernels(self, name):
-        """What the target of that name launches on device 0, in order."""
+        """The kernels that a call of this kind launches on device 0, in order."""
         if name == "backward" and self.has_sm80():
             return SM80_BACKWARD
         return (SM90 if self.has_sm90() else {}).get(name) or KERNELS[name]
 
     def forward_of(self, s):
-        """The kernel of Hopper for these sizes."""
+        """The Hopper kernel for these sizes."""
         few = s.heads * s.batch * ceil(s.q_len / 192) < MULTIPROCESSORS
         return (
             "forward_sm90_low_occupancy"
@@ -405,7 +409,7 @@ class Machine:
         return [r for r in self.record() if "kernel" in r]
 
     def run(self, call, stage=EXECUTE):
-        """None or the Failure of a handler."""
+        """Runs a handler. Returns None or its Failure."""
         capsule = self.ext.registrations()[call.target][
             "initialize" if stage == INITIALIZE else "execute"
         ]
@@ -423,8 +427,9 @@ class Machine:
 
 
 def make_machine(folder, driver, ccs=(None,), choose=lambda machine: True):
-    """Devices for the first forward variant that the fake's driver loads and for which `choose` is
-    true; without one, skips."""
+    """A machine for the first variant of the forward that the fake driver loads and for which
+    `choose(machine)` is true; skips the test if there is none. `ccs`: compute capabilities of the
+    devices, None for the variant's."""
     shutil.copy(driver, folder / "libcuda.so.1")
     ext = load_extension(folder, folder / "libcuda.so.1")
     cuda = ctypes.CDLL(str(folder / "libcuda.so.1"))

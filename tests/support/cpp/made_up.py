@@ -1,4 +1,4 @@
-"""FFI calls made up at random: a good one, with sizes, dtypes and attributes changed."""
+"""Random FFI calls: a valid call with random changes of its sizes, dtypes and attributes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def changed_array(rng: random.Random, array: Array) -> Array:
     return replace(array, shape=tuple(shape))
 
 
-def made_up(rng: random.Random, machine: Machine) -> Call:
-    """A good call with up to three changes; a length changed everywhere, too."""
+def random_call(rng: random.Random, machine: Machine) -> Call:
+    """A valid call with up to three changes. Sometimes one size is also changed in all arrays."""
     machine = replace(machine, variant=rng.choice(FORWARDS))
     calls = CALLS | {"forward_bias": forward_bias, "backward_bias": backward_bias}
     call = calls[rng.choice(list(calls))](machine, sizes(rng))
     arrays = {**call.operands, **call.results}
-    if rng.random() < 0.4:  # one size, wherever it occurs
+    if rng.random() < 0.4:  # one size in all arrays
         old = rng.choice([n for a in arrays.values() for n in a.shape] or [0])
         new = rng.choice((*LENGTHS, *NEAR_LIMITS))
         call = call.change(

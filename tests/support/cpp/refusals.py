@@ -1,4 +1,4 @@
-"""A handler that refuses: the code, the whole text, and nothing launched."""
+"""Checks that a handler rejects a call, with this message, and launches nothing."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from cpp.call_frame import EXECUTE, INITIALIZE, Array
 
 
 def check_refusal(shared_machine, make, changes, text):
-    """D, QK and V stand for the dtype and head dims of whatever this build has."""
+    """D, QK and V in `changes` and `text` stand for the dtype and head dims of the kernels."""
     m = shared_machine
     dtype = {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     dims = {"QK": m.variant["qk_dim"], "V": m.variant["v_dim"]}

@@ -1,9 +1,11 @@
-// Makes FFI calls that a file describes, on many threads at once, each on one of the fake driver's
-// devices: `replay LIBCUDA CALLS THREADS ROUNDS`. tests/host/test_replay.py writes the file.
+// Makes the FFI calls that a file describes, on many threads at once, each on one of the fake
+// driver's devices: `replay LIBCUDA CALLS THREADS ROUNDS`. tests/host/test_replay.py writes the
+// file.
 //
-// Every thread makes every call of the file, in an order of its own, both stages. All must get the
-// same answers: the devices are alike. A program of its own, so that a sanitizer sees nothing but
-// the handlers: no lock of Python's puts its threads in order, and no leak is Python's.
+// Every thread runs both stages of every call. The order of the calls differs between threads. All
+// devices are equal, so all threads must get the same answers. This is a program without Python, so
+// that sanitizers see only the handlers: no lock of Python orders the threads, and no leak is
+// Python's.
 
 #include <dlfcn.h>
 
@@ -24,7 +26,7 @@
 
 namespace {
 
-// What an answer is: 0 or the code of an error.
+// An answer is 0 or the code of an error.
 using Answers = std::vector<int>;
 
 struct Handlers {
@@ -44,7 +46,7 @@ const std::map<std::string, Handlers> kHandlers = {
   std::exit(1);
 }
 
-// XLA's side of a call, as call_frame.py has it.
+// XLA's side of a call, as in call_frame.py.
 
 struct Error {
   int code;
@@ -71,7 +73,7 @@ XLA_FFI_Api MakeApi() {
   return api;
 }
 
-// One call. What XLA would hand over points into the members, so it stays where it was made.
+// One call. The structs that XLA would pass point into the members, so it cannot be copied.
 class Call {
  public:
   Call(const Handlers& handlers, const XLA_FFI_Api* api) : handlers_(handlers), api_(api) {}
@@ -91,13 +93,13 @@ class Call {
 
   // dtype 0: a string.
   void AddAttribute(const std::string& name, int dtype, std::string bytes) {
-    Attribute& made = *attributes_.emplace_back(std::make_unique<Attribute>());
-    made.name = name;
-    made.bytes = std::move(bytes);
-    made.name_span = {made.name.data(), made.name.size()};
-    made.text = {made.bytes.data(), made.bytes.size()};
-    made.scalar = {static_cast<XLA_FFI_DataType>(dtype), made.bytes.data()};
-    made.is_text = dtype == 0;
+    Attribute& attribute = *attributes_.emplace_back(std::make_unique<Attribute>());
+    attribute.name = name;
+    attribute.bytes = std::move(bytes);
+    attribute.name_span = {attribute.name.data(), attribute.name.size()};
+    attribute.text = {attribute.bytes.data(), attribute.bytes.size()};
+    attribute.scalar = {static_cast<XLA_FFI_DataType>(dtype), attribute.bytes.data()};
+    attribute.is_text = dtype == 0;
   }
 
   int Run(XLA_FFI_ExecutionStage stage) const {
@@ -172,15 +174,15 @@ Function* Symbol(void* library, const char* name) {
 
 std::string FromHex(const std::string& hex) {
   std::string bytes;
-  for (size_t i = 1; i + 1 < hex.size(); i += 2) {  // after an "x"
+  for (size_t i = 1; i + 1 < hex.size(); i += 2) {  // after the leading "x"
     bytes.push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
   }
   return bytes;
 }
 
-// Sets the fake driver up, and reads the calls. Lines:
+// Sets up the fake driver and reads the calls. The lines of the file are:
 //   device CC; layout KERNEL TYPES; call TARGET
-//   operand|result DTYPE ADDRESS RANK SIZES...; attribute NAME DTYPE xBYTES: of the last call
+//   operand|result DTYPE ADDRESS RANK SIZES...; attribute NAME DTYPE xBYTES (of the last call)
 std::vector<std::unique_ptr<Call>> Read(const char* path, void* cuda, const XLA_FFI_Api* api) {
   auto* add_device = Symbol<void(const char*, int, int)>(cuda, "fake_add_device");
   auto* set_layout = Symbol<void(const char*, const char*)>(cuda, "fake_set_layout");
@@ -237,9 +239,9 @@ int main(int argc, char** argv) {
     set_current(number % 4);
     for (int round = 0; round < rounds; ++round) {
       for (size_t i = 0; i < calls.size(); ++i) {
-        // Threads of one device meet at the same kernels in the first half, others in the second.
+        // Half of the threads of each device start with the second half of the calls.
         const size_t at = (i + (number / 4 % 2) * calls.size() / 2) % calls.size();
-        if (round == 0) together.arrive_and_wait();  // where kernels are loaded
+        if (round == 0) together.arrive_and_wait();  // kernels are loaded in this round
         answers[number][2 * at] = calls[at]->Run(XLA_FFI_ExecutionStage_INITIALIZE);
         answers[number][2 * at + 1] = calls[at]->Run(XLA_FFI_ExecutionStage_EXECUTE);
       }

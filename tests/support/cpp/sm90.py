@@ -1,5 +1,5 @@
-"""What a handler must launch on a GPU of Hopper: tensor maps, the counter, the sections of the
-workspace."""
+"""The launches that tests expect of a handler on Hopper: tensor maps, the counter, the sections of
+the workspace."""
 
 from math import ceil, prod
 
@@ -11,8 +11,8 @@ MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorM
 
 
 def expected_map(array, box, bit21=0):
-    """Of a (batch, length, width) or (batch, length, heads, dim) array; sizes, strides and boxes
-    from the innermost axis."""
+    """The map over a (batch, length, width) or (batch, length, heads, dim) array. Sizes, strides
+    and boxes start with the innermost axis."""
     rows, columns, swizzle = box
     batch, length, *widths = array.shape
     width, size = prod(widths), 4 if array.dtype in ("int32", "float32") else 2
@@ -38,8 +38,8 @@ def sm90_maps(machine, call, **more):
 
 
 def expect_forward(machine, s, call, kernel, block, **more):
-    """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is
-    cleared. Scale 0.375, segment check 1."""
+    """Expects one launch of `kernel`, with tiles of `block` rows in the matching order, after the
+    counter is cleared. The call has scale 0.375 and mask_mode 1."""
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
     arrays = {**call.operands, **call.results, **more.pop("arrays", {})}
@@ -50,12 +50,12 @@ def expect_forward(machine, s, call, kernel, block, **more):
     expect_launches(machine, call, more | attention(s, 0.375, 1), grids)
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
     assert machine.record()[0] == clear and len(machine.record()) == 2
-    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
+    assert machine.calls("cuLibraryLoadData") == 1  # not the fallback kernel
 
 
 def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
-    """One kernel for all three gradients, between the two that all of them share; the workspace
-    ends with dQ's sum."""
+    """Expects one kernel for all three gradients, between the preprocess and postprocess kernels.
+    The workspace ends with the sum of dQ."""
     sections, end = sm90_sections(machine, s, call.results["workspace"].address)
     assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
     rows = prod(sections["delta"].shape)
@@ -74,9 +74,9 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
 
 
 def expect_separate_backward(machine, s, call, needs_grad, option="", mask_mode=1, **more):
-    """A kernel for dK and dV and one for dQ, where they are needed. Nothing is cleared but the
-    counter, in the place of dQ's sum. A program takes a tile of 128 keys or half of one, also the
-    half past the last key."""
+    """Expects a kernel for dK and dV and one for dQ, if they are needed. Only the counter is
+    cleared, which replaces the sum of dQ in the workspace. A program takes a tile of 128 keys or
+    half of one, including the half past the last key."""
     sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
     counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
     keys, heads = s.kv_heads * s.batch * ceil(s.kv_len / 128), s.heads * s.batch
@@ -97,12 +97,12 @@ def expect_separate_backward(machine, s, call, needs_grad, option="", mask_mode=
     record = machine.record()
     assert record.count(clear) == (needs_grad & 1) == len(record) - len(grids)
     assert not needs_grad & 1 or record[-2] == clear
-    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable kernels
 
 
 def sm90_sections(machine, s, start, with_bias=False):
-    """name -> that section of the workspace, as a tensor map would see it
-    (docs/internals/ffi.md)."""
+    """(name -> section of the workspace as a tensor map sees it, address after the last section),
+    as in docs/internals/ffi.md."""
     padded = 64 * ceil(s.q_len / 64)
     rows, dim = s.batch * s.heads * padded, machine.variant["qk_dim"]
     sections = {

@@ -1,4 +1,4 @@
-"""The kernels with a bias that is an array and with dropout, in Triton's interpreter."""
+"""Runs the kernels with an array bias and with dropout in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from triton_launch import ceil, guarded, launch
 
 
 class Added(NamedTuple):
-    """The arrays of a bias and of dropout, as docs/internals/ffi.md has them."""
+    """The arrays of a bias and of dropout, in the format of docs/internals/ffi.md."""
 
     bias: np.ndarray | None = None
     streams: np.ndarray | None = None  # (B, H, 4) uint32
     rows: np.ndarray | None = None  # (1 or B, Sq) int32
     threshold: int = 0
 
-    def pointers(self, stand_in: np.ndarray) -> tuple[np.ndarray, ...]:
+    def pointers(self, placeholder: np.ndarray) -> tuple[np.ndarray, ...]:
         streams = None if self.streams is None else self.streams.view(np.int32)
         bias = self.bias
         if bias is None:
-            bias = stand_in.view(np.float32)
-        return tuple(stand_in if x is None else x for x in (bias, streams, self.rows))
+            bias = placeholder.view(np.float32)
+        return tuple(placeholder if x is None else x for x in (bias, streams, self.rows))
 
     @property
     def inverse_keep(self) -> float:
@@ -38,7 +38,7 @@ class Added(NamedTuple):
 
 
 def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tuple[Any, ...]:
-    """From the score parameters on."""
+    """The kernel arguments from the score parameters on."""
     mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
     return (
         *extras.operands, *added.pointers(mask.lo), extras.scale, extras.soft_cap,
@@ -47,7 +47,7 @@ def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tu
 
 
 def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...]:
-    """The same for the kernels with a bias alone."""
+    """The same for the kernels that support only a bias."""
     mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
     axes = added.numbers()[1]
     return added.bias, extras.scale, mask_mode, axes, *rest[:2], *rest[-6:]
@@ -56,15 +56,15 @@ def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...
 def alone(
     query, key, value, dout, mask, extras, added: Added, tiles, dims, stages
 ) -> dict[str, np.ndarray]:
-    """Both passes by the kernels with a bias alone, chosen as in C++; `tiles`: of the forward, of
-    dK and dV, of dQ, and the side of that of dbias."""
+    """Both passes with the kernels that support only a bias, chosen as in C++. `tiles`: one each
+    for the forward, dK/dV and dQ, and the side of the square dbias tile."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     tensors = (query, key, value)
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
     lse, delta = (guarded(n, np.float32) for n in ((batch, heads, q_len, 2), (batch, heads, q_len)))
     dq, dk, dv, dbias = (guarded(x.shape, x.dtype) for x in (*tensors, added.bias))
-    own = _alone(mask, extras, added, tensors)
+    arguments = _alone(mask, extras, added, tensors)
 
     def constants(rows: int, keys: int) -> dict[str, int]:
         return {
@@ -77,7 +77,7 @@ def alone(
 
     launch(
         "forward_bias_alone", rows_grid(tiles[0][0]), *tensors, out, lse, *mask.rows,
-        mask.q_blocks, mask.q_order, *own, **constants(*tiles[0]),
+        mask.q_blocks, mask.q_order, *arguments, **constants(*tiles[0]),
     )  # fmt: skip
     launch(
         "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, lse, delta,
@@ -92,7 +92,7 @@ def alone(
         f"backward_dkdv_{'dbias' if whole else 'bias'}_alone",
         (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
         *of_backward, dk, dv, *([dbias] if whole else []), *mask.rows, mask.q_blocks,
-        mask.kv_blocks, mask.kv_order, *own, **constants(*tiles[1]),
+        mask.kv_blocks, mask.kv_order, *arguments, **constants(*tiles[1]),
     )  # fmt: skip
     if whole:
         of_dq = constants(*tiles[2])
@@ -106,25 +106,25 @@ def alone(
         side = tiles[3]
         launch(
             "backward_dq_bias_alone", rows_grid(tiles[2][0]), *of_backward, dq, *mask.rows,
-            mask.q_blocks, mask.q_order, *own, **constants(*tiles[2]),
+            mask.q_blocks, mask.q_order, *arguments, **constants(*tiles[2]),
         )  # fmt: skip
         launch(
             "backward_dbias_alone",
             (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),), *of_backward,
-            dbias, *mask.rows, mask.q_blocks, *own, **constants(side, side),
+            dbias, *mask.rows, mask.q_blocks, *arguments, **constants(side, side),
         )  # fmt: skip
     return {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
 
 
 def log_sum_exp(lse: np.ndarray) -> np.ndarray:
-    """(B, H, Sq) of (B, H, Sq, 2)."""
+    """(B, H, Sq) from the kernels' pairs (B, H, Sq, 2)."""
     top, log = lse[..., 0], lse[..., 1]
     np.testing.assert_array_equal(top == -np.inf, log == np.finfo(np.float32).max)
     return np.where(top == -np.inf, top, top + np.where(top == -np.inf, 0, log))
 
 
 def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[np.ndarray, ...]:
-    """out, lse (B, H, Sq, 2) and row_max; `dims`: those that the kernel is compiled for."""
+    """out, lse (B, H, Sq, 2) and row_max. `dims`: the head dims that the kernel is compiled for."""
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
@@ -142,7 +142,7 @@ def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[
 def backward(
     query, key, value, out, lse, dout, dlse, mask, extras, added: Added, tiles, dims
 ) -> tuple[np.ndarray | None, ...]:
-    """dq, dk, dv, score_grads and dbias; `tiles`: of dkdv, of dq, and the side of that of dbias."""
+    """dq, dk, dv, score_grads and dbias. `tiles`: for dkdv and dq, and the side of dbias's."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     delta = guarded((batch, heads, q_len), np.float32)

@@ -1,7 +1,7 @@
-"""A libcuda for benchmarks/tune/tune.py without a GPU: memory of the host, launches that are
-recorded, and kernels that write ones.
+"""A fake libcuda that lets benchmarks/tune/tune.py run without a GPU: memory is on the host,
+launches are recorded, and kernels write ones.
 
-`install(cubin)` makes cubin.Driver() use it. A kernel whose file says "bad" writes twos instead.
+`install(cubin)` makes cubin.Driver() use it. A kernel whose file name contains "bad" writes twos.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-WRITES = {  # kernel -> results that it fills with ones
+WRITES = {  # kernel -> the results that it fills with ones
     "forward": ("out", "lse"),
     "forward_sm90": ("out", "lse"),
     "forward_sm90_low_occupancy": ("out", "lse"),
@@ -122,12 +122,12 @@ class Cuda:
             if p["type"] == "tma":
                 shape = [C.c_int32.from_address(addresses.pop(0)).value for _ in range(3)]
                 strides = [C.c_int64.from_address(addresses.pop(0)).value for _ in range(3)]
-                made = self.maps[C.c_uint64.from_address(at).value]
-                assert shape == [1, *reversed(made["sizes"][:2])], p
+                map_ = self.maps[C.c_uint64.from_address(at).value]
+                assert shape == [1, *reversed(map_["sizes"][:2])], p
                 assert strides == [shape[1] * shape[2], shape[2], 1]
-                small = int(np.prod(made["sizes"])) * (2 if made["element"] == 9 else 4) < 1 << 17
+                small = int(np.prod(map_["sizes"])) * (2 if map_["element"] == 9 else 4) < 1 << 17
                 assert small == (C.c_uint64.from_address(at + 8).value >> 21 & 1 == 0), p
-                values[p["name"]] = made["address"]
+                values[p["name"]] = map_["address"]
             else:
                 kind = {"ptr": C.c_uint64, "i32": C.c_int32, "f32": C.c_float}[p["type"]]
                 values[p["name"]] = kind.from_address(at).value

@@ -1,8 +1,8 @@
-"""Gluon's language on the CPU, for gluon_threads.py's warp groups: modules in the place of
-Triton's, under which a kernel's file is plain Python.
+"""Gluon's language on the CPU, for the warp groups of gluon_threads.py: modules that replace
+Triton's, so that a kernel file runs as plain Python.
 
-Inline assembly is replaced by what it says it does (ASSEMBLY); instruction by instruction it is
-tested in test_sm90_*.py.
+Inline assembly is replaced by its specification (ASSEMBLY); test_sm90_*.py test the assembly
+instruction by instruction.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gluon_threads import (
     Scalar,
     Shared,
     Tile,
-    become,
+    current,
     later,
     load,
-    mine,
+    start_warp_group,
     store,
     tile,
 )
@@ -39,7 +39,7 @@ from paths import KERNEL_DIR
 
 
 class Bits:
-    """Which columns a mask leaves: evaluated where the number of columns is known."""
+    """The columns that a mask allows, evaluated once the number of columns is known."""
 
     def __init__(self, of: Callable[[int], Any]):
         self.of = of
@@ -57,8 +57,8 @@ def select(condition: Any, a: Any, b: Any) -> Any:
 
 def extreme(function: Any) -> Any:
     def apply(a: Any, b: Any) -> Any:
-        made = function(a, b)
-        return made if np.ndim(made) else Scalar(made) if made.dtype.kind == "i" else made
+        result = function(a, b)
+        return result if np.ndim(result) else Scalar(result) if result.dtype.kind == "i" else result
 
     return apply
 
@@ -68,15 +68,15 @@ class Assembly(str):
 
 
 def constexpr_function(function: Any) -> Any:
-    """Of assembly that ASSEMBLY has, the text is of no use."""
+    """Calls of functions in ASSEMBLY return only their name and arguments, not assembly text."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if function.__name__ not in ASSEMBLY:
             return function(*arguments, **named)
-        made = Assembly(function.__name__)
-        made.arguments = arguments
-        return made
+        assembly = Assembly(function.__name__)
+        assembly.arguments = arguments
+        return assembly
 
     return call
 
@@ -88,16 +88,16 @@ def inline_asm(
         return ASSEMBLY[asm.__name__](*args)
     if barrier := re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+);", asm):
         kind, i, count = barrier[1], int(barrier[2]), int(barrier[3])
-        with mine.run.changed:
-            found = mine.run.named.setdefault(i, NamedBarrier())
+        with current.run.changed:
+            found = current.run.named.setdefault(i, NamedBarrier())
         return found.arrive(count, kind == "sync", f"named barrier {i}")
     if isinstance(asm, Assembly):
         shape = (result_types.shape,) if asm == "load_asm" else ()
         return ASSEMBLY[asm](*asm.arguments, *args, *shape)
     if asm.startswith("mbarrier.arrive"):
-        return args[0].arrive(32 * mine.warps)
-    if "mbarrier.arrive" in asm:  # by a lane of every warp, or by the first thread
-        return args[0].arrive(mine.warps if "%laneid" in asm else 1)
+        return args[0].arrive(32 * current.warps)
+    if "mbarrier.arrive" in asm:  # by one lane of every warp, or by one thread
+        return args[0].arrive(current.warps if "%laneid" in asm else 1)
     if asm.startswith("bfind.u32"):
         return Scalar(int(args[0]).bit_length() - 1)
     assert asm == "mov.b32 $0, $1;", asm
@@ -151,7 +151,7 @@ def softmax(half: str, growth: int, natural: bool, s: Any, m: Any, total: Any, s
 
 
 def stored_sum(x: Any, to: Shared) -> None:
-    """32 columns after the other; where in them is another test's (test_sm90_assembly.py)."""
+    """Stores groups of 32 columns one after another; test_sm90_assembly.py tests their layout."""
     to.array.reshape(-1)[: x.size] = (
         np.asarray(x).reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
     )
@@ -159,15 +159,15 @@ def stored_sum(x: Any, to: Shared) -> None:
 
 def bulk_add(size: int, pointer: Pointer, source: Shared) -> None:
     def add() -> None:
-        at = pointer.places(None) + np.arange(size // 4)
+        at = pointer.indices(None) + np.arange(size // 4)
         pointer.data.reshape(-1)[at] += source.array.reshape(-1)[: size // 4]
 
     later(add)
 
 
 def added(n: int, threads: int, x: Any, pointer: Pointer) -> None:
-    """In any order that `loaded` undoes (test_sm80_kernels.py)."""
-    pointer.data.reshape(-1)[pointer.places(None) + np.arange(x.size)] += np.asarray(x).reshape(-1)
+    """Adds in any order that `loaded` inverts; test_sm80_kernels.py tests the real order."""
+    pointer.data.reshape(-1)[pointer.indices(None) + np.arange(x.size)] += np.asarray(x).reshape(-1)
 
 
 def loaded(n: int, threads: int, pointer: Pointer, shape: tuple[int, ...]) -> Tile:
@@ -181,7 +181,7 @@ def parts(line: Any, to: Shared) -> None:
         to.array[:, i], left = part, left - part
 
 
-def tell(plan: Shared, *numbers: int) -> None:
+def send_tile(plan: Shared, *numbers: int) -> None:
     plan.array[: len(numbers)] = numbers
 
 
@@ -215,17 +215,17 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "load_asm": loaded,
     "store_ds_asm": lambda ds, to: to.store(ds),
     "parts_asm": parts,
-    "send_tile_asm": tell,
+    "send_tile_asm": send_tile,
     "receive_tile_asm": lambda plan: tuple(Scalar(x) for x in plan.array[:9]),
 }
 
 
 def anything(*_: Any, **__: Any) -> None:
-    """Layouts are not modelled; a warp group is one thread, which needs no barrier for itself."""
+    """Stands for layouts, which are not modelled, and for barriers within a warp group."""
 
 
 class Constexpr:
-    """What is not traced needs no wrapper."""
+    """Returns the value itself: a kernel that runs as plain Python needs no wrapper."""
 
     def __new__(cls, x: Any) -> Any:
         return x
@@ -237,9 +237,9 @@ def checked(condition: bool, message: str = "") -> None:
 
 def modules() -> dict[str, types.ModuleType]:
     def module(name: str, **members: Any) -> types.ModuleType:
-        made = types.ModuleType(name)
-        vars(made).update(members)
-        return made
+        result = types.ModuleType(name)
+        vars(result).update(members)
+        return result
 
     nvmma = type("NVMMASharedLayout", (), {"get_default_for": anything, "__init__": anything})
     barriers = types.SimpleNamespace(
@@ -280,11 +280,11 @@ def modules() -> dict[str, types.ModuleType]:
         allocate_shared_memory=threads.allocate, load=load, store=store,
         atomic_add=threads.atomic_add,
         inline_asm=inline_asm, warp_specialize=threads.warp_specialize,
-        program_id=lambda _: Scalar(mine.run.place),
-        num_programs=lambda _: Scalar(mine.run.programs),
+        program_id=lambda _: Scalar(current.run.program_id),
+        num_programs=lambda _: Scalar(current.run.programs),
         where=select, minimum=extreme(np.fmin), maximum=extreme(np.fmax), max=lambda x,
         axis: x.max(axis),
-        sum=lambda x, axis: x.sum(axis), num_warps=lambda: mine.warps,
+        sum=lambda x, axis: x.sum(axis), num_warps=lambda: current.warps,
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x),
         convert_layout=lambda x, _, assert_trivial=False: x,
         expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
@@ -327,7 +327,7 @@ def kernel(file: str, name: str) -> Any:
 
 
 def launch(file: str, name: str, programs: int, arguments: dict[str, Any], seed: int) -> None:
-    """Arrays become pointers, integers scalars; tensor maps are given as such."""
+    """Runs the programs in order. Arrays become Pointers, ints Scalars; TensorMaps stay."""
 
     def given(x: Any) -> Any:
         if isinstance(x, np.ndarray):
@@ -337,7 +337,7 @@ def launch(file: str, name: str, programs: int, arguments: dict[str, Any], seed:
     function = kernel(file, name)
     absent = dict.fromkeys(set(inspect.signature(function).parameters) - set(arguments))
     assert not any(name.isupper() for name in absent), absent
-    for place in range(programs):
-        become(Run(place, programs, seed), "the program", 4)
+    for program_id in range(programs):
+        start_warp_group(Run(program_id, programs, seed), "the program", 4)
         with np.errstate(all="ignore"):
             function(**absent, **{k: x if k.isupper() else given(x) for k, x in arguments.items()})

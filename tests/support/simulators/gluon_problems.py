@@ -1,4 +1,4 @@
-"""Calls for Gluon kernels on the CPU (gluon_threads.py): random inputs of a mask, and float64's
+"""Inputs for Gluon kernels on the CPU (gluon_threads.py): random calls for a mask, with float64
 results."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MASKS = {
 
 
 TREES = {
-    name: (trees.expression(tree, beside), len(tree.ids), len(tree.ids))
-    for name, tree, beside in (
+    name: (trees.expression(tree, joined), len(tree.ids), len(tree.ids))
+    for name, tree, joined in (
         ("prompt and answers", trees.prompt_and_answers(170, 3, 90), "causal"),
         ("deep", trees.of_lengths([130, 70, 1, 100, 60, 80], [-1, 0, 1, 1, 0, -1]), "alone"),
     )
@@ -39,7 +39,7 @@ TREES = {
 
 
 class Problem:
-    """Random inputs of one call, and float64's results."""
+    """Random inputs of one call, and its results in float64."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Problem:
         kv_heads: int = 1,
         blocks: tuple[int, ...] = (),
     ):
-        """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks,
-        and its heads."""
+        """`option`: the suffix of the kernels' names. `blocks`: the block sizes of a block mask,
+        for rows and keys, and its number of heads."""
         expression, self.q_len, self.kv_len = (MASKS | TREES)[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
@@ -88,7 +88,7 @@ class Problem:
             self.bias = self.random_bias((self.batch, heads))
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
-        # no row attends these keys, and these rows attend nothing: what they hold must not matter
+        # Keys that no row attends and rows that attend nothing: their content must not matter.
         self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
         idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
         self.query[idle], self.dout[idle] = 1e30, 1e30
@@ -98,8 +98,8 @@ class Problem:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
 
     def random_bias(self, planes: tuple[int, ...] = ()) -> np.ndarray:
-        """(1 or batch, 1 or heads, q_len, kv_len). Some rows are -inf, -1e9 or the least number on
-        all keys, some of their elements are."""
+        """(1 or batch, 1 or heads, q_len, kv_len). Some rows and some elements of others are -inf,
+        -1e9 or the lowest finite number."""
         planes = planes or tuple(int(self.rng.choice((1, n))) for n in (self.batch, self.heads))
         bias = self.rng.standard_normal((*planes, self.q_len, self.kv_len)).astype(HALF)
         least = ml_dtypes.finfo(HALF).min
@@ -109,15 +109,15 @@ class Problem:
         return bias
 
     def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
-        """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter
-        than oracle.py's, whose logits are of that dtype, too."""
+        """Results in float64, with P, dS and the results rounded to `half`. As a yardstick this is
+        tighter than oracle.py's, which computes the logits in that dtype, too."""
         tensors = self.query, self.key, self.value, self.dout
         q, k, v, do = (
             np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float)) for x in tensors
         )
         group = self.heads // self.kv_heads
         k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-        s, fade = self.logits(np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale)
+        s, dtanh = self.logits(np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale)
         s = np.where(self.attends, s, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e300)
         p = np.exp(s - top)
@@ -129,10 +129,11 @@ class Problem:
         out = np.einsum("bhqk,bkhd->bqhd", rounded, v)
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
         dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
-        ds = (p * fade * dp).astype(half).astype(float)
-        # docs/guide/numerics.md: above 128 dK is of the rounded P, as with a bias, above 256 dQ too
+        ds = (p * dtanh * dp).astype(half).astype(float)
+        # Above head dim 128, and with a bias gradient, dK uses the rounded P; above 256 dQ also
+        # does (docs/guide/numerics.md).
         dim = max(self.qk_dim, self.v_dim)
-        of_rounded = (rounded * fade * dp).astype(half).astype(float)
+        of_rounded = (rounded * dtanh * dp).astype(half).astype(float)
         ds_of_keys = of_rounded if dim > 128 or self.option == "_dbias" else ds
         ds_of_rows = of_rounded if dim > 256 else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
@@ -148,12 +149,12 @@ class Problem:
         return results | {"lse": lse, "delta": delta, "top": s.max(-1), "log": log}
 
     def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
-        """And their derivative by s."""
+        """The logits and their derivative by s."""
         if "soft_cap" in self.extra:
-            bent = np.tanh(s / self.extra["soft_cap"])
-            return bent * self.extra["soft_cap"], 1 - bent**2
+            tanh = np.tanh(s / self.extra["soft_cap"])
+            return tanh * self.extra["soft_cap"], 1 - tanh**2
         if self.bias is not None:
-            # float32, as everywhere: added to -1e9, a score is rounded away
+            # In float32, as in the kernels: added to -1e9, a score is rounded away.
             added = s.astype(np.float32) + self.bias.astype(np.float32)
             return added.astype(float), 1.0
         if "slopes" in self.extra:
@@ -169,12 +170,12 @@ class Problem:
         }  # fmt: skip
 
     def masks(self, *names: str) -> dict[str, np.ndarray]:
-        """Lists of a map are in it if there is one."""
+        """The mask's arrays by name; block lists are included only if the mask has them."""
         return {name: self.mask[name] for name in names if name in self.mask}
 
     def check(self, name: str, got: np.ndarray) -> None:
-        """Twice the error of plain attention; the largest one is of a single number, so four times
-        that."""
+        """The error's norm is at most twice that of plain attention; its maximum is at most four
+        times, because it depends on a single number."""
         want, plain = self.want[name], self.plain[name]
         for norm, times in ((np.linalg.norm, 2), (lambda x: np.abs(x).max(), 4)):
             error, bound = norm(got.astype(float) - want), times * norm(plain - want)
@@ -186,7 +187,7 @@ def poisoned(x: np.ndarray) -> np.ndarray:
 
 
 class Statistics:
-    """What backward_preprocess makes."""
+    """The results of backward_preprocess."""
 
     def __init__(self, p: Problem):
         padded = -(-p.q_len // 64) * 64

@@ -1,10 +1,10 @@
-"""Gluon kernels on the CPU, which Gluon has no interpreter for: warp groups are Python threads,
+"""Runs Gluon kernels on the CPU, because Gluon has no interpreter: warp groups are Python threads,
 tiles are numpy arrays.
 
-What is asynchronous happens early or late. A product of wgmma, a copy of TMA or a bulk addition is
-done at once or as late as its wait allows, by a coin: tiles that are handed back too early, or read
-before they are there, end in other numbers. Barriers that no thread can complete are a Deadlock, a
-product used before its wait a TypeError, a read outside of an array an IndexError. Shared memory is
+Asynchronous operations finish early or late. A wgmma product, a TMA copy or a bulk addition happens
+at once or as late as its wait allows, at random, so that a tile that is released too early, or read
+before it arrives, changes the results. Barriers that no thread can complete raise a Deadlock, a
+product used before its wait a TypeError, an out-of-bounds access an IndexError. Shared memory is
 poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and
 launches kernels.
 """
@@ -43,7 +43,7 @@ DTYPE_OF = {x.numpy: x for x in DTYPES.values()}
 
 
 class Scalar(int):
-    """An integer of the kernel, which has `.to`."""
+    """An integer in a kernel, with the method `.to`."""
 
     def to(self, _dtype: DType) -> Scalar:
         return self
@@ -51,8 +51,8 @@ class Scalar(int):
 
 def _operator(name: str) -> Any:
     def apply(self: Scalar, *other: Any) -> Any:
-        made = getattr(int, name)(self, *other)
-        return Scalar(made) if type(made) is int else made
+        result = getattr(int, name)(self, *other)
+        return Scalar(result) if type(result) is int else result
 
     return apply
 
@@ -99,7 +99,7 @@ class Pointer:
 
     __radd__ = __add__
 
-    def places(self, mask: Any) -> Any:
+    def indices(self, mask: Any) -> Any:
         at = np.asarray(self.at)
         at = at if mask is None else np.where(mask, at, 0)
         if at.size and (at.min() < 0 or at.max() >= self.data.size):
@@ -108,7 +108,7 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
-    found = pointer.data.reshape(-1)[pointer.places(mask)]
+    found = pointer.data.reshape(-1)[pointer.indices(mask)]
     if mask is not None:
         found = np.where(mask, found, np.asarray(other, found.dtype))
     if found.ndim:
@@ -117,7 +117,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
 
 
 def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
-    at = pointer.places(mask)
+    at = pointer.indices(mask)
     keep = np.broadcast_to(True if mask is None else mask, at.shape)
     pointer.data.reshape(-1)[at[keep]] = np.broadcast_to(x, at.shape)[keep]
 
@@ -142,9 +142,9 @@ class Shared:
 
     def reinterpret(self, dtype: DType, shape: list[int], _layout: Any) -> Shared:
         assert dtype is self.dtype
-        made = self.array.reshape(shape)
-        assert np.shares_memory(made, self.array)
-        return Shared(made)
+        view = self.array.reshape(shape)
+        assert np.shares_memory(view, self.array)
+        return Shared(view)
 
     def load(self, _layout: Any) -> Tile:
         return tile(self.array.copy())
@@ -155,14 +155,13 @@ class Shared:
 
 
 def poison(dtype: DType, shape: list[int]) -> np.ndarray:
-    made = np.empty(shape, dtype.numpy)
-    made[...] = -7777777 if dtype.numpy.kind == "i" else np.nan
-    return made
+    array = np.empty(shape, dtype.numpy)
+    array[...] = -7777777 if dtype.numpy.kind == "i" else np.nan
+    return array
 
 
 class TensorMap:
-    """(batch, length, columns): boxes that reach over an end are filled with zeros, and stored no
-    further."""
+    """(batch, length, columns). Beyond the end, loads return zeros and stores write nothing."""
 
     layout = None
 
@@ -171,30 +170,30 @@ class TensorMap:
         self.array, self.dtype = array, DTYPE_OF[array.dtype]
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """Where it is in the array, and which part of it does."""
+        """The slices of the array that a box covers, and the slices of the box that these fill."""
         if at[2] * self.array.itemsize % 16:
             raise IndexError(f"a GPU accepts no box that begins at column {at[2]}: 16 bytes")
         ends = [min(a + n, size) for a, n, size in zip(at, shape, self.array.shape, strict=True)]
-        there = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
-        return there, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))
+        covered = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
+        return covered, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))
 
 
 class Run:
-    """One program: its warp groups wait for each other under one lock."""
+    """One program. A single lock serves all waits of its warp groups."""
 
-    def __init__(self, place: int, programs: int, seed: int):
-        self.place, self.programs, self.seed = place, programs, seed
+    def __init__(self, program_id: int, programs: int, seed: int):
+        self.program_id, self.programs, self.seed = program_id, programs, seed
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.named: dict[int, NamedBarrier] = {}
-        self.copies: list[Callable[[], None]] = []  # of TMA, under way
+        self.copies: list[Callable[[], None]] = []  # TMA copies in flight
         self.running = 0
         self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Copies in flight arrive when no thread can continue without them, in any order."""
+        """Copies in flight complete, in random order, once no thread can continue without them."""
         with self.changed:
-            self.waiting[mine.name] = done, what
+            self.waiting[current.name] = done, what
             while not done():
                 if self.failure:
                     raise Deadlock("another warp group failed") from self.failure
@@ -203,7 +202,7 @@ class Run:
                 ):
                     self.changed.wait()
                 elif self.copies:
-                    self.copies.pop(mine.coin.randrange(len(self.copies)))()
+                    self.copies.pop(current.coin.randrange(len(self.copies)))()
                     self.changed.notify_all()
                 else:
                     raise Deadlock(
@@ -211,11 +210,11 @@ class Run:
                             f"{name} waits for {what}" for name, (_, what) in self.waiting.items()
                         )
                     )
-            del self.waiting[mine.name]
+            del self.waiting[current.name]
 
 
-class Mine(threading.local):
-    """What a warp group has for itself."""
+class WarpGroup(threading.local):
+    """The state of one warp group."""
 
     name: str
     warps: int
@@ -223,18 +222,18 @@ class Mine(threading.local):
     coin: random.Random
     products: list[Product]
     stores: list[Callable[[], None]]
-    copies: list[Callable[[], None]]  # of cp.async, of the group that is not committed yet
+    copies: list[Callable[[], None]]  # cp.async copies, not yet committed to a group
     groups: list[list[Callable[[], None]]]
 
 
-mine = Mine()
+current = WarpGroup()
 
 
-def become(run: Run, name: str, warps: int) -> None:
-    mine.run, mine.name, mine.warps = run, name, warps
-    mine.coin = random.Random(f"{run.seed} {run.place} {name}")
-    mine.products, mine.stores = [], []
-    mine.copies, mine.groups = [], []
+def start_warp_group(run: Run, name: str, warps: int) -> None:
+    current.run, current.name, current.warps = run, name, warps
+    current.coin = random.Random(f"{run.seed} {run.program_id} {name}")
+    current.products, current.stores = [], []
+    current.copies, current.groups = [], []
 
 
 class NamedBarrier:
@@ -242,15 +241,15 @@ class NamedBarrier:
         self.arrived = self.generation = 0
 
     def arrive(self, threads: int, wait: bool, what: str) -> None:
-        with mine.run.changed:
-            self.arrived += 32 * mine.warps
+        with current.run.changed:
+            self.arrived += 32 * current.warps
             assert self.arrived <= threads, f"{what}: more threads than it counts"
             before = self.generation
             if self.arrived == threads:
                 self.arrived, self.generation = 0, self.generation + 1
-                mine.run.changed.notify_all()
+                current.run.changed.notify_all()
         if wait:
-            mine.run.wait(lambda: self.generation != before, what)
+            current.run.wait(lambda: self.generation != before, what)
 
 
 class MBarrier:
@@ -258,7 +257,7 @@ class MBarrier:
         self.count = self.pending = self.bytes = self.phase = 0
 
     def arrive(self, n: int, more: int = 0) -> None:
-        with mine.run.changed:
+        with current.run.changed:
             assert self.pending >= n, "more arrivals than the barrier counts"
             self.pending -= n
             self.landed(-more)
@@ -267,7 +266,7 @@ class MBarrier:
         self.bytes -= size
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
-            mine.run.changed.notify_all()
+            current.run.changed.notify_all()
 
 
 class Barriers:
@@ -284,7 +283,7 @@ def init(barrier: MBarrier, count: int) -> None:
 
 def wait(barrier: MBarrier, parity: int) -> None:
     assert parity in (0, 1) and barrier.count, "a parity, of a barrier that was initialised"
-    mine.run.wait(
+    current.run.wait(
         lambda: barrier.phase & 1 != parity,
         f"phase {barrier.phase} of a barrier of {barrier.count}",
     )
@@ -292,41 +291,41 @@ def wait(barrier: MBarrier, parity: int) -> None:
 
 def async_load(source: TensorMap, at: list[int], barrier: MBarrier, to: Shared) -> None:
     def copy() -> None:
-        there, part = source.box(at, to.array.shape)
+        covered, part = source.box(at, to.array.shape)
         to.array[...] = 0
-        to.array[part] = source.array[there]
+        to.array[part] = source.array[covered]
         barrier.landed(to.array.nbytes)
 
-    with mine.run.changed:
-        if mine.coin.random() < 0.5:
+    with current.run.changed:
+        if current.coin.random() < 0.5:
             copy()
         else:
             to.array[...] = poison(to.dtype, [1])[0]
-            mine.run.copies.append(copy)
-        mine.run.changed.notify_all()
+            current.run.copies.append(copy)
+        current.run.changed.notify_all()
 
 
 def copy_later(to: Shared, pointer: Pointer, mask: Any = None) -> None:
-    """cp.async: done at once, or when its group is waited for."""
+    """cp.async: happens at once, or when its group is waited for."""
 
     def copy() -> None:
         to.array[...] = load(pointer, mask, 0)
 
-    if mine.coin.random() < 0.5:
+    if current.coin.random() < 0.5:
         copy()
     else:
         to.array[...] = poison(to.dtype, [1])[0]
-        mine.copies.append(copy)
+        current.copies.append(copy)
 
 
 def commit_group() -> None:
-    mine.groups.append(mine.copies)
-    mine.copies = []
+    current.groups.append(current.copies)
+    current.copies = []
 
 
 def wait_group(pending: int) -> None:
-    while len(mine.groups) > pending:
-        for copy in mine.groups.pop(0):
+    while len(current.groups) > pending:
+        for copy in current.groups.pop(0):
             copy()
 
 
@@ -337,29 +336,29 @@ def mma(a: Tile, b: Tile, sums: Tile) -> Tile:
 
 
 def later(action: Callable[[], None]) -> None:
-    """What reads shared memory until `store_wait`."""
-    mine.stores.append(action)
-    if mine.coin.random() < 0.5:
+    """For actions that read shared memory: now or at any time until `store_wait`."""
+    current.stores.append(action)
+    if current.coin.random() < 0.5:
         store_wait(0)
 
 
 def store_wait(pending: int) -> None:
-    while len(mine.stores) > pending:
-        with mine.run.changed:
-            mine.stores.pop(0)()
+    while len(current.stores) > pending:
+        with current.run.changed:
+            current.stores.pop(0)()
 
 
 def async_store(target: TensorMap, at: list[int], source: Shared) -> None:
     def copy() -> None:
-        there, part = target.box(at, source.array.shape)
-        target.array[there] = source.array[part]
+        covered, part = target.box(at, source.array.shape)
+        target.array[covered] = source.array[part]
 
     later(copy)
 
 
 class Product:
-    """sums + a b of tiles as they are when it is computed, and nothing else until it has been
-    waited for."""
+    """The token of sums + a b. The operands are read when it is computed, and the token supports no
+    other use until it has been waited for."""
 
     def __init__(self, a: Any, b: Shared, sums: Any):
         self.a, self.b, self.sums = a, b, sums
@@ -384,17 +383,17 @@ def warpgroup_mma(
 ) -> Any:
     left = getattr(a, "array", a)
     assert is_async and left.shape[1] == b.array.shape[0] and left.dtype == b.array.dtype
-    made = Product(a, b, sums if use_acc else np.float32(0))
-    mine.products.append(made)
-    if mine.coin.random() < 0.5:
-        compute_products(mine.products)
-    return made
+    product = Product(a, b, sums if use_acc else np.float32(0))
+    current.products.append(product)
+    if current.coin.random() < 0.5:
+        compute_products(current.products)
+    return product
 
 
 def warpgroup_mma_wait(pending: int, deps: tuple[Any, ...] = ()) -> Any:
-    """The tokens of products that may be under way stay tokens, computed or not."""
-    while len(mine.products) > pending:
-        product = mine.products.pop(0)
+    """Products that may still be in flight stay tokens, whether they are computed or not."""
+    while len(current.products) > pending:
+        product = current.products.pop(0)
         compute_products([product])
         product.finished = True
     done = [x.value if isinstance(x, Product) and x.finished else x for x in deps]
@@ -403,15 +402,15 @@ def warpgroup_mma_wait(pending: int, deps: tuple[Any, ...] = ()) -> Any:
 
 def warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
     assert len(warps) == len(registers) == len(parts) - 1
-    run = mine.run
+    run = current.run
     run.running = len(parts)
 
     def work(name: str, n: int, function: Any, arguments: Any) -> None:
-        become(run, name, n)
+        start_warp_group(run, name, n)
         try:
             with np.errstate(all="ignore"):
                 function(*arguments)
-            assert not mine.stores and not mine.products, "not waited for"
+            assert not current.stores and not current.products, "not waited for"
         except BaseException as error:
             run.failure = run.failure or error
         with run.changed:
@@ -438,7 +437,7 @@ def allocate(dtype: DType, shape: list[int], layout: Any) -> Any:
 
 
 def atomic_add(pointer: Pointer, n: int, sem: str) -> Scalar:
-    with mine.run.changed:
+    with current.run.changed:
         before = load(pointer)
         store(pointer, before + n)
     return before

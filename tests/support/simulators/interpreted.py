@@ -1,5 +1,5 @@
-"""What the interpreter has no word for, inline assembly: the same in its own. And kernels around
-parts of others, for tests of these."""
+"""Replacements for functions with inline assembly, which Triton's interpreter cannot run, and
+kernels that call device functions of other kernels for their tests."""
 
 import triton
 import triton.language as tl
@@ -9,21 +9,20 @@ from portable.kv_ranges import EMPTY_MIN, tile_of_program
 
 @triton.jit
 def to_tf32(x):
-    """For arithmetic.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
-    off."""
+    """Replaces arithmetic.to_tf32: adds half of the last kept bit to the magnitude, truncates."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
 def unrounded(x):
-    """In its place where operands stand for those of 16 bits."""
+    """Replaces to_tf32 where float32 operands stand for 16-bit ones."""
     return x
 
 
 @triton.jit
 def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
-    """For fp8.pairs_to_float16, where no GPU converts: the number / 256."""
+    """Replaces fp8.pairs_to_float16 for GPUs without a native conversion: the number / 256."""
     parts = ()
     for i in tl.static_range(2):
         bits = (pairs >> (8 * i)) & 0xFF
@@ -35,8 +34,8 @@ def pairs_to_float16(pairs, IS_NATIVE: tl.constexpr):
 
 @triton.jit
 def dealt_share(kv_start, kv_end, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
-    """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as
-    `decode` works them out."""
+    """(programs, 5): the sequence of each program, the index of its share, the sequence's number of
+    shares, and the first and end key of the share, as `decode` computes them."""
     place = tl.program_id(0)
     b, split, parts = deal(kv_start, kv_end, place, batch, q_len, kv_len, shares, splits, STEP)
     tokens = tl.arange(0, ROWS)
@@ -55,8 +54,8 @@ def dealt_share(kv_start, kv_end, found, batch, q_len, kv_len, shares, splits, S
 
 @triton.jit
 def places(order, found, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
-    """(programs, 4): head, key/value head, batch row and first row of every program, as
-    `kv_ranges.tile_of_program` finds them."""
+    """(programs, 4): head, key/value head, batch row and first row of every program, from
+    `kv_ranges.tile_of_program`."""
     head, kv_head, b, _, first = tile_of_program(
         order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     )

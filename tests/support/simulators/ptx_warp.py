@@ -1,7 +1,7 @@
-"""PTX of one warp on the CPU, instruction by instruction, in float32: Gluon has no interpreter.
+"""Interprets the PTX of one warp on the CPU, because Gluon has no interpreter.
 
-ex2 and rcp are as wrong as the caller says, up to what PTX allows them. Integers and the bits of
-floats are what they are on a GPU: an instruction of another type sees the same bits.
+ex2 and rcp have an error that the caller chooses, up to the bounds of PTX. Registers keep the bits
+that they have on a GPU, so that an instruction of another type sees the same bits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def bits(x):
 
 
 class Warp:
-    """Registers are arrays of one number a lane; a branch is taken by all of them."""
+    """Registers are arrays with one number per lane. All lanes must take the same branch."""
 
     def __init__(self, ex2_error: float = 0.0, rcp_error: float = 0.0):
-        """Relative error of ex2 in 2^-22, and that of rcp in units in the last place."""
+        """The relative error of ex2 in units of 2^-22, and the error of rcp in ulp."""
         self.errors = ex2_error * 2.0**-22, rcp_error
         self.executed: set[str] = set()
         self.shared: dict[int, int] = {}  # shared memory: address -> 16 bits
@@ -42,7 +42,7 @@ class Warp:
         return values
 
     def step(self, line, values):
-        """Executes it; the label to go on at, where it jumps."""
+        """Executes a line. Returns the label to continue at if it jumps."""
         if line.startswith(".reg") or line.endswith(":"):
             return None
         if line.startswith("@"):
@@ -112,7 +112,7 @@ class Warp:
 
     @staticmethod
     def max_f32(a, b):
-        return np.fmax(a, b)  # the one that is no NaN
+        return np.fmax(a, b)  # ignores a NaN, as PTX does
 
     @staticmethod
     def setp_gt_f32(a, b):
@@ -127,13 +127,13 @@ class Warp:
         return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
 
     def ex2_approx_ftz_f32(self, a):
-        made = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
-        return np.where(made < np.finfo(F32).tiny, F32(0), made)
+        result = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
+        return np.where(result < np.finfo(F32).tiny, F32(0), result)
 
     def rcp_approx_ftz_f32(self, a):
         exact = 1 / a.astype(float)
-        made = (exact + self.errors[1] * np.spacing(exact.astype(F32)).astype(float)).astype(F32)
-        return np.where(np.abs(made) < np.finfo(F32).tiny, F32(0), made)
+        result = (exact + self.errors[1] * np.spacing(exact.astype(F32)).astype(float)).astype(F32)
+        return np.where(np.abs(result) < np.finfo(F32).tiny, F32(0), result)
 
     @staticmethod
     def sub_f32(a, b):
@@ -149,7 +149,7 @@ class Warp:
 
     @staticmethod
     def max_s32(a, b):
-        """Of the bits of floats."""
+        """Compares the bits of floats."""
         return np.maximum(a.view(np.int32), b.view(np.int32)).view(F32)
 
     @staticmethod
@@ -184,7 +184,7 @@ class Warp:
 
     cvt_rn_bf16x2_f32, cvt_rn_f16x2_f32 = _packed("bf16"), _packed("f16")
 
-    # of the place of a thread, or the bits of a float: integers
+    # Integer moves: of thread indices, or of the bits of a float.
     @staticmethod
     def mov_u32(a):
         return a.copy()

@@ -1,6 +1,6 @@
-"""Every kernel call in Triton's interpreter, on NumPy arrays: the mask, both passes, decoding.
+"""Runs the kernels of the mask, of both passes and of decoding in Triton's interpreter.
 
-Arguments are those that the C++ handlers give. triton_launch.py runs one kernel.
+The arguments are those that the C++ handlers pass. triton_launch.py runs a single kernel.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class Operands:
 
     @staticmethod
     def of(mask: Any) -> Operands:
-        """From an AttentionMask."""
-        made = Operands.__new__(Operands)
+        """The operands of an AttentionMask."""
+        operands = Operands.__new__(Operands)
         names = ("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos")
-        made.rows = tuple(kernel_operands(mask)[name] for name in names)
-        made.lo, made.hi = made.rows[:2]
+        operands.rows = tuple(kernel_operands(mask)[name] for name in names)
+        operands.lo, operands.hi = operands.rows[:2]
         names = ("q_blocks", "kv_blocks", "q_order", "kv_order")
-        made.q_blocks, made.kv_blocks, made.q_order, made.kv_order = (
+        operands.q_blocks, operands.kv_blocks, operands.q_order, operands.kv_order = (
             np.asarray(getattr(mask, name)) for name in names
         )
-        made.kv_len, made.mask_mode = mask.kv_len, mask.mask_mode
-        made.batch, made.q_len = made.lo.shape
-        return made
+        operands.kv_len, operands.mask_mode = mask.kv_len, mask.mask_mode
+        operands.batch, operands.q_len = operands.lo.shape
+        return operands
 
 
 def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]:
@@ -110,15 +110,15 @@ def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]
 
 
 def sizes_of_rows(
-    mask: Operands, query: np.ndarray, key: np.ndarray, own: range
+    mask: Operands, query: np.ndarray, key: np.ndarray, head_range: range
 ) -> tuple[int, ...]:
     *first, heads, kv_heads = sizes(mask, query, key)
-    return (*first, len(own), kv_heads, heads)
+    return (*first, len(head_range), kv_heads, heads)
 
 
-def from_head(x: np.ndarray, own: range) -> np.ndarray:
-    """What a pointer to the first of these heads sees."""
-    return x.reshape(-1)[own.start * x.shape[3] :]
+def from_head(x: np.ndarray, head_range: range) -> np.ndarray:
+    """The array as seen through a pointer to the first of these heads."""
+    return x.reshape(-1)[head_range.start * x.shape[3] :]
 
 
 def forward(
@@ -128,21 +128,21 @@ def forward(
     mask: Operands,
     scale: float,
     tile: tuple[int, int],
-    own: range | None = None,
+    head_range: range | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`own`: the heads of query that key and value belong to; the others of out are left as
-    guarded() made them."""
+    """`head_range`: the query heads that share the given key and value heads. The other heads of
+    out keep the fill of guarded()."""
     batch, q_len, heads, qk_dim = query.shape
-    own = range(heads) if own is None else own
+    head_range = range(heads) if head_range is None else head_range
     v_dim = value.shape[3]
     rows, keys = tile
     out = guarded((batch, q_len, heads, v_dim), query.dtype)
-    lse = guarded((batch, len(own), q_len), np.float32)
-    grid = (batch * len(own) * ceil(q_len, 128) * (128 // rows),)
+    lse = guarded((batch, len(head_range), q_len), np.float32)
+    grid = (batch * len(head_range) * ceil(q_len, 128) * (128 // rows),)
     launch(
-        "forward", grid, from_head(query, own), key, value, from_head(out, own), lse, *mask.rows,
-        mask.q_blocks,
-        mask.q_order, scale, *sizes_of_rows(mask, query, key, own),
+        "forward", grid, from_head(query, head_range), key, value, from_head(out, head_range), lse,
+        *mask.rows, mask.q_blocks,
+        mask.q_order, scale, *sizes_of_rows(mask, query, key, head_range),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return out, lse
@@ -151,12 +151,12 @@ def forward(
 def backward(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
     dout: np.ndarray, dlse: np.ndarray | None, mask: Operands, scale: float,
-    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], own: range | None = None,
+    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], head_range: range | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """`own`: as in forward, of query, out, dout and dq; lse and dlse have those heads alone."""
+    """`head_range`: as in forward, for query, out, dout, dq; lse and dlse have only those heads."""
     batch, q_len, all_heads, qk_dim = query.shape
-    own = range(all_heads) if own is None else own
-    heads = len(own)
+    head_range = range(all_heads) if head_range is None else head_range
+    heads = len(head_range)
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
     delta = guarded((batch, heads, q_len), np.float32)
     dq, dk, dv = (
@@ -165,8 +165,8 @@ def backward(
         guarded(value.shape, value.dtype),
     )
     launch(
-        "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, own),
-        from_head(dout, own),
+        "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, head_range),
+        from_head(dout, head_range),
         lse if dlse is None else dlse, delta, mask.lo, mask.hi, int(dlse is not None), batch,
         mask.batch, q_len, heads,
         all_heads, V_DIM=v_dim, ROWS=32,
@@ -174,19 +174,19 @@ def backward(
     rows, keys = dkdv_tile
     launch(
         "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
-        from_head(query, own), key, value,
-        from_head(dout, own), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks,
+        from_head(query, head_range), key, value,
+        from_head(dout, head_range), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks,
         mask.kv_order, scale,
-        *sizes_of_rows(mask, query, key, own), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows,
+        *sizes_of_rows(mask, query, key, head_range), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows,
         BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
-        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), from_head(query, own),
-        key, value,
-        from_head(dout, own), lse, delta, from_head(dq, own), *mask.rows, mask.q_blocks,
-        mask.q_order, scale,
-        *sizes_of_rows(mask, query, key, own),
+        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),),
+        from_head(query, head_range), key, value,
+        from_head(dout, head_range), lse, delta, from_head(dq, head_range), *mask.rows,
+        mask.q_blocks, mask.q_order, scale,
+        *sizes_of_rows(mask, query, key, head_range),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return dq, dk, dv
@@ -198,10 +198,11 @@ def decode(
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
     v_parts: int = 1, shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
-    but no product is rounded; `v_parts`: how many tiles values are; `shares`: to deal out, 0:
-    `splits` of every sequence; `scales`: (rows, kv_heads), of keys and values in float8_e4m3fn, for
-    which a query is in 16 bits and `out` in float32."""
+    """`room`: the head dims that the kernel is compiled for. `exact`: 1 for float32 products, 0 for
+    TF32, None for exact products on the path of 16-bit operands. `v_parts`: the number of value
+    tiles. `shares`: the number of shares to deal out, or 0 for `splits` of every sequence.
+    `scales`: (rows, kv_heads), of keys and values in float8_e4m3fn; the query is then in 16 bits
+    and `out` in float32."""
     if exact is None:
         arithmetic = sys.modules["portable.arithmetic"]
         with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
@@ -247,8 +248,8 @@ def decode(
 def dealt_shares(
     kv_start: np.ndarray, kv_end: np.ndarray, kv_len: int, shares: int, splits: int, step: int
 ) -> np.ndarray:
-    """(places, 5): sequence, share, how many it has, first key and behind the last one; what a
-    program of `decode` works out."""
+    """(programs, 5): sequence, index of the share, the sequence's number of shares, first key and
+    end key, as a program of `decode` computes them."""
     batch, q_len = kv_start.shape
     found = guarded((shares + batch, 5), np.int32)
     sizes = (batch, q_len, kv_len, shares, splits)
@@ -257,9 +258,9 @@ def dealt_shares(
 
 
 class Extras:
-    """What the fallback kernels take in addition to the others: operands, then scalars.
+    """The additional arguments of the fallback kernels: operands, then scalars.
 
-    `block_mask`: bits, lists of the tiles of rows and of those of keys, sizes of a block."""
+    `block_mask`: bits, the lists of row tiles and of key tiles, and the block sizes."""
 
     def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0,
         scales: np.ndarray | None = None,
@@ -276,17 +277,17 @@ class Extras:
         )
         self.rows_map, self.keys_map = (bits, q_block_lists), (bits, kv_block_lists)
         self.map = (*(bits.shape[:2] if block_mask else (1, 0)), *blocks)
-        stand_in = mask.lo
+        placeholder = mask.lo
         self.batches = (
             0 if scales is None else len(scales),
             0 if slopes is None else len(slopes),
         )
-        given = (scales, slopes, *(places or (None, None)))
-        self.operands = tuple(stand_in if x is None else x for x in given)
+        arrays = (scales, slopes, *(places or (None, None)))
+        self.operands = tuple(placeholder if x is None else x for x in arrays)
 
 
 def fallback_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):
-    """From mask_mode on; `flags` come behind it."""
+    """The arguments from mask_mode on, with `flags` after it."""
     mask_mode, batch, mask_batch, *lengths = sizes(mask, query, key)
     dims = (query.shape[3], value.shape[3])
     return (mask_mode, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
@@ -296,7 +297,7 @@ def forward_fallback(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, extras: Extras,
     tile: tuple[int, int], dims: tuple[int, int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """`dims`: those that the kernel is compiled for."""
+    """`dims`: the head dims that the kernel is compiled for."""
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
@@ -316,7 +317,7 @@ def backward_fallback(
     dout: np.ndarray, dlse: np.ndarray, mask: Operands, extras: Extras,
     dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], dims: tuple[int, int],
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """dq, dk, dv and score_grads."""
+    """Returns dq, dk, dv and score_grads."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
     delta = guarded((batch, heads, q_len), np.float32)

@@ -1,7 +1,7 @@
-"""Run the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
+"""Runs the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
 
-The launch arithmetic here (grids, workspace, table sizes) is written
-from docs/internals/kernels.md, as the C++ launcher's is.
+The launch arithmetic here (grids, workspace, table sizes) follows docs/internals/kernels.md, as the
+C++ launcher does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paths import KERNEL_DIR
 
 
 def load_kernels() -> dict[str, Any]:
-    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own
-    included: set before its first import, and gone afterwards, so that it does not leak into a
-    build that a test starts."""
+    """The kernels, decorated for the interpreter. Triton reads TRITON_INTERPRET when it decorates a
+    function, including its own functions: the variable is set before Triton's first import and
+    restored afterwards, so that it does not leak into a build that a test starts."""
     assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,9 +33,8 @@ def load_kernels() -> dict[str, Any]:
         pytest.importorskip(
             "triton", reason="a build dependency; pip install 'packax[test]' brings it"
         )
-        importlib.import_module(
-            "triton.experimental.gluon"
-        )  # imported lazily otherwise, and asks for the variable too
+        # Otherwise imported lazily; it also reads the variable.
+        importlib.import_module("triton.experimental.gluon")
         modules = [
             importlib.import_module(m)
             for m in (
@@ -68,8 +67,9 @@ KERNELS = load_kernels()
 
 
 def _watch_pipelines() -> None:
-    """A compiled loop with stages loads what its next steps need where `begin` plus these steps
-    is below `end`, in int32: if the sum overflows, a loop of no steps reads far outside."""
+    """Check that loops do not overflow. A compiled loop with stages prefetches for its next steps
+    where `begin` plus these steps is below `end`, in int32: if that sum overflows, even a loop
+    without iterations reads far out of bounds."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang
 
@@ -93,8 +93,8 @@ _watch_pipelines()
 
 
 def _exact_products() -> None:
-    """Products in float64, rounded once: a float32 product of numpy's BLAS can be ten times less
-    exact than a GPU's, depending on the processor and the size."""
+    """Compute float32 products in float64 and round once: numpy's BLAS can be ten times less exact
+    than a GPU, depending on the processor and the size."""
     builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     plain = builder.create_dot
 
@@ -111,8 +111,8 @@ _exact_products()
 
 
 def _patch_once_a_launch() -> set[tuple[str, ...]]:
-    """Triton patches its language anew at every call of a device function, which takes most of the
-    time: once for each set of its modules that a function sees is enough. Returns those patched.
+    """Triton patches its language modules anew at every call of a device function, which takes most
+    of the time. Patch once for each set of modules that a function sees, and return these sets.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patched: set[tuple[str, ...]] = set()
@@ -139,7 +139,7 @@ _patched = _patch_once_a_launch()
 
 
 def _keep_numpy_dtypes() -> None:
-    """Triton makes a table of numpy's dtypes at every load: once for each dtype is enough."""
+    """Triton rebuilds a table of numpy dtypes at every load: cache its lookups."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     of_scalar = functools.cache(interpreter._get_np_dtype)
 
@@ -153,13 +153,13 @@ _keep_numpy_dtypes()
 
 
 def _work_less() -> None:
-    """What Triton does for every operation and no result depends on: whether sums of integers
-    overflow, which its debug mode alone would say, and lists and types of the same sizes anew."""
+    """Skip what Triton does in every operation without an effect on results: overflow checks of
+    integer sums, which only its debug mode reports, and new lists and types for equal sizes."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language, builder = interpreter.tl.core, interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     semantic = interpreter.TritonSemantic
-    made = type("made", (language.block_type,), {})  # by Triton's own function
+    made = type("made", (language.block_type,), {})  # keeps Triton's __init__
     broadcast, cast = semantic.broadcast_impl_value, semantic.cast
 
     @functools.cache
@@ -199,7 +199,7 @@ _work_less()
 
 
 class Tensor:
-    """The part of torch.Tensor that the interpreter asks for, over a numpy array."""
+    """The part of torch.Tensor that the interpreter uses, over a numpy array."""
 
     def __init__(self, array: np.ndarray):
         assert array.flags.c_contiguous
@@ -236,7 +236,7 @@ class Tensor:
 
 
 def launch(kernel: str, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-    """`args` are those that the kernel takes; the others of its function are None."""
+    """`args`: the arguments that the kernel takes. The function's other parameters are None."""
     _patched.clear()
     function = KERNELS[table.function(kernel, table.KERNELS.get(kernel, ""))]
     absent = table.absent_arguments(kernel)
@@ -252,7 +252,7 @@ def ceil(a: int, b: int) -> int:
 
 
 def guarded(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An output filled with what no kernel may leave behind."""
+    """An output filled with a value that no kernel may leave in it."""
     out = np.empty(shape, dtype)
     out.fill(np.nan if np.issubdtype(out.dtype, np.floating) else -77)
     return out
