@@ -2,8 +2,8 @@
 
     python .ci/check_words.py          from anywhere in the repository; lists them, exits 1
 
-Pages, and the docstrings and comments of Python files, are checked. Code blocks, text in backticks
-and the targets of links are not.
+Pages, comments and Python docstrings are checked. Code blocks, text in backticks and the targets of
+links are not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ PATTERNS = [
 NOT_PROSE = re.compile(r"^```.*?^```$|`[^`]*`|\]\([^)\s]*\)", re.MULTILINE | re.DOTALL)
 
 
-FOLDERS_OF_PYTHON = ("python/", "examples/", "benchmarks/", ".ci/")
-
-
 def checked(names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        page = name.endswith(".md") and not name.startswith("third_party/")
-        if page or (name.endswith(".py") and name.startswith(FOLDERS_OF_PYTHON)):
+        if name.endswith((".md", ".py", ".cc", ".h")) and not name.startswith("third_party/"):
             yield name
 
 
@@ -63,6 +59,17 @@ def prose_of_python(source: str) -> str:
     return "\n".join("".join(line).replace("#", " ") for line in prose)
 
 
+def prose_of_cpp(source: str) -> str:
+    """Comments on their lines. A string with two slashes counts as a comment."""
+    return "\n".join(line.partition("//")[2] for line in source.splitlines())
+
+
+def prose_of(name: str, text: str) -> str:
+    if name.endswith(".md"):
+        return text
+    return prose_of_python(text) if name.endswith(".py") else prose_of_cpp(text)
+
+
 def stumbles(text: str) -> list[tuple[int, str, str]]:
     """(line, words, what to write instead); a phrase on two lines is listed with the first."""
     prose = NOT_PROSE.sub(lambda found: re.sub(r"[^\n]", ".", found[0]), text)
@@ -74,8 +81,7 @@ def stumbles(text: str) -> list[tuple[int, str, str]]:
 def main() -> int:
     found = 0
     for name, text in tracked_texts(checked):
-        prose = prose_of_python(text) if name.endswith(".py") else text
-        for line, bad, good in stumbles(prose):
+        for line, bad, good in stumbles(prose_of(name, text)):
             print(f"{name}:{line}: {bad!r}; write: {good}")
             found += 1
     return 1 if found else 0

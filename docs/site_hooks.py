@@ -69,7 +69,7 @@ def _is_code(uri):
 
 
 def _linked(uri, target):
-    """The file that a link on a page names, wherever the page lies in the repository."""
+    """The file that a link on a page names, wherever the page is in the repository."""
     names = {page: name for name, page in ROOT_PAGES.items()}
     if uri in names:
         page = ROOT / names[uri]

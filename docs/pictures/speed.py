@@ -1,4 +1,4 @@
-"""Draws docs/pictures/speed.svg: attention beside its peers, from benchmarks/results.
+"""Draws docs/pictures/speed.svg: packax compared with its peers, from benchmarks/results.
 
 python docs/pictures/speed.py
 """

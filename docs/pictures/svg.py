@@ -82,5 +82,5 @@ class Picture:
         return "\n".join(lines) + "\n"
 
     def save(self, script: str) -> None:
-        """Beside the script, under its name."""
+        """Writes the picture to the script's folder, under the script's name."""
         Path(script).with_suffix(".svg").write_text(self.text())

@@ -120,7 +120,7 @@ class Device:
     def memory_stats(self):
         return self.stats.pop()
 
-    def run(self):  # 30 in use, a filler of 50, 20 planned and what the kernels take beside
+    def run(self):  # 30 in use, a filler of 50, 20 planned and scratch memory of the kernels
         self.stats.append({"peak_bytes_in_use": max(100, 30 + 50 + 20 + self.scratch)})
         return "done"
 

@@ -48,10 +48,10 @@ def write(variant, label):
     return {"kernel": variant.kernel, "dims": [variant.qk_dim, variant.v_dim], "file": variant.name,
             "assembler": variant.assembler, "label": label, "constants": constants}
 
-def built(*kernels, arch="90a", twins=True):
+def built(*kernels, arch="90a", portable=True):
     some = candidates.chosen(arch, kernels, [DIMS], ["12.9", "13.4"], [])
     rows = [write(v, v.label) for v in some]
-    if twins:
+    if portable:
         rows += [write(v, None) for v in table.variants((arch,), ("bf16",), (DIMS,))
                  if v.kernel not in table.SM90_TILES and "sm80" not in v.kernel
                  and not v.kernel.startswith("decode")

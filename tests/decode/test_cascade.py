@@ -95,7 +95,7 @@ def test_numbers_beyond_int32(large):
     out = packax.decode_shared_prefix(*tensors, prefixes, block_table=table)
     assert np.isnan(out[:2]).all()
     np.testing.assert_allclose(out[2:], wanted[2:], rtol=2e-5, atol=2e-6)
-    # Neither do lengths and page indices: results equal those of decode_attention.
+    # The same with lengths and page indices: results equal those of decode_attention.
     for n, name in ((0, "kv_lengths"), (1, "block_table")):
         arrays = [tensors[3], table]
         arrays[n] = arrays[n].astype(large.dtype)

@@ -18,9 +18,9 @@ def found(text):
 def test_a_word_is_found_and_named(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "page.md").write_text("# Page\n\nAfter this page you know it.\n")
-    (tmp_path / "test_it.py").write_text("# beside\n")
+    (tmp_path / "it.toml").write_text("# beside\n")
     (tmp_path / "not_added.md").write_text("beside\n")
-    subprocess.run(["git", "add", "page.md", "test_it.py"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "page.md", "it.toml"], cwd=tmp_path, check=True)
     run = [sys.executable, str(SCRIPT)]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -46,9 +46,9 @@ def test_code_and_link_targets_are_left_out():
     assert found(code + "beside\n") == [(6, "beside")]
 
 
-def test_pages_that_are_checked():
-    names = ["README.md", "a/b.md", "third_party/README.md", "a/b.py", "python/a.py"]
-    assert list(check_words.checked(names)) == ["README.md", "a/b.md", "python/a.py"]
+def test_files_that_are_checked():
+    names = ["README.md", "a/b.py", "third_party/README.md", "a/b.cc", "c.h", "pyproject.toml"]
+    assert list(check_words.checked(names)) == ["README.md", "a/b.py", "a/b.cc", "c.h"]
 
 
 def test_docstrings_and_comments_of_python():
@@ -62,3 +62,10 @@ def f(x):
 '''
     prose = check_words.prose_of_python(source)
     assert found(prose) == [(1, "beside"), (4, "attends nothing")]
+
+
+def test_comments_of_cpp():
+    source = "// Beside it.\nint beside = 1;  // likewise\n"
+    prose = check_words.prose_of("a.cc", source)
+    assert found(prose) == [(1, "Beside"), (2, "likewise")]
+    assert check_words.prose_of("a.md", source) == source

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 DIMS = (64, 128)
 KINDS = [(dtype, dim) for dim in DIMS for dtype in DTYPES]
 MASKS = {
-    "documents": lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend nothing
+    "documents": lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend to nothing
     "window": lambda: packax.sliding_window(90, 20) & packax.documents(THREE_ROWS),
     "full": lambda: packax.documents(np.zeros((1, 500), int)),  # keys on both sides: |i - j|
 }

@@ -60,14 +60,14 @@ def test_cases(name, dtype, dims, options):
     ],
 )
 def test_long_sequences_equal_xla_and_every_time(size, share, dims, garbage):
-    """Long lists with full and partial blocks, and garbage in rows that attend nothing; every run
-    gives the same bits.
+    """Long lists with full and partial blocks, and garbage in rows that attend to nothing. Every
+    run gives the same bits.
 
     The fallback kernels ignore NaNs in such rows. Those of Hopper ignore finite numbers
     (docs/guide/numerics.md)."""
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
-    chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend nothing
+    chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend to nothing
     expression = packax.causal() & packax.masks.block_sparse(chosen, size)
     mask = packax.create_attention_mask(expression, q_len=length, kv_len=length)
     rng = np.random.default_rng(0)

@@ -39,7 +39,7 @@ BACK = np.stack([packed(90, 40, 370), packed(500), packed(64, 436)])
 BACK[0, 300:], BACK[2, 400:] = BACK[0, 0], BACK[2, 0]  # ids reappear: segment-checked rows
 BACK[1, 460:] = packax.PADDING_SEGMENT_ID
 MASKS = (
-    lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend nothing
+    lambda: causal_documents(THREE_ROWS),  # with padding: some rows attend to nothing
     lambda: packax.sliding_window(90, 20) & packax.documents(THREE_ROWS),
     lambda: causal_documents(BACK, positions=np.stack([cases.positions_of(ids) for ids in BACK])),
 )

@@ -135,8 +135,8 @@ def weights(**options):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout(broadcast):
-    """Kept weights are divided by the keep rate, which is met; with broadcast_dropout all batch
-    rows and heads share the bits."""
+    """Kept weights are divided by the keep rate, and their share is close to it. With
+    broadcast_dropout, all batch rows and heads share the bits."""
     dropped, whole = weights(**DROPOUT, broadcast_dropout=broadcast)
     kept = np.asarray(dropped != 0)
     np.testing.assert_allclose(dropped, np.where(kept, whole / 0.75, 0), rtol=1e-5)

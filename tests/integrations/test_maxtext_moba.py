@@ -64,8 +64,9 @@ def test_dense_path_is_the_same_attention():
     ),
 )
 def test_moba_and_indexer_mask(case, implementation):
+    """With segment ids, cap and sinks. MoBA is causal with every type. Rows without a key give
+    0."""
     kind, size, moba, indexer = case
-    """With segment ids, cap and sinks. MoBA is causal with every type; rows without a key give 0."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)

@@ -251,7 +251,7 @@ def check_additive_masks(case, alone, tiles, dims, compiled, batch=1):
         del results.gradients["scale"]
     mask, added = mask_of(expression, q_len, kv_len), kernels.Added(bias)
     extras = interpreter.Extras(mask, float(arrays["scale"]), 0.0)
-    # The query of a row that attends nothing must not change a gradient.
+    # The query of a row that attends to nothing must not change a gradient.
     query = np.where(idle.swapaxes(1, 2)[..., None], np.float32(1e10), query)
     if alone:
         tiles = (64, 32), (64, 32), (32, 64), 64

@@ -43,7 +43,7 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
             *(np.repeat(x, q_len, 1) for x in (expression.lo, expression.hi))
         )
     block_mask = random_map(rng, shape, size, lengths, share)
-    block_mask[..., -1] = False  # no row attends the last keys
+    block_mask[..., -1] = False  # no row attends to the last keys
     expression &= packax.masks.block_sparse(block_mask, size)
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     attends = np.asarray(expression.as_array(q_len, kv_len))

@@ -312,7 +312,7 @@ def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: i
 
 @pytest.mark.parametrize("kernel", [SHORT, TALL])
 def test_a_missing_page_reads_no_other(kernel: dict[str, Any]) -> None:
-    """With NaN in all other pages, rows that attend no missing page keep their results."""
+    """With NaN in all other pages, rows without a missing page keep their results."""
     case = Case((24,), q_len=12, capacity=24, page_size=8, heads=8, kv_heads=2, dims=(8, 8))
     x = decoding.tensors(case)
     assert x.block_table is not None

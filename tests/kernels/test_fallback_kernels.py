@@ -51,7 +51,7 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
     query, key = draw(batch, q_len, heads, dims[0]), draw(batch, kv_len, kv_heads, dims[0])
     value, dout = draw(batch, kv_len, kv_heads, dims[1]), draw(batch, q_len, heads, dims[1])
     dlse = draw(batch, heads, q_len)
-    # Keys that no row attends and rows that attend nothing: their content must not matter.
+    # Keys that no row attends to, and rows that attend to nothing: their content must not matter.
     idle_keys = np.broadcast_to(~attends.any(1), key.shape[:2])
     idle_rows = np.broadcast_to(~attends.any(2), query.shape[:2])
     clean = [x.copy() for x in (query, key, value, dout)]

@@ -166,7 +166,7 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     dout = draw(q_len, heads, v_dim)
     dlse = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
     scale = 1.5 * qk_dim**-0.5
-    # Keys that no row attends and rows that attend nothing: their content must not matter.
+    # Keys that no row attends to, and rows that attend to nothing: their content must not matter.
     idle_keys, idle_rows = ~attends.any(1), ~attends.any(2)
     key[np.broadcast_to(idle_keys, key.shape[:2])] = 1e30
     value[np.broadcast_to(idle_keys, key.shape[:2])] = -1e30

@@ -82,7 +82,7 @@ def test_the_border_between_the_two():
 
 
 def test_a_score_does_not_depend_on_its_neighbours():
-    """The same bits in a warp of small scores and beside large ones, infinities and NaN. Otherwise
+    """The same bits in a warp of small scores and next to large ones, infinities and NaN. Otherwise
     padding and other documents would change a row's last bits."""
     rng = np.random.default_rng()
     near = rng.uniform(-0.5, 0.5, (LANES, 16)).astype(F32)

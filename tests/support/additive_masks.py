@@ -1,8 +1,8 @@
 """Biases that hide keys or rows as additive masks do (-inf, the lowest finite number, -1e9, ...),
 and a check of attention with such biases against float64.
 
-A row with only -inf attends nothing. A row with only one finite value is the softmax of the scores.
-The cotangents of rows that attend nothing are NaN here, since they must be ignored.
+A row with only -inf attends to nothing. A row with only one finite value is the softmax of the
+scores. The cotangents of rows that attend to nothing are NaN here, since they must be ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def biases(shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[str, jax.Array]
 
 
 def emptied(allowed: Any, bias: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(B, H, Sq): the rows that attend nothing."""
+    """(B, H, Sq): the rows that attend to nothing."""
     some = oracle.of_heads(allowed) & (np.asarray(bias, np.float32) != -np.inf)
     return np.broadcast_to(~some.any(-1), shape)
 

@@ -94,7 +94,7 @@ def _window():
 
 
 def _prefix():
-    # Positions max(i, 99): the first 100 tokens attend each other in both directions.
+    # Positions max(i, 99): the first 100 tokens attend to each other in both directions.
     return _causal_documents(ids_of((0, LENGTH)), positions=np.maximum(np.arange(LENGTH), 99))
 
 

@@ -110,7 +110,7 @@ def expression_of(kind: str, ids: np.ndarray = ROWS) -> Any:
 
 
 def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):
-    """out, lse and the gradients of query, key and value. lse is 0 for rows that attend nothing."""
+    """out, lse and the gradients of query, key and value. lse is 0 for rows without a key."""
 
     def attention(*tensors):
         return packax.flash_attention(

@@ -156,8 +156,8 @@ SCALES = ("none", "one", "heads", "rows")
 def in_fp8(case: Case, x: Tensors, kind: str, seed: int | None = None) -> Tensors:
     """Quantize the caches to float8_e4m3fn with a kind of scales from SCALES.
 
-    "rows" means one scale per sequence, or per page, and head. Keys that no row attends are NaN,
-    and so are scales that cover only such keys. Values range from subnormals to the largest finite.
+    "rows" means one scale per sequence, or per page, and head. Keys that no row attends to are NaN,
+    as are scales that cover only such keys. Values range from subnormals to the largest finite.
     """
     rng = np.random.default_rng(seed)
     idle = ~case.allowed().any(1)

@@ -169,7 +169,7 @@ def assert_identical(got: Any, expected: Any, what: str) -> None:
 
 
 def assert_agree(got: Results, expected: Results) -> None:
-    """Compare two kinds of kernels, with a much tighter bound than either has to meet."""
+    """Compare two kinds of kernels, with a much tighter bound than either has alone."""
     for name, a, b in zip(Results._fields, got, expected, strict=True):
         a, b = (np.asarray(y, np.float64) for y in (a, b))
         finite = np.isfinite(b)

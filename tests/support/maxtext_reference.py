@@ -58,7 +58,7 @@ def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
 
 
 def reference(q, k, v, allowed, cap=None, sinks=None):
-    """(out, largest logit of each head) with scale 1. A row that attends nothing gives 0."""
+    """(out, largest logit of each head) with scale 1. A row without a key gives 0."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
     logits = np.einsum("bihd,bjhd->bhij", q, k)

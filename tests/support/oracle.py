@@ -94,7 +94,7 @@ def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) 
     """Both the largest and the RMS error of every result are within `factor` of the yardstick's.
 
     The yardstick can be exact by luck: with one key, its dp - delta is 0. Rounding is still allowed
-    then: 16 float32 units of the largest value (for a log-sum-exp, 4 units of its own), and one
+    then: 16 float32 units of the largest value (for a log-sum-exp, 4 units of its value), and one
     unit of a smaller dtype.
     """
     failures = []

@@ -79,7 +79,7 @@ def _run(arrays, allowed, dout, dlse, places, soft_cap, factors):
 
 
 def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None, factors=None):
-    """Results in float64 and in the tensors' dtype. dlse counts as 0 in rows that attend nothing.
+    """Results in float64 and in the tensors' dtype. dlse counts as 0 in rows without a key.
 
     The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of a
     single number depends on luck: of two equally accurate ones, each has more than twice the

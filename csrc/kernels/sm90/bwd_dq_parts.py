@@ -311,7 +311,7 @@ def consume_gradients(args, config: gl.constexpr):
                 warp_arrive(shared.v_empty.index(0))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(shared.v_empty.index(1))
-    # dQ overwrites the first half of the cotangents, in chunks of its own size
+    # dQ overwrites the first half of the cotangents, in chunks of a different size
     dq_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_CHUNK], dtype)
     dq_tiles = shared.do_s.reinterpret(dtype, [CHUNKS, ROWS, QK_CHUNK], dq_tile)
     store_part(1, dq_sum, dq_tiles, args, config)

@@ -88,7 +88,7 @@ class Problem:
             self.bias = self.random_bias((self.batch, heads))
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
-        # Keys that no row attends and rows that attend nothing: their content must not matter.
+        # The content of keys that no row attends to, and of rows without a key, must not matter.
         self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
         idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
         self.query[idle], self.dout[idle] = 1e30, 1e30
