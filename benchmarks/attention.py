@@ -1,31 +1,30 @@
-"""packax compared with its peers on the cases of lib/cases.py, taking turns: TFLOP/s and ratios.
+"""Times packax and its peers in turns on the cases of lib/cases.py: TFLOP/s and ratios.
 
     python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3,deterministic]
         [--fa4 dist/fa4.tar.xz | --fa2 [8.0|8.6]] [--before WHEEL] [--rounds 7] [--power]
         [--out DIR]
 
-Every output and gradient is first compared with one float32 reference; a wrong one is not timed and
-makes the program exit 1. In every round each implementation runs a burst of about 120 ms, in
-another order every round (lib/turns.py); ratios are of medians. FLOPs are those of attended pairs:
-4 * H * D per pair forward, 2.5 times that backward (192/128: as performance.md says). The backward
-is timed separately (the pullback, residuals in memory). Cases of the group `short` run LOOP times
-inside one jitted call.
+Every output and gradient is first compared with one float32 reference. Wrong implementations are
+not timed, and the exit status is 1. In each round every implementation runs a burst of about
+120 ms, in a different order per round (lib/turns.py); ratios are of medians. FLOPs count attended
+pairs: 4 * H * D per pair in the forward pass, 2.5 times that in the backward pass (for head dims
+192/128 see performance.md). The backward pass is timed separately (the pullback, with residuals in
+memory). Cases of the group `short` run LOOP times in one jitted call.
 
---peers: cuDNN; FA3 from flash-attn3-jax; `jla` and `jla_ranged` from jax-linear-attention, with its
-two backward passes; `deterministic`, packax with deterministic=True, whose second run must have the
-same bits; `fallback`, packax without padded head dims. --fa4 and --fa2 time FlashAttention-4, and
-torch's FlashAttention-2, in another process, on the same arrays; --fa2 is for builds of kernels for
-other GPUs (docs/internals/proxy.md). With 8.0 or 8.6, it has the tiles and the shared memory of
-such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before: another wheel of packax, or
-a folder that has packax/, in another process. --power: bursts of two seconds (--round-ms), with the
+--peers: cuDNN; FA3 from flash-attn3-jax; `jla` and `jla_ranged` from jax-linear-attention, one for
+each of its backward passes; `deterministic`, packax with deterministic=True, whose second run must
+be bit-identical; `fallback`, packax without padded head dims. --fa4 and --fa2 time FlashAttention-4
+and torch's FlashAttention-2 in another process on the same arrays. --fa2 is for builds of kernels
+for other GPUs (docs/internals/proxy.md): with 8.0 or 8.6, it uses the tiles and the shared memory
+of such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before: another wheel of packax,
+or a folder with packax/, in another process. --power: bursts of two seconds (--round-ms), with the
 GPU's power and clock for each time (lib/power.py).
 
-For FA4 the machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages
-einops, cuda-bindings, protobuf and typing-extensions. The others come in the archives that `bash
-benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes on a machine with a package registry. FA4
-compiles its kernels at first use. Writes attention.json (or short.json, versus_fa4.json,
-versus_fa2.json, versus_before.json) and a chart into --out (default: $OUT, else
-benchmarks/results).
+FA4 needs torch 2.11 for CUDA 13 and the Python packages einops, cuda-bindings, protobuf and
+typing-extensions. Its other packages come in an archive that `bash benchmarks/compare/pack_fa4.sh`
+(for FA3 pack_fa3.sh) makes on a machine with access to a package registry. FA4 compiles its kernels
+at first use. Writes attention.json (or short.json, versus_fa4.json, versus_fa2.json,
+versus_before.json) and a chart into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ SMALLER = {"8.0": PROXIES["80@90"], "8.6": PROXIES["86@90"]}  # --fa2
 
 
 def fa2_environment(capability: str, stack: contextlib.ExitStack) -> dict[str, str]:
-    """This process's environment for torch, as on a GPU of that compute capability."""
+    """The environment for torch, which makes it see a GPU of that compute capability."""
     environment = os.environ | {"PYTHONPATH": ""}
     if capability not in SMALLER:
         return environment
@@ -74,7 +73,7 @@ def fa2_environment(capability: str, stack: contextlib.ExitStack) -> dict[str, s
 
 
 def wheel_environment(before: Path, stack: contextlib.ExitStack) -> dict[str, str]:
-    """This process's environment with another packax first on its path."""
+    """The environment with another packax first on PYTHONPATH."""
     if before.is_file():
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         with zipfile.ZipFile(before) as wheel:
@@ -93,7 +92,7 @@ def prepare(
     peers: Sequence[str],
     torch_peer: str,
 ) -> dict[str, Any]:
-    """Rows of the report without times: errors, what failed, launches per burst."""
+    """The rows of the report without times: errors, failures, launches per burst."""
     ask = {"do": "prepare", "case": dataclasses.asdict(case), "round_ms": round_ms}
     with folders() as (inputs, results):
         found = workers["jax"].ask(**ask, folder=str(inputs), peers=peers if case.peers else ())
@@ -108,7 +107,7 @@ def prepare(
             except Failed as error:
                 row = not_run(error)
             rows[torch_peer] = row | ({"launches": {}} if row["wrong"] else {})
-        if "before" in workers:  # the same inputs, drawn there, and its own reference
+        if "before" in workers:  # it draws the same inputs and computes its own reference
             try:
                 row = workers["before"].ask(**ask, folder=str(inputs), peers=[])
                 rows["before"] = row["implementations"]["packax"]
@@ -140,8 +139,8 @@ def run_case(
 
 
 def bandwidths(results: dict[str, Any], cases: Sequence[Case]) -> str:
-    """Time per attended pair of a head, and bandwidth over the least bytes to move: both show
-    cliffs."""
+    """A table of time per attended pair and head, and of bandwidth by the minimum of bytes to move.
+    Both reveal performance cliffs."""
     lines = [f"{'case':<26}{'pass':<5}{'ps/pair':>9}{'GB/s':>7}"]
     for case in cases:
         for what, cell in results[case.name].get("packax", {}).get("times", {}).items():

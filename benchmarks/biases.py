@@ -1,15 +1,14 @@
-"""Biases with gradients and dropout: packax compared with jax.nn in XLA and cuDNN, and with itself
-without them.
+"""Times biases with their gradients, and dropout, in packax and in jax.nn with XLA and cuDNN.
 
     python benchmarks/biases.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
 
-Cases: lib/bias_cases.py. Every output and gradient, including the bias's, is compared with a
-float32 reference before anything is timed; a wrong one is not timed and makes the program exit 1.
-The peers' dropout drops different elements, so only the mean of their output is compared. FLOPs are
-those of attention without the bias, 4 * H * D per attended pair forward, 2.5 times that backward;
-the gradient of a bias is not counted. `plain` is packax without bias and dropout, on the kernels
-for such calls. The backward is timed separately. Ratios are over packax's time. Writes biases.json
-into --out (default: $OUT, else benchmarks/results).
+Cases: lib/bias_cases.py. Every output and gradient, including the bias's, is first compared with a
+float32 reference. Wrong implementations are not timed, and the exit status is 1. Peers drop
+different elements, so of their outputs with dropout only the mean is compared. FLOPs are those of
+attention without a bias: 4 * H * D per attended pair in the forward pass, 2.5 times that in the
+backward pass. `plain` is packax without bias and dropout, on its usual kernels. The backward pass
+is timed separately. Ratios are relative to packax's time. Writes biases.json into --out (default:
+$OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import sys
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
-# jax 0.11.2 ends the process if cuDNN's attention with dropout becomes part of a CUDA graph
-# ("Check failed: local_device_ordinal.has_value()"), so all run without graphs.
+# jax 0.11.2 aborts the process if cuDNN's attention with dropout is captured in a CUDA graph
+# ("Check failed: local_device_ordinal.has_value()"), so CUDA graphs are disabled for all.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 ).strip()
@@ -48,7 +47,7 @@ ORDER = ("packax", "plain", "xla", "cudnn")
 def checked(
     name: str, function: Function, case: BiasCase, inputs: Any, operand: Any, reference: Reference
 ) -> dict[str, Any]:
-    """The row of `usable`: a bias is differentiated, too."""
+    """The row of `usable`, with the bias among the differentiated operands."""
     *tensors, dout = inputs
     more = () if operand is None else (operand,)
 

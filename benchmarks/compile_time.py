@@ -1,10 +1,10 @@
-"""Time to compile a scan over layers, forward and gradient, on a mesh: packax and jax.nn.
+"""Times compilation of the gradients of a scan over layers on a mesh, for packax and jax.nn.
 
     python benchmarks/compile_time.py            # eight fake CPU devices, no GPU needed
 
-Plain jit, batch over data and heads over tensor. Times are CPU time of the process over all
-threads. Rounds take turns, the table has the median of each, and the ratio is the median of the
-rounds' ratios: other work on the machine changes single rounds by a tenth.
+Plain jit, with the batch sharded over data and heads over tensor. Times are CPU time of all threads
+of the process. Both take turns in every round. The table has medians, and the ratio is the median
+of the rounds' ratios, because other work on the machine changes single rounds by a tenth.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def loss(weights, x, ids, attention_of):
 
 
 def seconds(attention_of, layers: int, mesh) -> dict[str, float]:
-    """Seconds to trace and lower, and to compile."""
+    """CPU seconds to trace and lower, and to compile."""
     jax.clear_caches()
 
     def shape(*sizes, spec, dtype=jnp.float32):
@@ -78,7 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     ways = {"jax.nn": with_jax_nn, "packax": with_packax}
-    for way in ways.values():  # for what a process does once: imports, XLA's first compilation
+    for way in ways.values():  # warm-up: imports, XLA's first compilation
         seconds(way, 1, mesh)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):

@@ -1,25 +1,25 @@
-"""Context parallelism on the GPUs of a host, and the same kernel on one GPU with as much work.
+"""Times context parallelism on the GPUs of a host, and one rank's work on one GPU.
 
     python benchmarks/context.py [--devices 4] [--rounds 5] [--documents 12] [--quick] [--out DIR]
     python benchmarks/context.py --cases all [--devices 8] [...]
 
-12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices. More
-documents mean fewer pairs for the same bytes, as more GPUs do. "One GPU" is one rank's share: its
-query rows of the balanced plan with all keys, already gathered. "slowest" is every rank's share on
-its GPU at the same time, without communication, by the slowest GPU: no way of moving data can be
-faster. TFLOP/s are those of attended pairs, per GPU; the backward is timed separately.
-"kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys are gathered at
-once and kept for the backward, and their gradients are all-reduced in float32. Memory is XLA's plan
-for forward and backward in one program, per GPU, without arguments; "fetched" are the keys and
-values of other ranks that a rank gathers in one pass (the backward also returns as much). Every
-output and gradient is compared with one GPU's before it is timed; a wrong one is not timed and
-makes the program exit 1.
+12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, with the row sharded over all
+devices. More documents give fewer pairs for the same bytes, as more GPUs do. "One GPU" is one
+rank's share: its query rows of the balanced plan with all keys, already gathered. "slowest" runs
+every rank's share on its GPU at the same time, without communication, and reports the slowest GPU:
+a lower bound for every scheme. TFLOP/s count attended pairs, per GPU; the backward pass is timed
+separately. "kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys are
+gathered at once and kept for the backward pass, and their gradients are all-reduced in float32.
+Memory is XLA's plan per GPU for forward and backward in one program, without arguments. "fetched"
+are the keys and values that a rank gathers from other ranks in one pass (the backward pass also
+returns as much). Every output and gradient is first compared with one GPU's. Wrong results are not
+timed, and the exit status is 1.
 --cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
 log-normal distribution with mean 500, 2000 or 8000, and windows of 128 to 4096 keys ("all", or
-names such as "mean2000_128k" or "window512_128k"). If all have windows, they are also timed with
-the balanced plan of a model's layers without a window.
-Writes context.json (with another number of documents, that is in the name; with --cases
-context_cases.json) into --out (default: $OUT, else benchmarks/results); the table is printed last.
+names such as "mean2000_128k" or "window512_128k"). If all cases have windows, they are also timed
+with the balanced plan for a model's layers without a window.
+Writes context.json (with a suffix for another number of documents; with --cases context_cases.json)
+into --out (default: $OUT, else benchmarks/results); the table is printed last.
 To try the program on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick.
 """
 
@@ -67,9 +67,10 @@ def plan_of(case: Case, name: str | None, ranks: int) -> packax.context.ContextP
 
 
 class Distributed:
-    """One scheme on a mesh: passes of inputs in its order, results back in the row's order.
+    """One scheme on a mesh. Inputs are permuted by its plan, and results restored.
 
-    Inputs are on the host. A pass holds only what it needs, several gigabytes for 512k tokens.
+    Inputs are on the host. A pass keeps only its operands on the devices, which are several
+    gigabytes for 512k tokens.
     """
 
     def __init__(self, case: Case, scheme: Scheme, mesh: Any) -> None:
@@ -107,7 +108,7 @@ class Distributed:
         return x if self.plan is None else self.plan.unpermute(x)
 
     def passes(self, what: str, inputs: Arrays) -> Callable[[], Any]:
-        """Forward, or the backward alone."""
+        """The forward pass, or the backward pass without the forward."""
         query_key_value = self.placed(inputs[:3])
         if what == "fwd":
             return functools.partial(self._forward, *query_key_value, self.mask)
@@ -115,7 +116,7 @@ class Distributed:
         return functools.partial(self._backward, pullback, *self.placed(inputs[3:]))
 
     def fetched(self, inputs: Arrays) -> float:
-        """MiB of keys and values."""
+        """The MiB of keys and values that a rank fetches."""
         _, key, value, _ = inputs
         ranks = self.sharding.mesh.size
         rows = key.shape[1] // ranks * (ranks - 1) if self.all_keys else self.mask.fetched
@@ -131,7 +132,7 @@ class Distributed:
 
 
 class Share:
-    """A rank's rows of the balanced plan against all keys, on its GPU."""
+    """The attention of one rank's rows of the balanced plan to all keys, on its GPU."""
 
     def __init__(self, case: Case, ranks: int, rank: int) -> None:
         plan = plan_of(case, "balanced", ranks)
@@ -152,7 +153,7 @@ class Share:
 
 
 def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
-    """The gather of keys and values, and the reduce-scatter of their gradients, alone."""
+    """Only the gather of keys and values, and only the reduce-scatter of their gradients."""
 
     def mapped(function: Callable[..., Any], in_specs: P, out_specs: P) -> Callable[..., Any]:
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
@@ -172,8 +173,8 @@ def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Output and gradients of one GPU, copied to the host; benchmarks/attention.py compares them
-    with float32."""
+    """Output and gradients computed on one GPU, copied to the host. benchmarks/attention.py
+    compares these with float32."""
     mask = packax.create_attention_mask(expression_of(case))
 
     @jax.jit
@@ -188,7 +189,7 @@ def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
 def checked(
     scheme: Scheme, run: Distributed, inputs: Arrays, reference: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """{"errors", "memory", "fetched", "wrong"}."""
+    """The results' errors, memory and fetched keys, as a row of the report."""
     errors = {}
     for what, names in (("fwd", ("out",)), ("bwd", ("dq", "dk", "dv"))):
         results = run.passes(what, inputs)()
@@ -207,7 +208,7 @@ def checked(
 
 
 def timed(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    if jax.default_backend() != "gpu":  # fake devices wait for each other: one program at a time
+    if jax.default_backend() != "gpu":  # fake CPU devices must run one program at a time
         functions = {
             name: lambda function=function: jax.block_until_ready(function())
             for name, function in functions.items()
@@ -224,7 +225,7 @@ def run_case(case: Case, schemes: tuple[Scheme, ...], mesh: Any, rounds: int) ->
     for scheme in schemes:
         run = Distributed(case, scheme, mesh)
         row = checked(scheme, run, inputs, reference)
-        if not row["wrong"]:  # wrong ones are not timed
+        if not row["wrong"]:
             runs[scheme.name] = run
         report["schemes"][scheme.name] = row | {"times": {}}
     del reference
@@ -242,7 +243,7 @@ def run_case(case: Case, schemes: tuple[Scheme, ...], mesh: Any, rounds: int) ->
         for name, took in timed(candidates, rounds).items():
             row = report["schemes"].get(name) or report[name]
             row["times"][what] = as_row(took, flops / count * row.get("area_of_mean", 1))
-        del candidates, of_ranks  # the other pass needs the memory
+        del candidates, of_ranks  # frees memory for the other pass
     report["collectives"] = {
         name: as_row(took) for name, took in timed(collectives(mesh, case), rounds).items()
     }
@@ -282,9 +283,9 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...
     if arguments.documents != BOARD.documents and not arguments.quick:
         cases = [dataclasses.replace(BOARD, documents=arguments.documents)]
     if arguments.cases:
-        there = QUICK_CASES if arguments.quick else CASES
+        known = QUICK_CASES if arguments.quick else CASES
         named = None if arguments.cases == "all" else arguments.cases
-        cases = picked(there, named, lambda case: "")
+        cases = picked(known, named, lambda case: "")
         schemes = OF_WINDOWS if all(case.window for case in cases) else PLANS
     return cases, tuple(scheme for scheme in schemes if arguments.only in scheme.name)
 

@@ -1,28 +1,29 @@
-"""What plans of context parallelism should cost on GPUs, by the model below; needs no GPU.
+"""Predicts the cost of context-parallel plans on GPUs by the model below; needs no GPU.
 
     python benchmarks/context_model.py [--packings 100] [--lengths 131072] [--out DIR]
     python benchmarks/context_model.py --windows [--out DIR]
 
-The model, for 32/8 heads of 128 in bfloat16 on H200s: attention at 640 TFLOP/s forward and 560
-backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s for keys gathered inside
-a host, 50 GB/s per GPU for those from other hosts; 4.8 TB/s to order gathered keys. Gathers and
-reduce-scatters run one at a time, by the program's groups of heads. With "local", private rows are
-attended while shared keys are in flight: in the forward before the shared rows, in the backward
-half of the heads before and half after them (packax attends to all of them before, if few keys are
-fetched). Beyond one host of eight GPUs "local" has two levels: what all hosts share crosses hosts
-once per GPU, and is then gathered inside; the other plans gather in one step, in which each GPU
-separately fetches what other hosts have. Efficiency is the time of the mean rank's attention
-without communication over that of the slowest rank with all of this.
+The model is for 32/8 heads of 128 in bfloat16 on H200s. Attention runs at 640 TFLOP/s in the
+forward and 560 in the backward pass, scaled by the number of tiles that the kernels visit with a
+plan. Keys are gathered at 330 GB/s inside a host, and at 50 GB/s per GPU from other hosts; gathered
+keys are reordered at 4.8 TB/s. Gathers and reduce-scatters run one at a time, in the program's
+groups of heads. With "local", private rows are computed while shared keys are in flight: in the
+forward pass before the shared rows, in the backward pass half of the heads before and half after
+them (packax computes all of them before, if few keys are fetched). Beyond one host of eight GPUs,
+"local" has two levels: keys that all hosts share cross hosts once per GPU and are then gathered
+inside the host. The other plans gather in one step, in which each GPU separately fetches the keys
+of other hosts. Efficiency is the mean rank's time for attention without communication, divided by
+the slowest rank's time with all of this.
 
-First it checks itself against measured times (docs/performance.md), within 10 %. Then, for rows of
-lognormal lengths (sigma 1.2) and of the standard library's sources, it lists the area of the most
-loaded rank, the shared fraction of a rank's rows, and efficiency, without a plan, with zigzag,
-balanced and local, and beyond one host also with local plans of one level. Writes
-context_model.json into --out (default: $OUT, else benchmarks/results).
+The program first checks the model against measured times (docs/performance.md), within 10 %. Then,
+for rows with lognormal lengths (sigma 1.2) and rows of the standard library's sources, it lists the
+area of the most loaded rank, the shared fraction of a rank's rows, and the efficiency: without a
+plan, with zigzag, balanced and local, and beyond one host also with local plans of one level.
+Writes context_model.json into --out (default: $OUT, else benchmarks/results).
 
---windows: one document under windows of 128 to 4096 keys, on 4 to 64 ranks, by plan: with halos, as
-packax moves them, and with all keys gathered. Rows that need halos are attended behind the others,
-and their keys are copied once. The latency of a collective is left out. Writes
+--windows: one document with windows of 128 to 4096 keys on 4 to 64 ranks, for each plan: with
+halos, as packax fetches them, and with all keys gathered. Rows that need halos are computed after
+the others, and their keys are copied once. The latency of collectives is ignored. Writes
 context_windows.json.
 """
 
@@ -42,8 +43,8 @@ from lib.output import arguments_of, write_json
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RATE = {"fwd": 640e12, "bwd": 560e12}
-FLOPS = {"fwd": 4 * HEADS * DIM, "bwd": 10 * HEADS * DIM}  # of an attended pair
-ROW = 2 * KV_HEADS * DIM * 2  # bytes of keys and values
+FLOPS = {"fwd": 4 * HEADS * DIM, "bwd": 10 * HEADS * DIM}  # per attended pair
+ROW = 2 * KV_HEADS * DIM * 2  # bytes of keys and values per token
 INSIDE, BETWEEN, MEMORY, HOST = 330e9, 50e9, 4.8e12, 8
 PLANS = ("none", "zigzag", "balanced", "local")
 RANKS = (4, 8, 16, 32, 64)
@@ -56,8 +57,8 @@ MEASURED = (  # documents, ranks, milliseconds: benchmarks/results/context_paral
 def work(
     lo: np.ndarray, hi: np.ndarray, plan: packax.context.ContextPlan | None, ranks: int
 ) -> Any:
-    """(ranks,) attended pairs; and (ranks,) pairs in the tiles visited of each part: private rows,
-    then those shared by the fewest ranks."""
+    """The attended pairs, (ranks,), and for each part the pairs in visited tiles, (ranks,): first
+    private rows, then shared parts, those of the fewest ranks first."""
     length = len(lo)
     own = length // ranks
     order = np.arange(length) if plan is None else plan.index()[0]
@@ -94,8 +95,8 @@ def work(
 
 
 def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
-    """The index of each key in a shared part: in order, documents ending at a tile if possible
-    (packax/_src/masks/local_mask.py); -1: not in it."""
+    """The index of each key in a shared part, or -1: in order, with documents that end at the end
+    of a tile if there is room (packax/_src/masks/local_mask.py)."""
     keys = np.sort(keys)
     begins = np.flatnonzero(np.diff(lo[keys], prepend=-1))
     gaps = np.cumsum(-np.diff(begins, append=len(keys)) % TILE)
@@ -108,13 +109,13 @@ def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
 def travel(
     plan: packax.context.ContextPlan | None, length: int, ranks: int
 ) -> list[tuple[int, float]]:
-    """For each shared part, those of the fewest ranks first: keys, and seconds to gather them."""
+    """For each shared part, those of the fewest ranks first: its keys and seconds to gather."""
     if plan is None or len(plan.levels) < 2:
         parts = ((1, length // ranks),) if plan is None else plan.parts or ((1, length // ranks),)
         found = []
         for _, rows in parts:
             seconds = ranks * rows * ROW / INSIDE
-            if ranks > HOST:  # in one step: each GPU separately fetches what other hosts have
+            if ranks > HOST:  # one step, in which each GPU fetches all keys of other hosts
                 seconds = max(seconds, (ranks - HOST) * rows * ROW / BETWEEN)
             found.append((ranks * rows, seconds))
         return found
@@ -132,7 +133,7 @@ def travel(
 
 
 def groups(ranks: int, what: str, one: bool) -> tuple[float, ...]:
-    """The fractions of heads that are gathered together, as in core/sharding.py."""
+    """The fractions of heads per group of gathers, as in core/sharding.py."""
     if one or ranks == 2:
         return (1.0,)
     return (1 / 8, 3 / 8, 1 / 2) if what == "fwd" else (1 / 4, 1 / 2, 1 / 4)
@@ -151,7 +152,7 @@ def seconds(
             wired += part * wire
             clock = max(clock, wired) + part * work_
             ready.append((clock, part * wire))
-        copies += 2 * keys * ROW / MEMORY  # read and written, of what came
+        copies += 2 * keys * ROW / MEMORY  # gathered keys are read and written
     if what == "bwd" and shared:
         for done, wire in ready:
             wired = max(wired, done) + wire
@@ -167,11 +168,13 @@ def efficiency(
     among: list[int],
     one: list[bool],
 ) -> dict[str, float]:
-    """Of each pass, and the milliseconds of its slowest rank; `in_order`: the pairs in the tiles
-    visited without a plan."""
+    """The efficiency of each pass, and the milliseconds of its slowest rank.
+
+    in_order: the pairs in visited tiles without a plan.
+    """
     found = {}
     for what, rate in RATE.items():
-        speed = rate / FLOPS[what] / (area.sum() / in_order)  # of pairs in visited tiles a second
+        speed = rate / FLOPS[what] / (area.sum() / in_order)  # pairs of visited tiles per second
         slowest = max(
             seconds(what, [x[rank] / speed for x in works], sent, among, one)
             for rank in range(len(area))
@@ -208,7 +211,7 @@ def predict(
 
 
 def of_window(length: int, window: int, ranks: int, kind: str, halos: bool) -> dict[str, float]:
-    """Efficiency of one document, and MiB that a rank fetches."""
+    """The efficiency for one document with a window, and the MiB that a rank fetches."""
     plan = planned([length], length, (ranks,), kind)
     assert plan is not None
     hi = np.arange(length) + 1
@@ -227,7 +230,7 @@ def of_window(length: int, window: int, ranks: int, kind: str, halos: bool) -> d
 
 
 def windows(path: Path) -> None:
-    """The table of all."""
+    """Prints the table of --windows and writes it to `path`."""
     rows = []
     sizes = (131072, 524288), (128, 512, 1024, 4096), (4, 8, 16, 32, 64)
     for length, window, ranks in itertools.product(*sizes):
@@ -249,7 +252,7 @@ def windows(path: Path) -> None:
 
 
 def check() -> tuple[dict[str, Any], bool]:
-    """Measured times and the model's."""
+    """Compares the model with measured times: rows, and whether all are within 10 %."""
     rows, good = {}, True
     for name, documents, ranks, measured in MEASURED:
         found = predict(document_lengths(131072, documents), 131072, ranks, "balanced")

@@ -3,15 +3,15 @@
     python benchmarks/context_plans.py [--packings 100] [--out DIR]
     python benchmarks/context_plans.py --cost [--ranks 8]
 
-Rows are packed from the sources of this Python's standard library, one document per file, in random
-order, each into the fullest row that still has room; and from the lengths of the board's case with
-12 documents. For each plan: attended pairs of the most loaded rank over the mean ("area"), the same
-for the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
-"tiles").
+Rows are packed from the sources of this Python's standard library (one document per file, in random
+order, each in the fullest row that still has room), and from 12 documents, as in the board's cases.
+For each plan it lists the attended pairs of the most loaded rank relative to the mean ("area"), and
+the same for the pairs that kernels visit: whole blocks of 128 keys between the first and the last
+key of a tile of rows ("tiles").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
 
---cost prints the host time of a plan of kind "local": for ten rows of 128k tokens and about 1000
-documents with lognormal lengths, the fastest of seven runs each; their median, and the slowest.
+--cost prints the host time of making a "local" plan: the median and the slowest of ten rows with
+128k tokens and about 1000 documents of lognormal lengths, each the fastest of seven runs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from packax.demo.data import standard_library
 TILE = 128
 LENGTHS = (32768, 131072)
 RANKS = (4, 8, 16)
-SWEEP = (128, 256, 512, 1024, 2048)  # chunks, at the longer length
+SWEEP = (128, 256, 512, 1024, 2048)  # chunk sizes, for the longer rows
 
 
 def library_rows(length: int, count: int) -> list[list[int]]:
-    """Document lengths of `count` rows, at most ten of one packing."""
+    """The document lengths of `count` rows, at most ten from each packing."""
     sizes = [len(text) + 1 for text in standard_library()]
     pieces: list[int] = []
     for size in sizes:
@@ -54,7 +54,7 @@ def library_rows(length: int, count: int) -> list[list[int]]:
 
 
 def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best fit: the indices of `lengths` by row, each in the fullest row that has room."""
+    """Best-fit packing: the indices of `lengths` in each row."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, row), sorted
     for index, length in enumerate(lengths):
@@ -71,7 +71,7 @@ def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def ranges(lengths: list[int], total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row ranges of causal documents; padding is empty."""
+    """The row ranges of causal documents; those of padding are empty."""
     lo, hi = np.zeros((2, total), np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     for start, end in itertools.pairwise(starts):
@@ -80,7 +80,7 @@ def ranges(lengths: list[int], total: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visited(lo: np.ndarray, hi: np.ndarray) -> float:
-    """Pairs in whole blocks of 128 keys of the hulls of tiles of 128 rows."""
+    """The pairs in the key blocks that kernels visit, for tiles of 128 rows and 128 keys."""
     missing = -len(lo) % TILE
     lo = np.where(lo < hi, lo, 2**40)
     if missing:
@@ -91,7 +91,7 @@ def visited(lo: np.ndarray, hi: np.ndarray) -> float:
 
 
 def expression_of(sizes: list[int], length: int) -> Any:
-    """Causal in documents of these sizes; the rest of the row is padding."""
+    """The causal mask of documents of these sizes; the rest of the row is padding."""
     ids = np.full(length, packax.PADDING_SEGMENT_ID, np.int32)
     ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
     return packax.causal() & packax.documents(ids)
@@ -132,7 +132,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def cost(ranks: int, length: int = 131072, documents: int = 1000) -> list[float]:
-    """Milliseconds for each row."""
+    """The milliseconds to make a "local" plan for each row."""
     times = []
     for seed in range(10):
         sizes = lognormal_lengths(length, length // documents, seed)
@@ -147,7 +147,7 @@ def cost(ranks: int, length: int = 131072, documents: int = 1000) -> list[float]
 
 
 def picture(loads: dict[str, list[list[float]]], title: str, path: Path) -> None:
-    """Load per rank: one line per packing, the most loaded ranks first, and the worst packing."""
+    """Plots the load of each rank, most loaded first: one line per packing, and their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -195,13 +195,13 @@ def main() -> int:
     print(f"{'':<44}" + "".join(f"{x:>9}" for x in ("area", "worst", "tiles", "worst")))
 
     def add(kind: str, name: str, rows: list[list[int]], *plan: Any) -> list[list[float]]:
-        """Measures, prints and reports the rows with one plan; the loads of their ranks."""
+        """Measures, prints and reports the rows with one plan. Returns the loads of ranks."""
         results = [measure(row, *plan) for row in rows]
         found = report[kind][name] = summary(results)
         print(f"{name:<44}" + "".join(f"{x:>9.3f}" for x in found.values()), flush=True)
         return [row["loads"] for row in results]
 
-    loads: dict[str, list[list[float]]] = {}  # of the last, the library on 16 ranks
+    loads: dict[str, list[list[float]]] = {}  # by kind, of the last source: library, 16 ranks
     for total in LENGTHS:
         library = library_rows(total, count)
         sources = {

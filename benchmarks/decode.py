@@ -1,15 +1,15 @@
-"""Decoding, compared with cuDNN and with the memory bandwidth of a copy on the same card.
+"""Times decoding in packax and cuDNN, and compares it with the bandwidth of a copy on the same GPU.
 
     python benchmarks/decode.py [--out DIR] [--cases 1x128k ...] [--dtype bfloat16] [--rounds 11]
 
-Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in
-float32 before anything is timed; a wrong one is not timed, and the run fails. A pass runs LOOP
-times inside one jitted call, because a dispatch can take longer than a pass. cuDNN is
-jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages. If it cannot run a case,
-the reason is listed. The same cache in float8_e4m3fn, with a scale of each page or sequence, is
-compared with XLA over the same bytes. All implementations of a case take turns in one process.
-Prints a table and writes decode.json into --out (default: $OUT, else benchmarks/results). Products
-of float32 are TF32, or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
+Bytes count attended keys and values once. Results are first compared with blockwise XLA in float32;
+wrong results are not timed, and the run fails. A pass runs LOOP times in one jitted call, because a
+dispatch can take longer than a pass. cuDNN is jax.nn.dot_product_attention with
+key_value_seq_lengths; it does not support pages. If it cannot run a case, the reason is listed. The
+same cache in float8_e4m3fn, with a scale per page or sequence, is compared with XLA on the same
+bytes. All implementations of a case take turns in one process. Prints a table and writes
+decode.json into --out (default: $OUT, else benchmarks/results). Products of float32 are in TF32, or
+in float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lib.passes import usable
 from lib.reference import relative
 from lib.turns import as_row, interleaved
 
-LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
+LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: for TF32
 COPIED = 1 << 30  # bytes
 FP8 = "float8_e4m3fn"
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
@@ -51,7 +51,7 @@ class Case:
         return max(self.lengths)
 
     def bytes(self, dtype: str) -> int:
-        """Of the keys and values that some row attends, of a cache in that dtype."""
+        """The bytes of all attended keys and values in a cache of this dtype."""
         return 2 * SIZES[dtype] * sum(self.lengths) * self.kv_heads * self.dim
 
 
@@ -97,7 +97,7 @@ def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def in_fp8(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands with the caches in FP8, and a scale of each page or sequence and head."""
+    """The operands with FP8 caches, and a scale per page or sequence, and head."""
 
     @jax.jit
     def quantise(x):
@@ -134,7 +134,7 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
         "packax": (ours, arrays)
     }
     left_out: dict[str, str] = {}
-    if case.page_size or case.q_len > 1:  # cuDNN's causal mask begins at the first key
+    if case.page_size or case.q_len > 1:  # cuDNN's causal mask aligns row 0 with the first key
         left_out["cudnn"] = "no pages" if case.page_size else "no causal rows at the end"
     else:
         candidates["cudnn"] = cudnn, arrays

@@ -1,15 +1,14 @@
-"""Masks and options of current models: packax, cuDNN if jax.nn has the mask, and FlexAttention
-in torch, taking turns on one GPU.
+"""Times masks and options of current models in packax, cuDNN and torch's FlexAttention, in turns.
 
     python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: lib/mask_cases.py; `--cases selections`: block masks that depend on data (lib/selections.py),
-compared with packax's causal attention of all keys; `--cases trees`: packed trees
-(lib/packed_trees.py), also compared with their paths as packed documents. FLOPs are those of
-attended pairs: two products forward, five backward. Ratios are of medians, over 1: packax is
-faster. Every output and gradient is first compared with one float32 reference; a wrong one is not
-timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json
-into --out (default: $OUT, else benchmarks/results).
+cuDNN is timed if jax.nn supports the mask. Cases: lib/mask_cases.py; `--cases selections`: block
+masks that depend on data (lib/selections.py), compared with packax's causal attention to all keys;
+`--cases trees`: packed trees (lib/packed_trees.py), also compared with their paths as packed
+documents. FLOPs count attended pairs: two products forward, five backward. Ratios are of medians;
+above 1, packax is faster. Every output and gradient is first compared with one float32 reference;
+wrong results are not timed. torch runs in another process, which compiles FlexAttention for each
+case. Writes masks.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other process wants memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for torch
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,14 @@ from lib.reference import Reference, wrong
 from lib.turns import Failed, Worker, bad_cases, burst, not_run, table, time_rows
 
 HERE = Path(__file__).parent
-# dense: packax's causal attention, for cases that select some of its pairs; documents: for trees
+# dense: packax's causal attention, for selections and trees; documents: paths of trees
 ORDER = ("packax", "cudnn", "flex", "dense", "documents")
 
 
 def packax_function(
     case: OptionCase, tables: dict[str, np.ndarray]
 ) -> tuple[Implementation, float]:
-    """The attention with its mask, and the attended pairs of a head."""
+    """packax's attention with its mask, and the number of attended pairs per head."""
     build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
     mask = build(case.expression(tables), q_len=case.seq, kv_len=case.seq)
     area = float(np.sum(np.asarray(mask.kv_end, np.int64) - np.asarray(mask.kv_start, np.int64)))
@@ -127,8 +126,8 @@ def run_case(
 
 
 def of_dense(results: dict[str, Any]) -> str:
-    """What selections and trees keep, compared with causal attention of all keys and, for a tree,
-    with packed documents of its paths; the table has the times of both."""
+    """Lines with the fraction of pairs and blocks of causal attention that selections and trees
+    keep, and for trees the fraction of pairs of their paths as packed documents."""
     lines = [""]
     for name, rows in results.items():
         ours = rows.get("packax", {})
@@ -152,7 +151,7 @@ def main() -> int:
     report = Report(arguments.out, "masks", arguments.rounds, machine=machine())
     with contextlib.ExitStack() as stack:
         torch = None
-        if not arguments.without_flex:  # without what keeps Triton from packax (.ci/gpu)
+        if not arguments.without_flex:  # PYTHONPATH without entries that hide Triton (.ci/gpu)
             command = [sys.executable, str(HERE / "compare" / "torch_worker.py")]
             torch = Worker("torch", command, os.environ | {"PYTHONPATH": str(HERE)})
             stack.callback(torch.end)

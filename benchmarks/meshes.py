@@ -1,14 +1,14 @@
-"""A step with one sequence per GPU: plain jit compared with shard_map, in one process for all GPUs
-and in one process per GPU.
+"""Times a step with one sequence per GPU by jit and by shard_map, in one and in several processes.
 
     python benchmarks/meshes.py [--devices 2] [--tokens 32768] [--rounds 9] [--quick] [--out DIR]
 
-A step is the loss and the gradients of one attention layer with the shapes of Llama-3-8B, its
-projections included, in bfloat16. Every GPU has the weights, and a sequence with 12 documents;
-gradients are averaged over the GPUs. Plain jit and shard_map take turns in the same processes. All
-losses and gradients are compared with those of shard_map in one process; a wrong one makes the
-program exit 1. Memory is XLA's plan for a GPU, without arguments. --quick: small shapes on CPU
-devices. Writes meshes.json into --out (default: $OUT, else benchmarks/results).
+It runs in one process for all GPUs, and in one process per GPU. A step is the loss and gradients of
+one attention layer with the shapes of Llama-3-8B, including projections, in bfloat16. Every GPU has
+all weights and one sequence with 12 documents; gradients are averaged over the GPUs. Plain jit and
+shard_map take turns in the same processes. All losses and gradients are compared with those of
+shard_map in one process; if they differ, the exit status is 1. Memory is XLA's plan per GPU,
+without arguments. --quick: small shapes on CPU devices. Writes meshes.json into --out (default:
+$OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lib.cases import document_lengths
 from lib.output import Report, arguments_of, say
 
 DOCUMENTS, LIMIT = 12, 1e-2
-LAUNCHES = 6  # of a burst: as many in every process, since a step waits for the others' gradients
+LAUNCHES = 6  # per burst; equal in all processes, as each step waits for all gradients
 SHAPES = {"width": 4096, "heads": 32, "kv_heads": 8, "dim": 128}
 QUICK = {"width": 64, "heads": 4, "kv_heads": 2, "dim": 16}
 
@@ -56,7 +56,7 @@ def steps_of(mesh: Any, heads: int, kv_heads: int, dim: int, **_: Any) -> dict[s
 
 
 def inputs_of(mesh: Any, tokens: int, shapes: dict[str, int]) -> tuple[Any, Any]:
-    """The weights, on every GPU, and the batch, of which a process makes its own rows."""
+    """The replicated weights, and the batch, of which each process creates its rows."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -86,7 +86,7 @@ def inputs_of(mesh: Any, tokens: int, shapes: dict[str, int]) -> tuple[Any, Any]
 
 
 def child(options: argparse.Namespace) -> None:
-    """One of the processes of a setup: the first writes times, memory and results to --out."""
+    """Runs one process of a setup. Process 0 writes times, memory and results to --out."""
     import jax
 
     if options.processes > 1:
@@ -127,7 +127,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def run_setup(options: argparse.Namespace, processes: int, folder: Path) -> dict[str, Any]:
-    """The rows of a setup; its results are in folder/results.npz."""
+    """Runs the processes of a setup and returns its rows. Results are in folder/results.npz."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -155,7 +155,7 @@ def run_setup(options: argparse.Namespace, processes: int, folder: Path) -> dict
 
 
 def differences(folder: Path, exact: Path) -> dict[str, float]:
-    """The largest relative difference of loss and gradients, for each way."""
+    """The largest relative difference of loss and gradients, for jit and for shard_map."""
     found, wanted = np.load(folder / "results.npz"), np.load(exact / "results.npz")
     worst: dict[str, float] = {}
     for name in found.files:
@@ -183,7 +183,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2, help="GPUs, from the first")
     parser.add_argument("--tokens", type=int, default=32768, help="of each GPU's sequence")
     parser.add_argument("--quick", action="store_true", help="tries the program on a CPU")
-    for name in ("--process", "--processes", "--address"):  # of a process of a setup
+    for name in ("--process", "--processes", "--address"):  # for the processes of a setup
         parser.add_argument(name, type=str if name == "--address" else int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.processes:

@@ -1,10 +1,10 @@
-"""Costs of jax around the kernels: Python's part of a call, time to compile.
+"""Times the overheads around the kernels: Python per call, tracing and compilation.
 
     python benchmarks/overheads.py [--calls 500] [--out DIR]
 
-Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call, and
-processor seconds to trace, lower and compile the gradients of a model of 24 layers; also for
-jax.nn.dot_product_attention. On a GPU also the first call of a process, milliseconds to build a
+On any machine, without kernels: microseconds of Python per eager and per jitted call, and CPU
+seconds to trace, lower and compile the gradients of a model with 24 layers; the same for
+jax.nn.dot_product_attention. On a GPU also: the first call of a process, milliseconds to build a
 mask, and host time in the C++ handlers. Writes overheads.json into --out (default: $OUT, else
 benchmarks/results).
 """
@@ -35,7 +35,7 @@ Attention = Callable[..., jax.Array]
 
 
 def attentions() -> dict[str, tuple[Attention, Callable[[jax.Array], Any]]]:
-    """By name: attention(query, key, value, mask), and the mask of these ids."""
+    """By name: attention(query, key, value, mask), and a function from ids to the mask."""
 
     def by_jax(query: jax.Array, key: jax.Array, value: jax.Array, _: Any) -> jax.Array:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -60,7 +60,7 @@ def small_inputs() -> tuple[tuple[jax.Array, ...], jax.Array]:
 
 
 def microseconds(function: Callable[[], Any], calls: int) -> dict[str, float]:
-    """Time until a call returns; each starts after the previous one has finished."""
+    """The time until a call returns. Each call starts after the previous one has finished."""
     times = []
     for _ in range(calls + 5):
         start = time.perf_counter()
@@ -75,7 +75,7 @@ def microseconds(function: Callable[[], Any], calls: int) -> dict[str, float]:
 
 
 def call_time(calls: int) -> dict[str, Any]:
-    """Python's part of a call: eager, and dispatch of a compiled function that takes the mask."""
+    """The Python time of an eager call, and of the dispatch of a jitted function with a mask."""
     tensors, ids = small_inputs()
     fewer = max(20, calls // 10)
     found: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def call_time(calls: int) -> dict[str, Any]:
 
 
 def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Callable[..., Any]:
-    """Gradients of a plain transformer: projections, attention, a residual."""
+    """The gradients of a model whose layers are projections, attention and a residual."""
 
     def layer(x: jax.Array, weights: Any, mask: Any) -> jax.Array:
         query, key, value = (jnp.einsum("bse,ehd->bshd", x, w) for w in weights[:3])
@@ -110,7 +110,7 @@ def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Call
 
 
 def compile_time() -> dict[str, Any]:
-    """Processor seconds of the process, over all threads."""
+    """CPU seconds of all threads to trace, lower and compile each model."""
     width = HEADS * DIM
     shapes = [(LAYERS, width, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
     weights = [jnp.ones(shape) for shape in (*shapes, (LAYERS, HEADS, DIM, width))]
@@ -142,7 +142,7 @@ def compile_time() -> dict[str, Any]:
 
 
 def first_call() -> dict[str, Any]:
-    """Time of the process's first packax call, forward and backward, after GPU initialization."""
+    """The time of the first packax call of the process, forward and backward, and of the second."""
     start = time.perf_counter()
     x = jax.jit(lambda x: x @ x)(jnp.ones((256, 256), jnp.bfloat16))
     jax.block_until_ready(x)
@@ -174,7 +174,7 @@ def first_call() -> dict[str, Any]:
 
 
 def mask_building() -> dict[str, Any]:
-    """Milliseconds to build one row's mask: launched from Python, and inside a jitted loop."""
+    """Milliseconds to build the mask of one row: as a jitted call, and in a jitted loop."""
     case = Case("mask", 1, 131072, 8, 2, 128, 12)
     ids = jnp.asarray(case.segment_ids())
     positions = jnp.asarray(np.concatenate([np.arange(n) for n in case.lengths])[None], jnp.int32)
@@ -192,7 +192,7 @@ def mask_building() -> dict[str, Any]:
         @jax.jit
         def loop(ids: jax.Array, build: Any = build) -> Any:
             def body(_: Any, mask: Any) -> Any:
-                # The ids depend on the previous mask, so that nothing is hoisted.
+                # The ids depend on the previous mask, so XLA cannot hoist the mask out of the loop.
                 return build(ids + jnp.minimum(jax.tree.leaves(mask)[0].ravel()[0], 0))
 
             return jax.lax.fori_loop(0, iterations, body, build(ids))
@@ -210,7 +210,7 @@ def mask_building() -> dict[str, Any]:
 
 
 def handler_time(calls: int = 300) -> dict[str, Any]:
-    """Host microseconds in the C++ handlers, as the extension counted them over small launches."""
+    """Host microseconds per call in the C++ handlers, counted by the extension."""
     from packax import _ext
 
     case = Case("handlers", 1, 2048, 8, 2, 128, 5)

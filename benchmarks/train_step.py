@@ -1,25 +1,25 @@
-"""A training step of a Llama with packax, FlashAttention-3 and cuDNN, taking turns.
+"""Times a training step of a Llama with packax, FlashAttention-3 and cuDNN, in turns.
 
     python benchmarks/train_step.py [--runs 32768:12:4,131072:12:4] [--who packax,names,fa3,cudnn]
                                     [--rounds 7] [--profile] [--tiny] [--out DIR]
     python benchmarks/train_step.py --window 512 [--runs 131072:12:6] [--rounds 5] [...]
 
-A run is tokens in a row : documents : layers, of Llama-3-8B's shapes (llama.py): one row, remat of
-every layer, the mask built once per step, AdamW in float32. `names` is packax with a policy that
-keeps the results named `packax.CHECKPOINT_NAMES`, so that the backward pass does not run the
-forward attention again.
+A run is TOKENS:DOCUMENTS:LAYERS with Llama-3-8B's shapes (llama.py): one row, remat of every layer,
+the mask built once per step, AdamW in float32. `names` is packax with a policy that saves the
+results named `packax.CHECKPOINT_NAMES`, so the backward pass does not run the forward attention
+again.
 
-All variants share one state, which they donate to each other, and take turns, one step each, in
-another order every round. Before that each makes the first step from the same state, and the
-resulting moments of Wq, Wk and Wv, which after one step are 0.1 times their gradients, are compared
-with packax's; a variant over LIMIT is not timed. attention.py checks packax's attention. Peak
-memory is what the allocator counted in one step, including scratch memory of the kernels; XLA's
-plan is listed too. --profile: the GPU's work in a step, by kind of kernel.
+All variants share one state, which each step donates to the next, and take turns, one step each, in
+a different order per round. Before that, each variant makes the first step from the same state. The
+first moments of Wq, Wk and Wv, which then are 0.1 times their gradients, are compared with
+packax's; a variant with a difference above LIMIT is not timed. attention.py checks packax's
+attention. Peak memory is counted by the allocator in one step, including scratch memory of the
+kernels; XLA's plan is listed, too. --profile: GPU time of a step, by kind of kernel.
 
---window: a model with windows of that many keys in five of six layers, its row and its state
-(FSDP) sharded over all GPUs, one zigzag plan for all layers; 64 query and 8 key/value heads.
-`halo` fetches for a layer with a window only the keys that the window reaches; `gather` states the
-same windows as ranges of keys, so that all keys are fetched; `global` has no windows.
+--window: a model with windows of that many keys in five of six layers, with the row and the state
+(FSDP) sharded over all GPUs, one zigzag plan for all layers, and 64 query and 8 key/value heads.
+`halo`: layers with a window fetch only the keys that the window reaches. `gather`: the same windows
+as ranges of keys, so that all keys are fetched. `global`: no windows.
 --tiny: small shapes, to try the program on a CPU. Writes train_step.json, or train_windows.json,
 into --out (default: $OUT, else benchmarks/results).
 """
@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# One pool from the start: in one that grows, a step of 128k tokens finds no 42 GiB in one piece.
+# Preallocates: a pool that grows has no contiguous 42 GiB for a step of 128k tokens.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")
 
@@ -71,7 +71,7 @@ TINY = {
     "hidden": 96,
     "vocabulary": 320,
 }
-KINDS = {  # of kernels, by name, the first that fits
+KINDS = {  # kinds of kernels, by the first pattern that matches the name
     "attention forward": r"^forward|^fwd|flash.*[Ff]wd|sdpa.*fprop",
     "attention backward": r"^backward|^bwd|^dq_|flash.*[Bb]wd|sdpa.*bprop|dot_do_o|convert_dq",
     "mask": r"^(documents|blocks|segments?|block_bounds)_",
@@ -104,15 +104,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How attention runs: `bind(operands)` returns (query, key, value) -> output, once per step."""
+    """A variant. `bind(operands)`, called once per step, returns (query, key, value) -> output, or
+    one such function for each layer of a period."""
 
     name: str
     bind: Callable[[Any], llama.Attention | tuple[llama.Attention, ...]]
     operands: Any
     policy: Any = None
-    cases: tuple[Case, ...] = ()  # of the layers, in turn
-    compared: bool = True  # with the first way
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the report
+    cases: tuple[Case, ...] = ()  # the case of each layer of a period
+    compared: bool = True  # whether its gradients must equal those of the first variant
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # added to the report
 
 
 def way_of(name: str, case: Case) -> Way:
@@ -186,7 +187,7 @@ def batch_of(case: Case, config: llama.Config) -> dict[str, jax.Array]:
 
 
 def gradients_of_attention(state: Any, config: llama.Config) -> dict[str, jax.Array]:
-    """Of Wq, Wk and Wv of all layers, up to a factor: the first moments after one step."""
+    """The gradients of Wq, Wk and Wv, up to a factor: the first moments after one step."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     moments = jnp.split(state["mean"]["layers"]["query_key_value"], [queries, queries + keys], -1)
     return dict(zip(("query", "key", "value"), moments, strict=True))
@@ -204,10 +205,11 @@ def differences(found: Any, expected: Any) -> Any:
 def own_peak(
     function: Callable[[], Any], temporary: int, device: Any = None
 ) -> tuple[Any, int | None]:
-    """The result and the most bytes in use during the call, by the allocator; None if not counted.
+    """The result and the allocator's peak of bytes in use during the call; None if not counted.
 
-    The allocator's peak is that of the process. So a filler first allocates up to the previous
-    peak, minus what the program is planned to take: then the program's peak is a new one.
+    The allocator reports only the peak of the whole process. So a filler array first takes the
+    memory up to the previous peak, minus the program's planned memory: the program's peak is then a
+    new peak of the process.
     """
     device = device or jax.devices()[0]
     before = device.memory_stats()
@@ -222,7 +224,7 @@ def own_peak(
 
 
 class Stepper:
-    """One state, stepped by the variants in turn."""
+    """One training state that the variants update in turn."""
 
     def __init__(self, config: llama.Config, ways: dict[str, Way], batch: Any, mesh: Any) -> None:
         self.config, self.ways, self.batch = config, ways, batch
@@ -257,7 +259,8 @@ class Stepper:
         return value
 
     def first_step(self, name: str, expected: Any) -> tuple[dict[str, Any], Any]:
-        """A row of the report without times, and the gradients if `expected` is None."""
+        """Makes the first step of a variant and compares its gradients with `expected`. Returns a
+        row of the report without times, and `expected`, which is this variant's if it was None."""
         way = self.ways[name]
         row: dict[str, Any] = {"failed": {}, "wrong": []} | way.notes
         self.rows[name] = row
@@ -285,7 +288,7 @@ class Stepper:
         if row["failed"] or row["wrong"]:
             self.programs.pop(name, None)
         if self.state is None or any(x.is_deleted() for x in jax.tree.leaves(self.state)):
-            self.state = self.initialize(jax.random.key(0))  # a failed call took it
+            self.state = self.initialize(jax.random.key(0))  # a failed call consumed it
         return row, expected
 
     def milliseconds(self, name: str) -> float:
@@ -294,7 +297,7 @@ class Stepper:
         return (time.perf_counter() - start) * 1e3
 
     def profile(self, name: str) -> dict[str, Any]:
-        """Milliseconds on the GPU per step, by kind; launches of the kernels that take longest."""
+        """The GPU milliseconds of a step by kind of kernel, and the kernels that take longest."""
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(self.step(name))
@@ -302,7 +305,7 @@ class Stepper:
 
 
 def fsdp(x: Any, mesh: Any) -> NamedSharding:
-    """The last axis of matrices, if the GPUs divide it."""
+    """Shards the last axis of matrices if its size is a multiple of the number of GPUs."""
     split = x.ndim > 1 and x.shape[-1] % mesh.size == 0
     return NamedSharding(mesh, P(*[None] * (x.ndim - 1), "context") if split else P())
 
@@ -321,8 +324,8 @@ def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, Any]:
 
 
 def flops_of(cases: Sequence[Case], config: llama.Config, layers: int) -> float:
-    """FLOPs of a step, without those repeated by remat: 6 per matrix element and token, and those
-    of attention."""
+    """The FLOPs of a step, without those repeated by remat: 6 per matrix element and token, plus
+    attention."""
     layer, last = config.matrices()
     attention = sum(case.forward_flops + case.backward_flops for case in cases) / len(cases)
     return 6.0 * cases[0].seq * (layers * layer + last) + layers * attention

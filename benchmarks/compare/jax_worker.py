@@ -1,7 +1,7 @@
-"""packax and its peers in JAX for attention.py, which times them one burst per request.
+"""The worker of attention.py for packax and its peers in JAX: times one burst per request.
 
-All workers get the same inputs, through files, and the float32 reference here checks them all. In a
-separate process, with another packax on its PYTHONPATH, this does the same for that.
+All workers get the same inputs in files, and the float32 reference of this worker checks all
+results. As a separate process with another packax on PYTHONPATH, it times that packax.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Jax(State):
     def prepare(
         self, case: dict[str, Any], folder: str, round_ms: float, peers: Sequence[str]
     ) -> dict[str, Any]:
-        """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}}
-        and what is compared."""
+        """Runs and checks every pass. Returns {"implementations": {name: {"errors", "failed",
+        "wrong", "launches"}}, "compared": the slices to compare}."""
         self.passes, self.reference = {}, None
         gc.collect()
         found = Case(**case)
@@ -75,7 +75,7 @@ class Jax(State):
         return {"implementations": report, "compared": reference.slices()}
 
     def judge(self, folder: str) -> dict[str, Any]:
-        """Errors of the slices that another worker wrote."""
+        """The errors of the slices that another worker wrote."""
         assert self.reference is not None
         errors = self.reference.slice_errors(load(Path(folder)))
         return {"errors": errors, "wrong": wrong(errors)}

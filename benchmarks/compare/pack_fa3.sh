@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# FlashAttention-3 in JAX for attention.py and train_step.py on a machine that
-# reaches no package registry: one archive of 13 MiB, to unpack into a folder on PYTHONPATH.
+# Packs FlashAttention-3 in JAX for attention.py and train_step.py on a machine without access to a
+# package registry: one archive of 13 MiB, to unpack into a folder on PYTHONPATH.
 #
 #   bash benchmarks/compare/pack_fa3.sh [dist/fa3.tar.xz]      (PYTHON: an interpreter with pip)
 #
-# The wheel of flash-attn3-jax for Python 3.12 on x86-64: Hopper and head dim 128 alone, with its
-# own CUDA runtime. jax and einops are expected on that machine.
+# It contains the wheel of flash-attn3-jax for Python 3.12 on x86-64, which supports only Hopper and
+# head dim 128 and includes a CUDA runtime. The machine must have jax and einops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# FlashAttention-4 for attention.py on a machine that reaches no package registry: one archive of
-# about 53 MiB.
+# Packs FlashAttention-4 for attention.py on a machine without access to a package registry: one
+# archive of about 53 MiB.
 #
 #   bash benchmarks/compare/pack_fa4.sh [dist/fa4.tar.xz]
 #
-# takes five minutes (xz). PYTHON: an interpreter with pip. Wheels for Python 3.12 on x86-64,
-# unpacked side by side; CUDA 13 only. torch, einops, cuda-bindings, protobuf and typing-extensions
-# are expected on that machine. nvidia-cutlass-dsl finds its modules through a .pth file, which a
-# folder on PYTHONPATH does not run: attention.py names nvidia_cutlass_dsl/dsl_packages as well.
+# This takes five minutes (xz). PYTHON: an interpreter with pip. The archive has wheels for
+# Python 3.12 on x86-64, unpacked into one folder; CUDA 13 only. The machine must have torch,
+# einops, cuda-bindings, protobuf and typing-extensions. nvidia-cutlass-dsl finds its modules
+# through a .pth file, which Python ignores in a folder on PYTHONPATH, so attention.py also adds
+# nvidia_cutlass_dsl/dsl_packages.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -26,7 +27,7 @@ for glibc in 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64
 
 mkdir "$work/site"
 for wheel in "$work"/wheels/*.whl; do unzip -q -o "$wheel" -d "$work/site"; done
-# a profiler, stubs for other systems, static libraries: nothing imports or loads them
+# Removes a profiler, stubs and static libraries, which nothing imports or loads.
 dsl=$work/site/nvidia_cutlass_dsl
 rm -rf "$dsl"/dsl_packages/iket "$dsl"/cu13/lib/stubs "$dsl"/cu13/lib/*.a "$dsl"/cu13/include
 

@@ -1,12 +1,12 @@
-"""What is timed in torch, for attention.py and masks.py, one burst per request: FlashAttention-4's
-CuTe kernels, torch's own FlashAttention-2, and FlexAttention.
+"""The worker of attention.py and masks.py for torch: times one burst per request.
 
-Inputs come from the process in JAX, which also checks the results; both are passed in files. They
-are called as in torch programs: flash_attn_func for one document, flash_attn_varlen_func for
-several, for FlashAttention-2 the operation with cu_seqlens; FlexAttention compiled, with masks and
-scores by the same predicates as in JAX, a block mask built once, grouped heads by enable_gqa, and
-sinks by the log-sum-exp, as in Hugging Face's gpt-oss. Gradients are by torch.autograd, residuals
-in memory.
+It times FlashAttention-4's CuTe kernels, torch's own FlashAttention-2, and FlexAttention. Inputs
+come from the JAX process, which also checks the results; both are passed in files. Attention is
+called as in torch programs: flash_attn_func for one document and flash_attn_varlen_func for
+several; for FlashAttention-2 the operation with cu_seqlens. FlexAttention is compiled, with the
+same predicates as in JAX, a block mask built once, enable_gqa for grouped heads, and sinks applied
+by the log-sum-exp, as in Hugging Face's gpt-oss. Gradients are by torch.autograd, with residuals in
+memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Attention = Callable[..., torch.Tensor]
 
 
 def packing(case: Case, device: str) -> tuple[torch.Tensor, int]:
-    """Where documents begin and end, and the longest."""
+    """cu_seqlens of the documents, and the length of the longest."""
     edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
     return edges, max(case.lengths)
 
@@ -76,7 +76,7 @@ def flash_attention_2(case: Case, device: str) -> Attention:
 
 
 def flex_attention_of(case: OptionCase, found: Any, device: str) -> Attention:
-    """`found`: the arrays of the case's tables, by their names."""
+    """`found`: the arrays of the case's tables, by name."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     tables = {name: torch.from_numpy(x).to(device) for name, x in found.items()}
@@ -143,7 +143,7 @@ class Torch(State):
         round_ms: float,
         peer: str,
     ) -> dict[str, Any]:
-        """Runs both passes and writes what the reference compares; {"failed", "launches"}."""
+        """Runs both passes and writes the slices to compare. Returns {"failed", "launches"}."""
         self.passes = {}
 
         def turned(x: torch.Tensor) -> torch.Tensor:  # FlexAttention takes (B, H, S, D)
@@ -187,7 +187,7 @@ class Torch(State):
             write("dv", dv, slice(start, stop), head)
             del dq, dk, dv
             self.passes["bwd"] = backward
-        except Exception as error:  # the forward may run even if the backward does not
+        except Exception as error:  # the forward may work even if the backward fails
             failed["bwd" if self.passes else "fwd"] = first_line(error)
         launches = {what: launches_of(f, finish, round_ms) for what, f in self.passes.items()}
         return {"failed": failed, "launches": launches}

@@ -1,16 +1,16 @@
-"""packax.kvax and kvax by the same calls, in one process, taking turns: TFLOP/s and ratio.
+"""Times packax.kvax and kvax in turns, in one process with the same calls: TFLOP/s and ratio.
 
     pip install --no-deps kvax==0.1.0 && pip install chex jax-triton
     python benchmarks/compare/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
 
-One function uses kvax's names and runs with either package, with kvax's H100 block sizes. Every
-output and gradient is compared with the float32 reference of attention.py before anything is timed;
-a wrong one is not timed and makes the program exit 1.
+One function runs with either package, with kvax's names and its block sizes for H100. Every output
+and gradient is first compared with the float32 reference of attention.py. Wrong results are not
+timed, and the exit status is 1.
 
-kvax 0.1.0 cannot be imported with today's jax and Triton. `importable` supplies what they removed
-(the old location of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants
-for Triton; it does not change what kvax computes. Without a GPU, `--trace` shows that both packages
-trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
+kvax 0.1.0 cannot be imported with current jax and Triton. `importable` supplies what they removed
+(the old location of shard_map, the mesh in pxla, two helpers of jax-triton) and makes two constants
+constexpr for Triton; it does not change what kvax computes. Without a GPU, `--trace` shows that
+both packages trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lib.reference import Reference
 from lib.turns import bad_cases, not_run, table
 
 PACKAGES = {"packax": "packax.kvax", "kvax": "kvax"}
-BLOCKS = {"fwd_params": (128, 128), "bwd_params": (64, 128)}  # of queries and keys
+BLOCKS = {"fwd_params": (128, 128), "bwd_params": (64, 128)}  # queries and keys per block
 
 
 def importable() -> None:
@@ -71,7 +71,7 @@ def importable() -> None:
 
 
 def enter(packages: list[str]) -> None:
-    """For the whole program: kvax needs a mesh and specs even on one device."""
+    """Sets a mesh and specs for the whole program: kvax needs them even on one device."""
     specs = ("data", None, None, None)
     for package in packages:
         importlib.import_module(f"{package}.utils.specs").set_attention_specs(specs, specs)
@@ -117,7 +117,7 @@ def run_case(case: Case, names: Iterable[str], rounds: int) -> dict[str, Any]:
 
 
 def trace(packages: list[str]) -> None:
-    """Forward and backward as a jaxpr, to check the calls without a GPU."""
+    """Traces the forward and backward passes, to check the calls without a GPU."""
     case = Case("small", 1, 256, 4, 2, 64, 2, split=(128, 128))
     inputs = random_inputs(case)
     for package in packages:

@@ -1,1 +1,1 @@
-"""What the programs in benchmarks/ share: cases, timing, references, tables."""
+"""Shared by the programs in benchmarks/: cases, timing, references, tables."""

@@ -1,4 +1,4 @@
-"""Cases of biases and dropout as data, and each implementation's function for a case."""
+"""The cases of biases and dropout, and each implementation's function for a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 
-BUCKETS, FURTHEST = 32, 128  # of T5
+BUCKETS, FURTHEST = 32, 128  # T5's relative position buckets, and their maximum distance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class BiasCase:
     heads: int
     kv_heads: int
     head_dim: int
-    bias: str = "none"  # "array", (1, H, S, S) with its gradient; "table", T5's; "none"
+    bias: str = "none"  # "array": (1, H, S, S); "table": T5's; both with gradients; "none"
     causal: bool = False
     dropout: float = 0.0
 
@@ -32,23 +32,23 @@ class BiasCase:
 
     @property
     def area(self) -> float:
-        """Attended pairs of a head, whole batch."""
+        """The attended pairs of one head in the whole batch."""
         return self.batch * self.seq * (self.seq + 1 if self.causal else 2 * self.seq) / 2
 
     def flops(self, what: str) -> float:
-        """Of attention without the bias: two products forward, five backward."""
+        """The FLOPs of attention without the bias: two products forward, five backward."""
         forward = 4.0 * self.heads * self.head_dim * self.area
         return {"fwd": forward, "bwd": 2.5 * forward}[what]
 
     def operand(self) -> jax.Array | None:
-        """The array from which the bias is computed, and in which it is differentiated."""
+        """The differentiated array from which the bias is computed."""
         shapes = {
             "array": (1, self.heads, self.seq, self.seq),
             "table": (BUCKETS, self.heads),
         }
         if self.bias == "none":
             return None
-        # Float32, because many pairs add up in one entry of a table.
+        # Float32, because the gradient of a table entry sums many pairs.
         dtype = jnp.float32 if self.bias == "table" else jnp.bfloat16
         return jax.random.normal(jax.random.key(7), shapes[self.bias], dtype)
 
@@ -59,11 +59,11 @@ class BiasCase:
         return None if operand is None else operand[:, :, rows]
 
     def bias_of(self, operand: Any) -> Any:
-        """(1, H, S, S)."""
+        """The whole bias, (1, H, S, S)."""
         return self.bias_rows(operand, jnp.arange(self.seq)) if self.bias == "table" else operand
 
     def _buckets(self, rows: jax.Array) -> jax.Array:
-        """T5's buckets, of distances in both directions or only of keys before a row."""
+        """T5's buckets of distances, in both directions or, if causal, only of earlier keys."""
         far = rows[:, None] - jnp.arange(self.seq)
         count = BUCKETS if self.causal else BUCKETS // 2
         ahead = jnp.zeros_like(far) if self.causal else jnp.where(far < 0, count, 0)
@@ -74,8 +74,8 @@ class BiasCase:
         return ahead + jnp.where(far < exact, far, wide)
 
 
-# AlphaFold 3: tokens of a complex, 16 heads, one bias of pairs for all diffusion samples; T5 large;
-# dropout in training of a decoder; the kernels above head dim 128.
+# pair: AlphaFold 3, tokens of a complex with 16 heads and one pair bias for all diffusion samples.
+# t5: T5 large. dropout: training of a decoder. The last ones run the kernels above head dim 128.
 CASES = (
     BiasCase("pair_768_d24", 48, 768, 16, 16, 24, "array"),
     BiasCase("pair_2k_d32", 4, 2048, 16, 16, 32, "array"),
@@ -94,7 +94,7 @@ Function = Callable[..., jax.Array]  # (query, key, value, operand) -> output
 
 
 def packax_function(case: BiasCase, *, plain: bool = False) -> Function:
-    """`plain`: the same attention without bias and dropout, to see what they cost."""
+    """`plain`: the same attention without bias and dropout, to show their cost."""
     expression = packax.causal() if case.causal else packax.full()
     mask = packax.create_attention_mask(expression, q_len=case.seq, kv_len=case.seq)
     drops: dict[str, Any] = {"dropout_rate": case.dropout, "dropout_key": DROPOUT_KEY}
@@ -115,7 +115,7 @@ def _by_jax_nn(case: BiasCase, implementation: str) -> Function:
 
 
 def jax_function(case: BiasCase) -> Function:
-    """jax.nn's in XLA; it has no dropout, which is written out as in Flax."""
+    """jax.nn's attention in XLA. It has no dropout: such cases are written out as in Flax."""
     if not case.dropout:
         return _by_jax_nn(case, "xla")
 
@@ -135,7 +135,7 @@ def jax_function(case: BiasCase) -> Function:
 
 
 def cudnn_function(case: BiasCase) -> Function:
-    """Through jax.nn; with dropout through jax's private function, which alone supports it."""
+    """cuDNN through jax.nn, or with dropout through jax's private function that supports it."""
     if not case.dropout:
         return _by_jax_nn(case, "cudnn")
 

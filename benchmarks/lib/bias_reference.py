@@ -1,5 +1,8 @@
-"""The float32 reference of attention with a bias and dropout: some rows of all heads, all keys of
-one, and the gradient of the bias or of its table."""
+"""The float32 reference of attention with a bias and dropout.
+
+It covers output and dQ of some rows in all heads, dK and dV of one key/value head, and the gradient
+of the bias or of its table.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ROWS, BLOCK = 32, 256
 
 
 def kept(case: BiasCase, rows: jax.Array, heads: jax.Array) -> jax.Array:
-    """(B, heads, rows, S) bool: what packax's dropout keeps."""
+    """bool, (B, heads, rows, S): the elements that packax's dropout keeps."""
     words = jax.random.bits(DROPOUT_KEY, (2,), jnp.uint32)
     index = jnp.meshgrid(
         jnp.arange(case.batch), heads, rows, jnp.arange(case.seq // 4), indexing="ij"
@@ -30,8 +33,8 @@ def kept(case: BiasCase, rows: jax.Array, heads: jax.Array) -> jax.Array:
 
 
 def dense(case: BiasCase, q: Any, k: Any, v: Any, bias: Any, rows: Any, heads: Any) -> jax.Array:
-    """(B, rows, H, D) of some rows. q: (B, rows, H, D); k, v: (B, S, H, D); bias: (1, H, rows, S)
-    or None; heads: which heads these are."""
+    """The output of some rows, (B, rows, H, D). q: (B, rows, H, D); k, v: (B, S, H, D); bias:
+    (1, H, rows, S) or None; heads: the indices of the heads."""
     s = einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
     if bias is not None:
         s += bias.astype(jnp.float32)
@@ -44,7 +47,7 @@ def dense(case: BiasCase, q: Any, k: Any, v: Any, bias: Any, rows: Any, heads: A
 
 
 class Reference:
-    """Of one case and its inputs; `values` by name."""
+    """The reference for one case and its inputs; `values` has the results by name."""
 
     def __init__(self, case: BiasCase, inputs: tuple[jax.Array, ...], operand: Any) -> None:
         rng = np.random.default_rng(1)
@@ -118,8 +121,8 @@ class Reference:
             self.values["dtable"] = of_table(query, key, value, dout, operand)
 
     def errors(self, out: Any, gradients: Any, *, other_bits: bool = False) -> dict[str, float]:
-        """Relative errors. `other_bits`: dropout by another generator, whose output is right on
-        average: its projection on the output without dropout is compared with 1."""
+        """Relative errors. other_bits: dropout drops other elements, so only the projection of the
+        output on the output without dropout is compared with 1."""
         found = {} if out is None else {"out": out[:, self.rows]}
         if other_bits:
             if out is None:

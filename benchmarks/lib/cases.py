@@ -1,5 +1,5 @@
-"""The benchmark cases as data: the board's by name, more head dims, long rows, drawn lengths,
-short sequences, few heads."""
+"""The benchmark cases: the board, more head dims, long rows, drawn lengths, short sequences, few
+heads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Case:
     kv_heads: int
     head_dim: int  # of queries and keys
     documents: int
-    peers: bool = True  # cuDNN is timed too; False: only packax
+    peers: bool = True  # False: only packax is timed
     v_dim: int = 0  # of values and output; 0: head_dim
     split: tuple[int, ...] = ()  # the documents' lengths, if they are not drawn
     group: str = "board"
-    window: int = 0  # keys that a row attends at most; 0: all of its document before it
+    window: int = 0  # the maximum number of keys per row; 0: no window
 
     @property
     def value_dim(self) -> int:
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def area(self) -> int:
-        """Attended (query, key) pairs of one head, whole batch: causal inside every document."""
+        """The attended pairs of one head in the whole batch: causal in each document."""
         short = ((n, min(n, self.window or n)) for n in self.lengths)
         return self.batch * sum(w * (w + 1) // 2 + (n - w) * w for n, w in short)
 
@@ -53,7 +53,7 @@ class Case:
         return 2.0 * self.heads * (3 * self.head_dim + 2 * self.value_dim) * self.area
 
     def least_bytes(self, what: str) -> float:
-        """Bytes of 16-bit operands and results (and the float32 LSE), each moved once."""
+        """The bytes of 16-bit operands and results and the float32 log-sum-exp, each once."""
         queries, keys = self.batch * self.seq * self.heads, self.batch * self.seq * self.kv_heads
         both = 2 * (self.head_dim + self.value_dim)
         forward = (queries + keys) * both + 4 * queries
@@ -61,24 +61,24 @@ class Case:
         return {"fwd": forward, "bwd": backward}.get(what, forward + backward)
 
     def row_ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first key that each row attends, and the one after the last."""
+        """The first key that each row attends to, and the key after the last."""
         lo = np.repeat(np.cumsum([0, *self.lengths[:-1]]), self.lengths)
         hi = np.arange(1, self.seq + 1)
         return np.maximum(lo, hi - self.window) if self.window else lo, hi
 
     def tables(self) -> dict[str, np.ndarray]:
-        """What `scores` looks up."""
+        """The arrays that `scores` reads."""
         return {"ids": self.segment_ids()[0]}
 
     def scores(self, s: Any, h: Any, i: Any, j: Any, tables: Mapping[str, Any]) -> Any:
-        """The scores of rows i and keys j, -inf where a row does not attend to a key."""
-        import jax.numpy as jnp  # the tuner has none
+        """The scores s of rows i and keys j in heads h, -inf for pairs that are not attended."""
+        import jax.numpy as jnp  # not at the top: the tuner runs without jax
 
         same = tables["ids"][i] == tables["ids"][j]
         return jnp.where(same & (j <= i) & (i - j < (self.window or self.seq)), s, -jnp.inf)
 
     def sink(self, h: Any, s: Any) -> Any:
-        """One more logit of each row, or none."""
+        """The additional logit of each row, (..., 0) without sinks."""
         return s[..., :0]
 
     def segment_ids(self) -> np.ndarray:
@@ -87,9 +87,9 @@ class Case:
 
 
 def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
-    """`count` lengths, multiples of 64, that sum to `total`: the gaps between uniformly drawn cuts.
+    """`count` multiples of 64 that sum to `total`: the gaps between uniformly drawn cuts.
 
-    The draw is numpy's legacy generator: these are the lengths that the peers were measured on.
+    It uses numpy's legacy generator, to get the lengths on which the peers were measured.
     """
     if count == 1:
         return [total]
@@ -99,8 +99,8 @@ def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
 
 
 def drawn_lengths(total: int, mean: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths as in a corpus: log-normal (sigma 1) with this mean, any number of tokens; the row
-    cuts the last one off."""
+    """Lengths as in a corpus: log-normal (sigma 1) with this mean. The last document is cut at the
+    end of the row."""
     draw = np.random.default_rng(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -109,7 +109,7 @@ def drawn_lengths(total: int, mean: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-# Names and sizes of the board's are /shared/peers/board.json's.
+# Names and sizes are those of /shared/peers/board.json.
 BOARD = (
     Case("causal_16k_d128", 1, 16384, 32, 8, 128, 1),
     Case("docs12_32k_d128", 1, 32768, 32, 8, 128, 12),
@@ -154,21 +154,21 @@ ODD = (
     Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="short"),
     Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="short"),
 )  # fmt: skip
-SHARD = (  # a GPU's heads under tensor parallelism
+SHARD = (  # the heads of one GPU under tensor parallelism
     *(Case(f"kv1_{name}_d128", 1, seq, 8, 1, 128, documents, group="shard")
       for name, seq, documents in (("causal_4k", 4096, 1), ("causal_16k", 16384, 1),
           ("docs12_32k", 32768, 12), ("docs64_32k", 32768, 64))),
     *(Case(f"mha8_{name}_d128", 1, seq, 8, 8, 128, documents, group="shard")
       for name, seq, documents in (("causal_8k", 8192, 1), ("docs64_32k", 32768, 64))),
 )  # fmt: skip
-PROXY = (  # compared with FlashAttention-2 (docs/internals/proxy.md), with the board
+PROXY = (  # with the board, compared with FlashAttention-2 (docs/internals/proxy.md)
     Case("docs12_32k_window1k_d128", 1, 32768, 32, 8, 128, 12, window=1024, group="proxy"),
     Case("docs12_32k_window4k_d64", 1, 32768, 32, 8, 64, 12, window=4096, group="proxy"),
     *(Case(f"mha16_causal_16k_d{d}", 1, 16384, 16, 16, d, 1, group="proxy") for d in (64, 128)),
     *(Case(f"causal_16k_d{d}", 1, 16384, 32, 8, d, 1, group="proxy") for d in (96, 192)),
     *(Case(f"docs12_32k_d{d}", 1, 32768, 32, 8, d, 12, group="proxy") for d in (96, 192)),
 )
-PADDED = tuple(  # head dims between those of Hopper's kernels, which packax pads there
+PADDED = tuple(  # head dims that packax pads to those of Hopper's kernels
     Case(f"{name}_d{d}_padded", 1, seq, 32, 8, d, documents, group="padded")
     for name, seq, documents in (("causal_2k", 2048, 1), ("causal_16k", 16384, 1),
         ("docs12_32k", 32768, 12), ("causal_256", 256, 1)) for d in (96, 80, 32)

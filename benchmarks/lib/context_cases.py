@@ -1,5 +1,5 @@
-"""Context parallelism: rows of the board's 12 documents and of lengths drawn as corpora have them;
-ways to spread a row over ranks that benchmarks/context.py times (plans, head groups, kvax's)."""
+"""Cases and schemes of benchmarks/context.py: rows of 12 documents, of lengths as in corpora, and
+with windows; plans, head groups, and kvax's scheme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
 
 
 def lognormal_lengths(total: int, mean: int, seed: int = 0) -> list[int]:
-    """Log-normal (sigma 1.2) with about this mean; the row cuts the last one off."""
+    """Log-normal lengths (sigma 1.2) with about this mean; the last one is cut at the row's end."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -25,7 +25,7 @@ def lognormal_lengths(total: int, mean: int, seed: int = 0) -> list[int]:
 
 
 def _rows(totals: tuple[int, ...], means: tuple[int, ...], *heads: int) -> tuple[Case, ...]:
-    """Of every length: 12 documents, then each mean."""
+    """For each row length, a case with 12 documents and one for each mean."""
     found = []
     for total in totals:
         splits = {"docs12": document_lengths(total, 12)}
@@ -37,7 +37,7 @@ def _rows(totals: tuple[int, ...], means: tuple[int, ...], *heads: int) -> tuple
 
 
 def _windows(totals: tuple[int, ...], sizes: tuple[int, ...], *heads: int) -> tuple[Case, ...]:
-    """Of every length and window, with 12 documents."""
+    """A case with 12 documents for each row length and window."""
     return tuple(
         Case(f"window{size}_{total >> 10}k", 1, total, *heads, 12, window=size)
         for total in totals
@@ -53,9 +53,9 @@ QUICK_CASES = _rows((1024, 2048), (40, 300), 8, 8, 16) + _windows((1024,), (100,
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     plan: str | None
-    groups: int | None = None  # of heads, which are gathered together; None: the default
-    kvax: bool = False
-    of_causal: bool = False  # under a window: planned for a model's layers without one
+    groups: int | None = None  # gather_head_groups; None: the default
+    kvax: bool = False  # moves data as kvax does
+    of_causal: bool = False  # uses the plan for the mask without the window
 
     @property
     def name(self) -> str:

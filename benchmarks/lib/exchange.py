@@ -1,5 +1,5 @@
-"""What a process in torch gets: its packages, and arrays in files, bfloat16 as int16, in memory
-where /dev/shm is."""
+"""Passes packages and arrays to a torch process: arrays as .npy files, bfloat16 as int16, in
+/dev/shm if it exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERANDS = ("query", "key", "value", "cotangent")
 
 @contextlib.contextmanager
 def folders() -> Iterator[tuple[Path, Path]]:
-    """Two folders, of inputs and of results."""
+    """Two temporary folders, for inputs and results."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
         for name in ("inputs", "results"):
@@ -39,7 +39,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
-    """The folder with FA4's packages: `fa4`, or its unpacked content while `stack` is open."""
+    """The folder with FA4's packages: `fa4`, or a temporary folder with its unpacked content."""
     if fa4.is_dir():
         return fa4.resolve()
     site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -49,7 +49,7 @@ def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def torch_environment(site: Path) -> dict[str, str]:
-    """This process's environment, with FA4's packages and without what disables Triton for packax
-    (.ci/gpu)."""
+    """This process's environment with FA4's packages on PYTHONPATH, which replaces the entries that
+    hide Triton from packax (.ci/gpu)."""
     parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}

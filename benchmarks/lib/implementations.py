@@ -1,10 +1,9 @@
-"""What is timed: packax and its peers in JAX as functions of (query, key, value, operands), and
-their passes.
+"""packax and its peers in JAX as functions of (query, key, value, operands), and their passes.
 
-cuDNN is called as a JAX user can reach it: through `jax.nn.dot_product_attention` for one causal
-document, and through jax's private packed call where there are several (there is no public one).
-FlashAttention-3 is the package flash-attn3-jax: `flash_mha`, and `flash_mha_varlen` for documents.
-jla is the package jax-linear-attention, whose kernels in Pallas have two backward passes.
+cuDNN is called through `jax.nn.dot_product_attention` for one causal document, and through jax's
+private function for several, for which jax has no public one. FlashAttention-3 is the package
+flash-attn3-jax: `flash_mha`, and `flash_mha_varlen` for several documents. jla is the package
+jax-linear-attention, whose Pallas kernels have two backward passes.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Arrays = tuple[jax.Array, ...]
 class Implementation:
     name: str
     function: Callable[..., jax.Array]  # (query, key, value, operands) -> output
-    operands: Any  # what is the same for all layers: a built mask, lengths and offsets
+    operands: Any  # shared by all layers: a built mask, or lengths and offsets
 
 
 def expression_of(case: Case, ids: jax.Array | None = None) -> Any:
-    """The case's mask; `ids`: those of its documents, traced."""
+    """The case's mask expression; `ids`: its segment ids, if they are traced."""
     interval = packax.sliding_window(case.window - 1) if case.window else packax.causal()
     return interval & packax.documents(case.segment_ids() if ids is None else ids)
 
@@ -42,7 +41,7 @@ def expression_of(case: Case, ids: jax.Array | None = None) -> Any:
 def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
     build = jax.jit(lambda ids: packax.create_attention_mask(expression_of(case, ids)))
     mask = build(jnp.asarray(case.segment_ids()))
-    # Only arguments that every packax has: attention.py takes another wheel, too.
+    # Uses only arguments that every packax has: attention.py also times other wheels.
     options = {"deterministic": True} if deterministic else {}
     return Implementation(
         "deterministic" if deterministic else "packax",
@@ -51,15 +50,15 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     )
 
 
-# cuDNN's backward of a packed row needs 64.5 GiB at 64 documents in 32k: not tried with more.
+# cuDNN's backward needs 64.5 GiB for 64 documents in 32k tokens: not tried with more documents.
 MOST_DOCUMENTS = 64
 
 
-FA3_HEAD_DIM = 128  # the only one in the wheels of flash-attn3-jax
+FA3_HEAD_DIM = 128  # the only head dim in the wheels of flash-attn3-jax
 
 
 def not_tried(name: str, case: Case) -> dict[str, str]:
-    """Passes that are not tried with a peer, and why."""
+    """The passes that are not tried with this peer, and the reason."""
     if name not in JAX_PEERS:
         return {}
     if case.window:
@@ -76,8 +75,8 @@ def not_tried(name: str, case: Case) -> dict[str, str]:
 
 
 def cudnn_attention(case: Case) -> Implementation:
-    """Through jax.nn if that takes the shapes (one document, one head dim), else jax's private
-    function."""
+    """cuDNN through jax.nn if it supports the case (one document, one head dim), else through jax's
+    private function."""
     scale = case.head_dim**-0.5
     if case.documents == 1 and case.value_dim == case.head_dim:
         options = {"scale": scale, "is_causal": True, "implementation": "cudnn"}
@@ -108,7 +107,7 @@ def cudnn_attention(case: Case) -> Implementation:
 
 
 def fa3_attention(case: Case) -> Implementation:
-    """FlashAttention-3. Without the package the first call fails, and the report says so."""
+    """FlashAttention-3. If the package is missing, the first call fails, which is reported."""
     scale = case.head_dim**-0.5
     if case.documents == 1:
 
@@ -139,7 +138,7 @@ def fa3_attention(case: Case) -> Implementation:
 
 
 def jla_attention(case: Case, backward: str) -> Implementation:
-    """`backward`: "fused", one kernel that adds dQ up in memory, or "ranged", two kernels."""
+    """`backward`: "fused", one kernel that accumulates dQ in memory, or "ranged", two kernels."""
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
         from jla.ops.mosaic_gpu.attention import flash_attention
@@ -160,8 +159,8 @@ JAX_PEERS = {
 
 @contextlib.contextmanager
 def unpadded() -> Iterator[None]:
-    """Inside this context packax pads no head dims: the fallback kernels run."""
-    from packax._src.ops import lowering  # another wheel may lack it
+    """Inside this context, packax runs the fallback kernels instead of padding head dims."""
+    from packax._src.ops import lowering  # may be missing in another wheel
 
     jax.clear_caches()
     with mock.patch.object(lowering, "padded_dims", lambda *_: None):
@@ -180,26 +179,27 @@ def random_inputs(case: Any, seed: int = 0) -> Arrays:
     )
 
 
-LOOP = 20  # passes per call, for work that is shorter than a dispatch
+LOOP = 20  # passes per call, for passes that are shorter than a dispatch
 
 
 def touched(x: jax.Array, by: jax.Array) -> jax.Array:
-    """x, available only after `by`: a small kernel, timed as well, writes one element."""
+    """x with a data dependency on `by`, through a small kernel that writes one element."""
     at = (0,) * x.ndim
     return x.at[at].add((by[at] * 0).astype(x.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The jitted passes of one implementation, with its inputs bound."""
+    """The jitted passes of one implementation with bound inputs."""
 
     implementation: Implementation
-    inputs: Arrays  # what is differentiated, and the cotangent
+    inputs: Arrays  # the differentiated operands, and the cotangent
 
     def function(self, what: str, loops: int = 1) -> Callable[[], Any]:
-        """ "fwd", or "bwd": the pullback alone, its residuals in memory. They are compiled here.
-        `loops`: as many passes in one call, one after the other, for work shorter than a
-        dispatch."""
+        """Compiles the pass "fwd", or "bwd": only the pullback, with residuals in memory.
+
+        loops: the number of sequential passes per call, for passes shorter than a dispatch.
+        """
         *tensors, cotangent = self.inputs
         attention, operands = self.implementation.function, self.implementation.operands
 

@@ -1,4 +1,4 @@
-"""Context parallelism that moves data as kvax does, with packax's kernels, for context.py."""
+"""Context parallelism that moves data as kvax does but runs packax's kernels, for context.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, LSE = P(None, "context"), P(None, None, "context")
 
 
 def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, plan: Any) -> Any:
-    """(query, key, value) -> output: gathered keys are residuals, float32 gradients all-reduced."""
+    """Attention that keeps gathered keys as residuals and all-reduces gradients in float32."""
     own = mask.q_len // mask.shards
     mask = dataclasses.replace(mask, kv_plan=None)
     specs = sharding.mask_specs(mask)
@@ -43,7 +43,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
     )
 
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
-        # The backward primitive, as packax calls it, so the forward is not computed again.
+        # Calls packax's backward primitive directly, so the forward is not computed again.
         dq, dk, dv, _ = primitives.backward_pass(
             AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value")),
             *(q, k, v, ScoreParams(), out, lse, dout, None, local(mask), NonDiffOperands()),

@@ -1,8 +1,7 @@
-"""A Llama in plain JAX, for training steps: the demo's model with shapes of Llama-3-8B, AdamW in
-float32.
+"""A Llama in plain JAX for training steps: the demo's model with Llama-3-8B's shapes, and AdamW.
 
-Parameters and moments are float32, activations bfloat16. Every layer is rematerialised; the loss
-is summed over chunks of the row, so that no logits of a whole row are in memory. With several
+Parameters and moments are float32, activations bfloat16. Every layer is rematerialized. The loss is
+summed over chunks of the row, so that the logits of a whole row are never in memory. With several
 attentions, layers use them in turn.
 """
 
@@ -33,11 +32,11 @@ LLAMA_3_8B = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(model.Config):
-    chunk: int = 4096  # rows of logits at a time, on each device
-    shards: int = 1  # of the row
+    chunk: int = 4096  # rows of logits in memory at a time, per device
+    shards: int = 1  # the number of devices over which the row is sharded
 
     def matrices(self) -> tuple[int, int]:
-        """Elements of a layer's matrices, and of the last one."""
+        """The numbers of elements of a layer's matrices, and of the unembedding."""
         heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         return self.width * (heads + 3 * self.hidden), self.width * self.vocabulary
 
@@ -47,7 +46,7 @@ def config_of(layers: int, **shapes: Any) -> Config:
 
 
 def initialize(config: Config, key: jax.Array) -> Tree:
-    """The training state: parameters, both moments, and the number of steps made."""
+    """The training state: parameters, both moments, and the step count."""
     parameters = model.initialize(config, key)
     return {
         "parameters": parameters,
@@ -98,10 +97,10 @@ def loss(
     @jax.checkpoint
     def chunk(total: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, targets = rows
-        logits = (x @ unembedding).astype(jnp.float32)  # so that their cotangent is bfloat16, too
+        logits = (x @ unembedding).astype(jnp.float32)  # the product's cotangent is bfloat16
         return total + jnp.sum(model.token_losses(logits, targets)), None
 
-    def by_chunk(x: jax.Array) -> jax.Array:  # of each device's rows
+    def by_chunk(x: jax.Array) -> jax.Array:  # a chunk has rows of every device
         size = min(config.chunk, x.shape[1] // config.shards)
         parts = x.reshape(config.shards, -1, size, *x.shape[2:]).swapaxes(0, 1)
         return parts.reshape(parts.shape[0], -1, *x.shape[2:])
@@ -112,7 +111,7 @@ def loss(
 
 
 def updated(state: Tree, gradients: Tree) -> Tree:
-    """AdamW."""
+    """The state after one step of AdamW."""
     count = state["count"] + 1
     first, second = DECAYS
     mean = jax.tree.map(lambda m, g: first * m + (1 - first) * g, state["mean"], gradients)

@@ -1,4 +1,4 @@
-"""What a result depends on: GPU, driver, versions."""
+"""The machine of a report: GPU, driver, versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Masks and options of current models, each defined twice: as packax expresses it, and per pair.
+"""Masks and options of current models, each defined as a packax expression and per pair.
 
 `allows(h, i, j, tables)` uses only operators and lookups, so numpy, jax and torch (FlexAttention's
-mask_mod) use the same one.
+mask_mod) share it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def on_path(i: Any, j: Any, tables: Tables) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A block mask that depends on data (selections.py): every `rows` rows choose `top` blocks of
-    `keys` keys."""
+    """A block mask that depends on data (selections.py): each block of `rows` rows selects `top`
+    blocks of `keys` keys."""
 
     rows: int
     keys: int
     top: int
-    alike: int  # over that many rows, and keys, scores change slowly; 1: all are independent
-    by_head: bool = False
-    own: bool = True  # the block on the diagonal is always among them
+    alike: int  # the number of neighboring rows, and keys, with similar scores; 1: independent
+    by_head: bool = False  # whether each head has a selection
+    own: bool = True  # whether the block on the diagonal is always selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,13 @@ class OptionCase:
     seq: int
     head_dim: int
     allowed: Callable[[Any, Any, Tables], Any]
-    mask: Callable[[Any, Tables], Any]  # the expression, of packax and the tables
+    mask: Callable[[Any, Tables], Any]  # from the module packax and the tables to the expression
     heads: int = 32
     kv_heads: int = 8
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
-    cudnn: dict[str, Any] | None = None  # arguments of jax.nn's, if it has the mask
+    cudnn: dict[str, Any] | None = None  # arguments for jax.nn, if it supports the mask
     selection: Selection | None = None
     tree: PackedTree | None = None
     batch: int = 1
@@ -79,8 +79,8 @@ class OptionCase:
         return self.v_dim or self.head_dim
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Images of 576 tokens in text, one every 1500, or those of the tree. For a selection,
-        masks.py adds "chosen"."""
+        """The arrays that `allowed` reads: those of the tree, or ids of images of 576 tokens, one
+        every 1500 tokens. For a selection, selections.py adds "chosen"."""
         if self.tree is not None:
             return self.tree.tables()
         at = np.arange(self.seq)
@@ -94,7 +94,7 @@ class OptionCase:
         return found & tables["chosen"][h if of.by_head else 0, i // of.rows, j // of.keys]
 
     def scores(self, s: Any, h: Any, i: Any, j: Any, tables: Tables) -> Any:
-        """As that of cases.py, with the options."""
+        """Like `Case.scores` in cases.py, with the options of this case."""
         import jax.numpy as jnp
 
         if self.soft_cap is not None:
@@ -119,7 +119,7 @@ class OptionCase:
         return found & packax.masks.block_sparse(tables["chosen"][None], (of.rows, of.keys))
 
     def slopes(self) -> np.ndarray:
-        """Press et al.'s, for a power of two of heads."""
+        """ALiBi's slopes (Press et al.) if the number of heads is a power of two."""
         return (2.0 ** (-8 * (1 + np.arange(self.heads)) / self.heads)).astype(np.float32)
 
     def sink_logits(self) -> np.ndarray:
@@ -147,7 +147,7 @@ def _tree(name: str, tree: PackedTree, dim: int, v_dim: int = 0) -> OptionCase:
 
 
 def _selection(name: str, selection: Selection, dim: int, v_dim: int = 0) -> OptionCase:
-    """Selected blocks of a causal row of 32k."""
+    """A selection joined with a causal mask of 32k tokens."""
     return OptionCase(
         f"{name}_32k_{_dims(dim, v_dim)}", 32768, dim, causal, causal_mask, selection=selection,
         v_dim=v_dim,
@@ -156,12 +156,12 @@ def _selection(name: str, selection: Selection, dim: int, v_dim: int = 0) -> Opt
 
 CAUSAL = {"is_causal": True}
 WINDOW = CAUSAL | {"local_window_size": (1023, 0)}
-MOBA = Selection(1, 512, 3, alike=256, by_head=True)  # of arXiv 2502.13189: blocks of 512, top 3
+MOBA = Selection(1, 512, 3, alike=256, by_head=True)  # arXiv 2502.13189: blocks of 512, top 3
 MOBA_OWN = dataclasses.replace(MOBA, alike=1)
 INDEXER = Selection(
     1, 1, 2048, alike=256, own=False
 )  # DeepSeek-V3.2: 2048 keys, one choice for all heads
-INDEXER_64 = Selection(64, 64, 32, alike=256)  # as many keys, by blocks
+INDEXER_64 = Selection(64, 64, 32, alike=256)  # as many keys, in blocks of 64
 CASES = (
     OptionCase("window1k_32k_d64", 32768, 64, window(1024), _window(1024), cudnn=WINDOW),
     OptionCase("window1k_32k_d128", 32768, 128, window(1024), _window(1024), cudnn=WINDOW),
@@ -198,7 +198,7 @@ CASES = (
 
 
 def select(names: str | None) -> list[OptionCase]:
-    """All; those named; of `selections` and `trees`, those that have one."""
+    """The cases with these names, or of the groups `selections` and `trees`; None: all."""
     return picked(
         CASES, names, lambda case: "selections" if case.selection else "trees" if case.tree else ""
     )

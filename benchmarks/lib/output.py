@@ -1,4 +1,4 @@
-"""What every program has: arguments, lines that it prints while it runs, a report in JSON."""
+"""Shared by all programs: arguments, progress output, and the JSON report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def default_out() -> Path:
 
 
 def to_json(value: Any, column: int = 0, label: str = "") -> str:
-    """JSON in which an array or object is on one line if it fits."""
+    """JSON with each array or object on one line if it fits into 320 columns."""
     line = label + json.dumps(value)
     if column + len(line) <= 320 or not value or not isinstance(value, dict | list):
         return line
@@ -52,7 +52,7 @@ def write_json(path: Path, report: Any) -> None:
 def arguments_of(
     doc: str | None, cases: str = "", *, default: str | None = None, rounds: int = 0
 ) -> argparse.ArgumentParser:
-    """A parser with --out and, if there are, --cases (with this help) and --rounds."""
+    """A parser with --out and, if the program has them, --cases (help text) and --rounds."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +70,7 @@ def arguments_of(
 def picked(
     cases: Sequence[Any], names: str | list[str] | None, group_of: Callable[[Any], str]
 ) -> list[Any]:
-    """The cases of a list of names and groups, with commas if it is text, in the table's order;
+    """The cases with these names or groups (a list, or text with commas), in the order of `cases`;
     None: all."""
     if names is None:
         return list(cases)
@@ -93,7 +93,7 @@ def require_gpu() -> None:
 
 
 class Report(dict[str, Any]):
-    """What a run found. It is written after every case, as a time limit may end the run."""
+    """The results of a run, written after every case, because a time limit may end the run."""
 
     def __init__(self, out: Path, name: str, rounds: int, **more: Any) -> None:
         commit = os.environ.get("PACKAX_COMMIT", "unknown")
@@ -110,7 +110,7 @@ class Report(dict[str, Any]):
         run_case: Callable[[Any], dict[str, Any]],
         table: Callable[[dict[str, Any]], str],
     ) -> dict[str, Any]:
-        """The rows of all cases; one that fails has none, and the others still run."""
+        """Runs all cases and returns their rows. A case that fails has no rows."""
         for case in cases:
             try:
                 rows = run_case(case)
@@ -125,6 +125,6 @@ class Report(dict[str, Any]):
         return self["cases"]
 
     def end(self, bad: list[str]) -> int:
-        """The status with which the program exits: 1 if cases are bad."""
+        """Prints the path and bad cases. Returns the exit status: 1 if there are bad cases."""
         print(f"wrote {self.path}" + (f"\nFAILED: {', '.join(bad)}" if bad else ""))
         return 1 if bad else 0

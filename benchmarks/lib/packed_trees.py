@@ -1,5 +1,5 @@
-"""Packed trees for mask_cases.py: one as GRPO packs it and a search tree, and the same as
-documents, one for each path from a root to a leaf."""
+"""Packed trees for mask_cases.py: a prompt with answers as in GRPO, a binary search tree, and the
+same trees as documents, one for each path from a root to a leaf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class PackedTree:
-    """Segments in depth-first order: their lengths and parents, -1 for a root."""
+    """The lengths of segments in depth-first order, and their parents, -1 for a root."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -21,7 +21,7 @@ class PackedTree:
         return sum(self.lengths)
 
     def tables(self) -> dict[str, np.ndarray]:
-        """The segments of tokens, their parents, and the end of the subtree of each token."""
+        """The segment of each token, the parents, and the end of each token's subtree."""
         last = list(range(len(self.lengths)))
         for n in reversed(last.copy()):
             if self.parents[n] >= 0:
@@ -32,19 +32,19 @@ class PackedTree:
         return {name: x.astype(np.int32) for name, x in made.items()}
 
     def depths(self) -> list[int]:
-        """How many tokens come before each segment on its path."""
+        """The number of tokens before each segment on its path."""
         found: list[int] = []
         for parent in self.parents:
             found.append(0 if parent < 0 else found[parent] + self.lengths[parent])
         return found
 
     def pairs(self) -> int:
-        """Attended pairs of a head: a token attends to its path."""
+        """The attended pairs of one head: each token attends to its path."""
         both = zip(self.depths(), self.lengths, strict=True)
         return sum(depth * own + own * (own + 1) // 2 for depth, own in both)
 
     def paths(self) -> list[int]:
-        """Lengths of the documents that represent the same branches without a tree."""
+        """The lengths of the paths from a root to a leaf, as documents without a tree."""
         leaves = set(range(len(self.parents))) - set(self.parents)
         return [self.depths()[n] + self.lengths[n] for n in sorted(leaves)]
 
@@ -67,7 +67,7 @@ def binary(levels: int, length: int) -> PackedTree:
 
 
 def as_documents(case: Any) -> Any:
-    """The case with its tree's paths as packed documents, shared tokens repeated."""
+    """The case with the tree's paths as packed documents, which repeat shared tokens."""
     lengths = case.tree.paths()
     ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The passes of an implementation, run once and compared with a reference before they are timed."""
+"""Runs the passes of an implementation, compares them with a reference, and times them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def usable(
     loops: int = 1,
     round_ms: float = 120.0,
 ) -> dict[str, Any]:
-    """Runs every pass once and compares: {"errors", "failed", "wrong", "passes": callables,
-    "launches": how many take `round_ms`}.
+    """Runs and compares every pass. Returns {"errors", "failed", "wrong", "passes": callables,
+    "launches": the number of calls that take `round_ms`}.
 
-    `errors_of(out, gradients)`, of which one is None; without it nothing is compared. `repeats`: a
-    second run must give the same bits. `limit`: of errors, if another. `loops`: passes in one
-    call, for what is short.
+    errors_of: a function of (out, gradients), one of which is None; None: nothing is compared.
+    repeats: a second run must be bit-identical. limit: replaces the limits of errors. loops: the
+    number of passes per call, for short passes.
     """
     errors: dict[str, float] = {}
     failed, functions = dict(skip or {}), {}
@@ -47,7 +47,7 @@ def usable(
             if repeats and not jax.tree.all(jax.tree.map(same_bits, found, function())):
                 bad.append(f"bits of {what}")
             functions[what] = function if loops == 1 else compiled.function(what, loops)
-        except Exception as error:  # the other implementations must still run
+        except Exception as error:  # the other passes and implementations must still run
             failed[what] = first_line(error)
     bad += wrong(errors, limit)
     if bad:
@@ -69,7 +69,7 @@ def same_bits(x: jax.Array, y: jax.Array) -> bool:
 def time_passes(
     rows: Mapping[str, dict[str, Any]], flops: Mapping[str, float], rounds: int
 ) -> None:
-    """Times the rows' passes in turns: adds "times" to each, and removes the passes."""
+    """Times the passes of all rows in turns: adds "times" and removes "passes"."""
 
     def ask(name: str, what: str, launches: int) -> float:
         return burst(rows[name]["passes"][what], jax.block_until_ready, launches)

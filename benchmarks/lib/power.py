@@ -1,8 +1,7 @@
-"""Clock, power and energy of the GPU while something runs on it, read through NVML (the package
-nvidia-ml-py).
+"""Reads clock, power and energy of the GPU through NVML (the package nvidia-ml-py).
 
-If a GPU is limited by power, a kernel that takes as many cycles as another but more energy takes
-more time.
+On a GPU that is limited by power, of two kernels with the same number of cycles, the one that uses
+more energy takes more time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ FIELDS = ("watts", "mhz", "held_by_power", "held_by_heat")
 
 
 class Meter:
-    """Reads the first GPU. `during` calls a function and returns what was read while it ran."""
+    """Reads the first GPU while a function runs."""
 
     def __init__(self, nvml: Any = None) -> None:
         if nvml is None:
@@ -32,9 +31,9 @@ class Meter:
         return clock, self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.device)
 
     def during(self, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-        """Its result, and: watts (energy over time, of the whole card), MHz (median), and the
-        fraction of samples in which the clock was limited by power, and by heat. The function must
-        run much longer than a sample, or the first samples dominate."""
+        """Calls the function. Returns its result and a reading: watts (energy of the whole card
+        over time), MHz (median), and the fractions of samples with a clock limited by power and by
+        heat. The function must run much longer than a sample, or the first samples dominate."""
         samples: list[tuple[int, int]] = []
         done = threading.Event()
 
@@ -71,7 +70,7 @@ class Meter:
 def metered(
     meter: Meter, function: Callable[[], float], read: list[dict[str, float]]
 ) -> Callable[[], float]:
-    """The function, with what is read while it runs added to `read`."""
+    """The function, such that each call appends a reading to `read`."""
 
     def call() -> float:
         took, found = meter.during(function)
@@ -82,7 +81,7 @@ def metered(
 
 
 def medians(readings: list[dict[str, float]], ms: float) -> dict[str, float]:
-    """Medians of the rounds, and the joules and millions of cycles of a pass of `ms`."""
+    """The medians of the rounds, and the joules and millions of cycles of a pass of `ms`."""
     found = {name: statistics.median(r[name] for r in readings) for name in FIELDS}
     return found | {
         "joules": round(found["watts"] * ms / 1e3, 3),

@@ -1,8 +1,8 @@
-"""The benchmark's float32 reference, against which every output is checked before it is timed.
+"""The float32 reference with which every output is compared before it is timed.
 
-Output and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and
-its query heads, block by block over a whole row (of very long rows: over one document). It knows
-masks and options only by what `scores` of the case says of a row and a key.
+Output and dQ are computed for a few sampled rows of all heads; dK and dV for one key/value head and
+its query heads, block by block over a whole row, or over one document of a very long row. Masks and
+options are defined by the case's function `scores`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lib.implementations import Arrays
 
 ROWS = 32
 BLOCK = 256
-WHOLE_ROW = 131072  # longer rows are checked over one document
+WHOLE_ROW = 131072  # of longer rows, dK and dV are compared in one document
 LIMIT = 1e-2  # ‖x - reference‖ / ‖reference‖ in bfloat16
 LIMITS = {"dtable": 3e-2, "mean": 5e-2}  # an entry of a table sums millions of rounded terms
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -29,8 +29,8 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
 
 
 def dense_rows(case: Any, tables: Any, q: Any, k: Any, v: Any, i: Any, j: Any, h: Any) -> jax.Array:
-    """(rows, G, D) of rows `i` and keys `j` of one key/value head's group. q (rows, G, D), k and v
-    (keys, D), h (G,)."""
+    """The output of rows `i` and keys `j` for the query heads `h` of one key/value head, (rows, G,
+    D). q: (rows, G, D); k, v: (keys, D); h: (G,)."""
     s = einsum("rgd,kd->rgk", q, k) * q.shape[-1] ** -0.5
     s = case.scores(s, h[:, None], i[:, None, None], j, tables)
     p = jax.nn.softmax(jnp.concatenate([s, case.sink(h, s)], -1), -1)[..., : k.shape[0]]
@@ -38,8 +38,8 @@ def dense_rows(case: Any, tables: Any, q: Any, k: Any, v: Any, i: Any, j: Any, h
 
 
 class Reference:
-    """The reference of one case and one set of inputs: rows of out and dQ, and a window and head of
-    dK and dV.
+    """The reference of one case and its inputs: some rows of out and dQ, and one head and window of
+    keys of dK and dV.
 
     `case.scores(scores, head, row, key, tables)` defines the mask and the options.
     """
@@ -75,10 +75,10 @@ class Reference:
 
         @jax.jit
         def one_head(tables, q, do, k, v, at, h):
-            """(keys, D) of dK and dV; `at`: which rows and keys these are."""
+            """dK and dV, (keys, D) each; `at`: the indices of the rows and keys."""
             blocks = [
                 jnp.pad(x, [(0, -len(x) % BLOCK)] + [(0, 0)] * (x.ndim - 1))
-                for x in (q, do)  # more rows with cotangent 0 add nothing
+                for x in (q, do)  # rows with cotangent 0 contribute nothing
             ]
             rows = jnp.pad(at, (0, -len(at) % BLOCK), constant_values=at[0])
 
@@ -101,12 +101,12 @@ class Reference:
         self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     def slices(self) -> dict[str, list[int]]:
-        """As another process takes it."""
+        """The compared slices, in JSON types for another process."""
         window = [self.window.start, self.window.stop]
         return {"rows": [int(row) for row in self.rows], "window": window, "head": [self.head]}
 
     def errors(self, out: jax.Array | None, gradients: Arrays | None) -> dict[str, float]:
-        """Relative errors of what was computed (either part may be missing)."""
+        """The relative errors of the output and the gradients; either may be None."""
         found: dict[str, jax.Array] = {}
         if out is not None:
             found["out"] = out[0, self.rows]
@@ -118,22 +118,23 @@ class Reference:
         return self.slice_errors(found)
 
     def slice_errors(self, found: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Relative errors of slices."""
+        """The relative errors of the compared slices."""
         return {name: relative(x, self.values[name]) for name, x in found.items()}
 
 
 def wrong(errors: dict[str, float], limit: float | None = None) -> list[str]:
-    """The names whose error is over the limit, or not a number."""
+    """The names with an error above the limit, or NaN."""
     limits = LIMITS if limit is None else dict.fromkeys(errors, limit)
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT)]
 
 
-# A row of one key has dQ = dK = 0, and rounding of that is not an error: elements of inputs are
-# about 1, and the gradients of the longest documents here about 0.003.
+# A row with one key has dQ = dK = 0, whose rounding error is not relative to it. So errors are
+# relative to at least this element size: elements of inputs are about 1, and those of the gradients
+# of the longest documents about 0.003.
 NOTHING = 1e-3
 
 
-@jax.jit  # so that float32 differences are not stored: 8 GiB at 512k tokens
+@jax.jit  # fuses the float32 differences, which would take 8 GiB for 512k tokens
 def _relative(x: jax.Array, reference: jax.Array, nothing: float) -> jax.Array:
     x, reference = (y.astype(jnp.float32).ravel() for y in (x, reference))
     size = jnp.maximum(jnp.linalg.norm(reference), nothing * reference.size**0.5)
@@ -141,5 +142,5 @@ def _relative(x: jax.Array, reference: jax.Array, nothing: float) -> jax.Array:
 
 
 def relative(x: jax.Array, reference: jax.Array, nothing: float = NOTHING) -> float:
-    """‖x - reference‖ / ‖reference‖."""
+    """‖x - reference‖ / ‖reference‖, where the divisor is at least `nothing` per element (RMS)."""
     return float(_relative(x, reference, nothing))

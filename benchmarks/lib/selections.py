@@ -1,10 +1,10 @@
-"""Block masks for mask_cases.py, chosen as by MoBA's gate or an indexer: the keys before a row with
-the highest scores.
+"""Block masks for mask_cases.py, selected as by MoBA's gate or an indexer: for each row, the
+earlier keys with the highest scores.
 
-Scores are products of random features. Features of rows, and of keys, change slowly over `alike` of
-them: neighbouring rows choose similar blocks, as in text, or, at 1, independent ones. The work that
-a map saves depends on that, so results list both the fraction of pairs that a map keeps and the
-fraction of blocks that the kernels visit.
+Scores are products of random features of rows and keys. Features change slowly over `alike` rows or
+keys, so neighboring rows select similar blocks, as in text; with `alike` 1, they are independent.
+The work that a block mask saves depends on this, so results list both the fraction of pairs that it
+keeps and the fraction of blocks that the kernels visit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from lib.mask_cases import OptionCase, Selection
 
 FEATURES = 32
-ROWS, KEYS = 128, 64  # of the blocks that the kernels visit or leave out
+ROWS, KEYS = 128, 64  # the blocks that the kernels visit or skip
 CHUNK = 2048
 
 
 def tables(case: OptionCase) -> dict[str, np.ndarray]:
-    """case.tables(), with "chosen" if there is a selection, bool (H or 1, blocks of rows, blocks of
+    """case.tables(), with "chosen" for a selection: bool, (H or 1, blocks of rows, blocks of
     keys)."""
     if case.selection is None:
         return case.tables()
@@ -45,7 +45,7 @@ def chosen(case: OptionCase, of: Selection) -> np.ndarray:
 
 
 def _features(key: jax.Array, shape: tuple[int, int], alike: int) -> jax.Array:
-    """(heads, number, FEATURES), each the mean of `alike` random ones."""
+    """(heads, number, FEATURES): moving averages over `alike` random features, scaled."""
     alike = max(1, alike)
     x = jax.random.normal(key, (shape[0], shape[1] + alike, FEATURES))
     sums = jnp.cumsum(x, axis=1)
@@ -54,7 +54,7 @@ def _features(key: jax.Array, shape: tuple[int, int], alike: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choose(of: Selection, rows: jax.Array, keys: jax.Array, at: Any) -> jax.Array:
-    """(heads, rows, keys), for blocks of rows from `at` on."""
+    """bool, (heads, rows, keys): the selection for blocks of rows from `at` on."""
     scores = jnp.einsum("hif,hnf->hin", rows, keys, precision="highest")
     first_row = ((at + jnp.arange(rows.shape[1])) * of.rows)[:, None]
     first_key = jnp.arange(keys.shape[1]) * of.keys
@@ -67,7 +67,7 @@ def _choose(of: Selection, rows: jax.Array, keys: jax.Array, at: Any) -> jax.Arr
 
 
 def pairs(case: OptionCase, of: Selection, chosen: np.ndarray) -> float:
-    """Attended pairs per head, averaged over heads; the block mask is joined with causal."""
+    """The attended pairs per head, averaged over heads, of the block mask joined with causal."""
     first_key, total = np.arange(chosen.shape[2], dtype=np.int32) * of.keys, 0
     for at in range(0, case.seq, CHUNK):
         i = np.arange(at, min(at + CHUNK, case.seq), dtype=np.int32)
@@ -78,7 +78,7 @@ def pairs(case: OptionCase, of: Selection, chosen: np.ndarray) -> float:
 
 
 def shares(case: OptionCase, mask: Any, attended: float) -> dict[str, float]:
-    """As fractions of causal attention: attended pairs, and blocks that the kernels visit."""
+    """Attended pairs and visited blocks, as fractions of those of causal attention."""
     ends = np.minimum(np.arange(ROWS, case.seq + ROWS, ROWS), case.seq)
     visited = np.asarray(mask.q_block_lists[:, :, :, :2], np.int64).sum((0, 2, 3)).mean()
     return {

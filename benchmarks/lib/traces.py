@@ -1,4 +1,4 @@
-"""The kernels in a trace of jax.profiler."""
+"""Reads the kernels in a trace of jax.profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 
 
 def totals(folder: pathlib.Path) -> dict[str, tuple[int, float]]:
-    """Launches and milliseconds of every kernel, all GPUs together, in the only trace below
+    """The launches and total milliseconds of each kernel on all GPUs, in the only trace below
     `folder`."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:

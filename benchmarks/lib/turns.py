@@ -1,8 +1,8 @@
-"""What takes turns in timing: functions, or processes that answer JSON lines over pipes.
+"""Times functions or worker processes in turns; workers answer requests as JSON lines over pipes.
 
-A worker answers one request at a time and does nothing between them; its parent sends the next one
-only when it has the answer, so nothing of one worker runs on the GPU while the other is timed.
-Nothing here imports jax or torch.
+A worker handles one request at a time and is idle between requests. The parent sends the next
+request only after the answer, so no other worker uses the GPU while one is timed. This file imports
+neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from lib import power
 
 PASSES = ("fwd", "bwd")
-ERRORS = {  # what is compared of a pass
+ERRORS = {  # the results of each pass that are compared
     "fwd": ("out", "mean"),
     "bwd": ("dq", "dk", "dv", "dbias", "dtable"),
 }
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
-    """The worker's side: reads requests from standard input until it closes; everything printed
-    goes to standard error."""
+    """The worker's loop: answers requests from standard input until it closes. Printed text goes to
+    standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -44,18 +44,18 @@ def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class State:
-    """A worker's side that answers by its methods: the request's "do" names one."""
+    """A worker whose methods answer requests; "do" in the request is the name of the method."""
 
     def answer(self, request: dict[str, Any]) -> Any:
         return getattr(self, request["do"])(**{k: v for k, v in request.items() if k != "do"})
 
     def ask(self, **request: Any) -> Any:
-        """As of a worker, in this process."""
+        """Like `Worker.ask`, but in this process."""
         return self.answer(request)
 
 
 class Failed(Exception):
-    """The worker could not do what it was asked."""
+    """A worker's request failed, or the worker ended."""
 
 
 class Worker:
@@ -91,7 +91,7 @@ class Worker:
 
 
 def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: int) -> float:
-    """Milliseconds per launch, after one that is not counted, as the other worker had the GPU."""
+    """Milliseconds per launch. The first launch is not timed: another worker just used the GPU."""
     finish(function())
     start = time.perf_counter()
     for _ in range(launches):
@@ -101,21 +101,21 @@ def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: i
 
 
 def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round_ms: float) -> int:
-    """How many launches fill a round."""
+    """The number of launches that take about `round_ms`."""
     burst(function, finish, 1)
     return max(2, min(1000, round(round_ms / burst(function, finish, 3))))
 
 
 def shuffled(names: Iterable[str], turn: int) -> list[str]:
-    """A different order for every round, the same in every run: none always runs after the one that
-    heats the GPU most."""
+    """The order of a round, the same in every run. It differs by round, so that no implementation
+    always runs after the one that heats the GPU most."""
     order = sorted(names)
     random.Random(turn).shuffle(order)
     return order
 
 
 def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The times of the bursts, round by round, each round in another order."""
+    """The times of the bursts in each round; the order differs by round."""
     samples: dict[str, list[float]] = {name: [] for name in bursts}
     for turn in range(rounds):
         for name in shuffled(bursts, turn):
@@ -124,7 +124,7 @@ def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def as_row(took: list[float], flops: float = 0.0) -> dict[str, float]:
-    """A row of a report: the median of the rounds in milliseconds, the extremes, TFLOP/s."""
+    """A row of a report: median, minimum and maximum of the rounds in ms, and TFLOP/s."""
     ms = statistics.median(took)
     row = {"ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4)}
     return row | ({"tflops": round(flops / ms / 1e9, 1)} if flops else {})
@@ -136,7 +136,7 @@ def interleaved(
     rounds: int,
     round_ms: float = 120.0,
 ) -> dict[str, list[float]]:
-    """Milliseconds of a call of each, round by round."""
+    """The milliseconds per call of each function in each round."""
     bursts = {
         name: functools.partial(burst, function, finish, launches_of(function, finish, round_ms))
         for name, function in functions.items()
@@ -151,9 +151,9 @@ def time_rows(
     rounds: int,
     meter: power.Meter | None = None,
 ) -> None:
-    """Times the passes of a case's rows in turns: adds "times" to each, and "power" with a meter.
+    """Times the passes of a case's rows in turns: adds "times", and with a meter "power".
 
-    `ask(name, pass, launches)` runs a burst; a row's "launches" says of which passes it has any.
+    `ask(name, pass, launches)` runs a burst. A row's "launches" has the passes that can run.
     """
     for row in rows.values():
         row["times"] = {}
@@ -173,12 +173,12 @@ def time_rows(
 
 
 def not_run(error: Exception) -> dict[str, Any]:
-    """The row of what could not be prepared."""
+    """The row of an implementation that could not be prepared."""
     return {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
 
 
 def bad_cases(results: Mapping[str, Any], of: Iterable[str] = ("packax",)) -> list[str]:
-    """The cases in which packax is wrong or did not run, by one of these names."""
+    """The cases in which packax did not run, or an implementation in `of` failed or is wrong."""
     names = set(of)
     return [
         case
@@ -189,8 +189,8 @@ def bad_cases(results: Mapping[str, Any], of: Iterable[str] = ("packax",)) -> li
 
 
 def table(results: Mapping[str, Any], order: Iterable[str]) -> str:
-    """One line per case and pass: ms and TFLOP/s of each implementation, packax's time in those of
-    the others (over 1: packax is faster), errors; then power, and what did not run or was wrong."""
+    """One line per case and pass: ms and TFLOP/s of each implementation, the others' times divided
+    by packax's (above 1: packax is faster), errors; then power, failures and wrong results."""
     order = [who for who in order if any(who in rows for rows in results.values())]
     others = [who for who in order if who != "packax"]
     head = f"{'case':<26}{'pass':<5}" + "".join(f"{who + ' ms':>17}{'TFLOP/s':>9}" for who in order)
@@ -223,7 +223,7 @@ def worst_error(row: Mapping[str, Any], what: str, width: int) -> str:
 
 
 def troubles(name: str, row: dict[str, Any]) -> list[str]:
-    """Lines printed below a table: what in a row did not run, and what was wrong."""
+    """The lines below a table for passes of a row that failed or are wrong."""
     failed = row.get("failed") or {}
     lines = [f"{name} {what} did not run: {text}" for what, text in failed.items()]
     return lines + ([f"{name} WRONG: {', '.join(row['wrong'])}"] if row.get("wrong") else [])

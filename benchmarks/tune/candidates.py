@@ -1,9 +1,8 @@
-"""Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no
-GPU.
+"""The candidates of tune.py and their compilation, which needs Triton but no GPU.
 
-A candidate changes one constant of its kernel's row in the table (csrc/aot/table.py), or those of
---try; {} is the row itself. Hopper kernels are compiled by both assemblers. Candidates that exceed
-the table's limits (spills) are compiled anyway, with a message.
+A candidate changes one constant of its kernel's row in the table (csrc/aot/table.py), or the
+constants of --try; {} is the row itself. Hopper kernels are compiled with both assemblers.
+Candidates that exceed the table's limits (spills) are compiled anyway, with a message.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import table  # noqa: E402
 from work import DETERMINISTIC, PARTS, SM80_BACKWARD, SM90_BACKWARD, pair  # noqa: E402
 
 Constants = dict[str, int]
-TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
-SM80_TILE = ("BLOCK_M", "BLOCK_N", "ROW_WARPS", "WARPS")  # of SM80_FORWARD
+TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # the entries of a row of TILES
+SM80_TILE = ("BLOCK_M", "BLOCK_N", "ROW_WARPS", "WARPS")  # the entries of a row of SM80_FORWARD
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
 SWITCHES = ("SKIP", "PING_PONG", "REMATERIALIZE", "LSE_BY_MMA", "DO_REGISTERS", "V_REGISTERS")
-SIZES = {  # constant -> the smallest and the largest
+SIZES = {  # constant -> the smallest and the largest value
     "BLOCK_M": (16, 128),
     "BLOCK_N": (16, 128),
     "QK_CHUNK": (64, 256),
@@ -43,8 +42,8 @@ SIZES = {  # constant -> the smallest and the largest
 
 
 def neighbours(row: Constants) -> list[Constants]:
-    """No change; then one constant at a time, a switch turned, a size halved and doubled, a stage
-    more and less. The build leaves out what does not compile, with a message."""
+    """No change; then changes of one constant: a flipped switch, a halved or doubled size, one more
+    or one less stage. The build omits candidates that do not compile, with a message."""
     found: list[Constants] = [{}]
     for name, n in row.items():
         if name in SWITCHES:
@@ -56,7 +55,7 @@ def neighbours(row: Constants) -> list[Constants]:
     return found
 
 
-# kernels that candidates run with, or are compared with
+# The kernels that run with the candidates, or with which they are compared.
 TWINS = {"forward", "backward_delta", "backward_delta_fallback", "backward_dkdv", "backward_dq",
     *table.MASK_KERNELS}  # fmt: skip
 
@@ -77,12 +76,12 @@ def label(constants: Constants) -> str:
 def row_of(
     kernel: str, arch: table.Arch, dims: tuple[int, int]
 ) -> tuple[dict[Any, Any], Any, Constants]:
-    """A kernel's rows in the table, the key of the one for these dims, and its constants."""
+    """A kernel's rows in the table, the key of the row for these dims, and its constants."""
     rows: dict[Any, Any]
     key: Any = (arch.tiles, *dims)
     if arch.tiles == "hopper" and kernel in table.SM90_TILES:
         rows, key = table.SM90_TILES[kernel], table.row_of(*dims)
-    elif kernel in SM80_BACKWARD:  # all of one row
+    elif kernel in SM80_BACKWARD:  # all kernels share one row
         rows = table.SM80_BACKWARD
     elif key in table.SM80_FORWARD.get(kernel, {}):
         rows = table.SM80_FORWARD[kernel]
@@ -99,7 +98,7 @@ def row_of(
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
-    """The table's variant with `changed` constants; LookupError if there is no such variant."""
+    """The table's variant with `changed` constants. Raises LookupError if there is none."""
     rows, key, row = row_of(kernel, arch, dims)
     kept = rows[key]
     if assembler == "12.9":
@@ -111,12 +110,12 @@ def variant(
         )
     if rows is table.SM80_BACKWARD and (row | changed)["BLOCK_M"] > 64:
         raise LookupError(f"{kernel} takes at most 64 rows: its masks are of blocks of 64")
-    try:  # table.py turns a row into constants and the rows of a program
+    try:  # table.py computes a variant from its row, so change the row temporarily
         tried = row | changed
         rows[key] = tried if isinstance(kept, dict) else tuple(tried.values())
         if rows is table.SM80_BACKWARD:
             made = next(v for v in table.sm80_backward(arch, "bf16", *dims) if v.kernel == kernel)
-        elif isinstance(kept, dict):  # of 13.4, which changes no constants
+        elif isinstance(kept, dict):  # as for 13.4, which overrides no constants
             made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
         else:
             made = table.tiled(kernel, arch, "bf16", *dims)
@@ -127,7 +126,7 @@ def variant(
 
 
 def parse(text: str) -> tuple[str, tuple[int, int], Constants]:
-    """KERNEL:DIM[xDIM]:NAME=N,NAME=N of --try."""
+    """Parses --try's KERNEL:DIM[xDIM]:NAME=N,NAME=N."""
     kernel, dims, changes = text.split(":")
     named = (change.split("=") for change in changes.split(",") if change)
     return kernel, pair(dims), {name: int(n) for name, n in named}
@@ -141,8 +140,8 @@ def chosen(
     extra: list[str],
     listed: bool = True,
 ) -> Iterator[Candidate]:
-    """All candidates to compile, or with `listed` False only those of `extra`, and the others that
-    a pipeline needs."""
+    """The candidates to compile: all, or with `listed` False those of `extra`; and the candidates
+    that their pipelines need."""
     of_arch = table.find_arch(arch)
     wanted: dict[tuple[str, tuple[int, int]], list[Constants]] = {}
     for kernel, d in itertools.product(kernels if listed else (), dims or DIMS):
@@ -156,10 +155,10 @@ def chosen(
     pipelines = hopper if of_arch.tiles == "hopper" else (SM80_BACKWARD,)
     for pipeline, (kernel, d) in itertools.product(pipelines, list(wanted)):
         for other in pipeline if kernel in pipeline else ():
-            # the tile of 8.x's kernel is also the layout of dQ's sum, which another kernel reads
+            # The tile of 8.x's kernel sets the layout of dQ's sum, which another kernel reads.
             wanted.setdefault((other, d), [{}] if pipeline in hopper else wanted[kernel, d])
     for kernel, d in list(wanted):
-        if "bias" in kernel:  # they read the forward's sums of rows
+        if "bias" in kernel:  # these kernels read the row statistics of forward_bias
             wanted.setdefault(("forward_bias", d), [{}])
     seen = set()
     for (kernel, d), rows in wanted.items():
@@ -171,7 +170,7 @@ def chosen(
             except LookupError as error:
                 print(f"left out: {error}", flush=True)
                 continue
-            same = dataclasses.replace(made, label="")  # a change that changes nothing
+            same = dataclasses.replace(made, label="")  # omits changes without effect
             if same not in seen:
                 seen.add(same)
                 yield made
@@ -185,13 +184,13 @@ def build(args: argparse.Namespace) -> None:
     refuse = checks.check_assembly
 
     def report(*arguments: Any) -> None:
-        """A build rejects these; for a candidate they are only slow."""
+        """Prints what would fail a build of the library: such a candidate is only slow."""
         try:
             refuse(*arguments)
         except SystemExit as error:
             print(f"  {error}", file=sys.stderr, flush=True)
 
-    checks.check_assembly = report  # the compiling processes are forks
+    checks.check_assembly = report  # inherited by the compiling processes, which are forks
     folder = args.folder
     todo = list(
         chosen(args.arch, args.kernels, args.dims, args.assemblers, args.extra, not args.only)

@@ -1,14 +1,13 @@
-"""Hardware counters: packax, cuDNN, FlashAttention-3 and -4 under Nsight Compute, kernel by kernel.
+"""Hardware counters of packax, cuDNN, FlashAttention-3 and -4, per kernel, by Nsight Compute.
 
     python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64]
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
-For every implementation and case one program runs both passes under `ncu`. Its full output for each
-attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results),
-and the table shows cycles, the utilization of pipes and issue slots, and what warps waited for.
-Times under the tool are not those of benchmarks: use fractions, not milliseconds. FA4 runs if its
-archive (pack_fa4.sh) exists. Results are not compared here: attention.py does that with the same
-calls.
+For every implementation and case, one process runs both passes under `ncu`. Its full output for all
+attention kernels goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results).
+The table shows cycles, the utilization of pipes and issue slots, and stall reasons. The tool
+changes times: use fractions, not milliseconds. FA4 runs if its archive (pack_fa4.sh) exists.
+Results are not checked here: attention.py checks the same calls.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SHOWN = (
     *("Mem Busy", "Mem Pipes Busy", "L1/TEX Hit Rate", "L2 Hit Rate", "DRAM Throughput"),
     *("Executed Instructions", "Warp Cycles Per Issued Instruction", "Registers Per Thread"),
 )
-RANKED = ("stall", "pipe")  # of the metrics with such a word the largest few
+RANKED = ("stall", "pipe")  # of the metrics with these words, the largest FEW are shown
 FEW = 7
 
 Kernel = dict[str, tuple[float, str]]  # metric -> value and unit
@@ -55,14 +54,14 @@ def command(program: list[str]) -> list[str]:
 
 
 def kernels_of(lines: Iterable[str]) -> dict[str, Kernel]:
-    """The last launch of every kernel in ncu's output, whose lines of CSV begin with a quote."""
+    """The last launch of each kernel in ncu's output, in which CSV lines start with a quote."""
     rows = csv.DictReader(line for line in lines if line.startswith('"'))
     launches: dict[tuple[str, str], Kernel] = {}
     for row in rows:
         try:
             value = float((row["Metric Value"] or "").replace(",", ""))
         except ValueError:
-            continue  # a word, or nothing
+            continue  # not a number
         launch = launches.setdefault((row["ID"], row["Kernel Name"].split("(")[0][:60]), {})
         launch[row["Metric Name"]] = value, row["Metric Unit"] or ""
     return {name: launch for (_, name), launch in launches.items()}
@@ -90,7 +89,7 @@ def table(kernels: dict[str, Kernel]) -> str:
 
 
 def run(who: str, name: str) -> None:
-    """Runs both passes in this process: compiled, then twice; the last launches are shown."""
+    """Runs both passes in this process, twice each; the last launches are shown."""
     if who == "fa4":
         run_fa4(name)
         return

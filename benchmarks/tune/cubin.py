@@ -1,6 +1,6 @@
-"""Loads and launches cubins with only numpy and the driver: for tuning, before there is a wheel.
+"""Loads and launches cubins with only numpy and the CUDA driver, for tuning without a wheel.
 
-Errors of the driver become RuntimeError with its text. One device, one stream.
+It uses one device and one stream. Driver errors raise RuntimeError with the driver's text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Driver:
         self.call("cuCtxSynchronize")
 
     def events(self, fn: Callable[[], None], calls: int) -> float:
-        """Milliseconds of one call, by events around `calls` of them."""
+        """Milliseconds per call, measured by events around `calls` calls."""
         start, stop, ms = C.c_void_p(), C.c_void_p(), C.c_float()
         for event in (start, stop):
             self.call("cuEventCreate", C.byref(event), 0)
@@ -60,8 +60,8 @@ class Driver:
     def interleaved(
         self, launches: Mapping[str, Callable[[], None]], rounds: int, round_ms: float = 25.0
     ) -> dict[str, tuple[float, float, float]]:
-        """(median, low, high) in ms; all take turns in every round, so that all run at the same
-        clocks."""
+        """(median, low, high) in ms. All launches take turns in every round, so that they run at
+        the same clocks."""
         calls = {}
         for name, fn in launches.items():
             self.events(fn, 2)
@@ -69,14 +69,14 @@ class Driver:
         took: dict[str, list[float]] = {name: [] for name in launches}
         order = list(launches)
         for turn in range(rounds):
-            random.Random(turn).shuffle(order)  # none always runs after the same one
+            random.Random(turn).shuffle(order)  # so that the previous launch differs by round
             for name in order:
                 took[name].append(self.events(launches[name], calls[name]))
         return {name: (float(np.median(t)), min(t), max(t)) for name, t in took.items()}
 
 
 class Buffer:
-    """Device memory with the shape and numpy dtype of its contents (bfloat16 as uint16)."""
+    """Device memory with a shape and a numpy dtype (bfloat16 as uint16)."""
 
     def __init__(self, driver: Driver, shape: tuple[int, ...], dtype: Any, fill: int = 0xFF):
         self.driver, self.shape, self.dtype = driver, shape, np.dtype(dtype)
@@ -86,7 +86,7 @@ class Buffer:
         self.fill(fill)
 
     def fill(self, byte: int) -> None:
-        """0xFF poisons: NaN as a float, -1 as an integer."""
+        """Sets all bytes. 0xFF poisons the buffer: NaN as a float, -1 as an integer."""
         self.driver.call("cuMemsetD8_v2", self.pointer, C.c_ubyte(byte), C.c_size_t(self.bytes))
 
     def get(self) -> np.ndarray:
@@ -106,19 +106,18 @@ class Buffer:
 
 
 class TensorMap(C.Structure):
-    """A CUtensorMap with the sizes that Triton passes behind it; 64-byte aligned inside
-    `storage`."""
+    """A CUtensorMap, followed by the sizes that Triton also passes. It must be 64-byte aligned."""
 
     _fields_ = [("map", C.c_ubyte * 128), ("shape", C.c_int32 * 3), ("strides", C.c_int64 * 3)]
 
 
-# numpy dtype of a buffer -> CUtensorMapDataType; bfloat16 is kept as uint16
+# numpy dtype of a buffer -> CUtensorMapDataType; bfloat16 is stored as uint16
 ELEMENTS = {"uint16": 9, "float32": 7, "int32": 3}
 
 
 def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
-    """The shape of a buffer in docs/internals/kernels.md: (rows, heads, dim) as (1, rows, heads *
-    dim), a flat workspace as one line or, if the box has rows, as rows of the box's width."""
+    """The shape of a tensor map (docs/internals/kernels.md): (1, rows, heads * dim) for (rows,
+    heads, dim); one row for a flat workspace or, if the box has rows, rows of the box's width."""
     if len(shape) > 1:
         return [1, shape[0], int(np.prod(shape[1:]))]
     return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]
@@ -138,7 +137,7 @@ def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[An
     encode = "cuTensorMapEncodeTiled"
     driver.call(encode, C.byref(made), element, 3, to, *sizes_and_modes, what=of)
     if rows * columns * size - size + 1 < 128 * 1024 and driver.version <= 13010:
-        made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as csrc/runtime/driver.cc
+        made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as in csrc/runtime/driver.cc
     made.shape[:] = [1, rows, columns]
     made.strides[:] = [rows * columns, columns, 1]
     return storage, made
@@ -160,8 +159,8 @@ class Kernel:
             driver.call("cuFuncSetAttribute", self.fn, 8, self.meta["shared"])
 
     def bind(self, grid: tuple[int, ...], given: Mapping[str, Any]) -> Callable[[], None]:
-        """The launch with packed parameters, each by name and with the kind that the build
-        recorded."""
+        """A function that launches the kernel with these arguments, which are packed by the names
+        and types that the build recorded."""
         params = self.meta["params"]
         missing = [p["name"] for p in params if p["name"] not in given]
         if missing:

@@ -1,11 +1,11 @@
-"""The cost of the card's power limit: packax and a plain matrix product on random inputs and zeros.
+"""Measures the cost of the GPU's power limit: packax and a matrix product on random data and zeros.
 
     python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3]
         [--size 8192] [--out DIR]
 
-The same instructions on zeros switch few bits, so they take less power and the clock stays high:
-the difference in time is the cost of the limit. Times with zeros do not show any implementation's
-speed. Bursts of a second take turns; power and clock are from power.py.
+On zeros, the same instructions switch few bits, so they use less power and the clock stays high:
+the difference in time is the cost of the power limit. Times with zeros are not a measure of speed.
+Bursts of a second take turns; power and clock are read by power.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def product(size: int, zeros: bool) -> Any:
 
 
 def passes(size: int, names: str) -> dict[str, tuple[Any, float]]:
-    """Name -> (a call, its operations), each with random numbers and with zeros."""
+    """name -> (function, FLOPs) for each pass, with random inputs and with zeros."""
     found: dict[str, tuple[Any, float]] = {}
     for kind in ("random", "zeros"):
         zeros = kind == "zeros"

@@ -1,8 +1,7 @@
-"""Finds the steps of a program that never end, or that end it: they run in a child process, which
-prints when one begins.
+"""Finds the steps of a program that hang or crash, by running all steps in a child process.
 
-A kernel that waits for itself, or writes where it must not, ends the whole process. Found here, it
-costs only seconds, not the rest of the run.
+A kernel that deadlocks or accesses invalid memory ends the whole process. Found in a child process,
+it costs only seconds instead of the rest of the run.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ def say_end() -> None:
 
 
 def fatal_steps(command: Callable[[list[str]], list[str]], seconds: float) -> dict[str, str]:
-    """Step -> what it did. `command(steps)` is the child's command without these steps; the child
-    prints BEGIN before each step, then END.
+    """Maps each fatal step to what happened.
 
-    A child that prints nothing for `seconds` is killed, and its current step is left out of the
-    next child.
+    `command(steps)` is the child's command, which skips these steps. The child prints BEGIN and the
+    name before each step, and END after the last. A child that prints nothing for `seconds` is
+    killed, and the next child skips the current step.
     """
     found: dict[str, str] = {}
     while True:

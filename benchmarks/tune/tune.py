@@ -1,23 +1,22 @@
-"""Compares candidate tiles of one architecture: compiles them here, times them on a machine with
-only numpy and a driver.
+"""Compares candidate tiles of one architecture: compiles them, and times them on a GPU machine.
 
     python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...]
         [--dims 128x128 ...] [--try backward_sm90:128:CONSUMER_REGISTERS=232,PING_PONG=0] [--only]
     python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]
 
-`build` needs Triton and no GPU, `time` a GPU and no Triton.
+`build` needs Triton but no GPU. `time` needs a GPU, its driver and numpy, but no Triton.
 
 `build` compiles the candidates of candidates.py, or with --only just those of --try. `time` first
-runs every candidate once in another process, which may hang or die (`check` is that process); such
-a candidate is left out. Then it compares every candidate's results with the portable kernels' on
-small odd documents, in full, and on sampled rows of the timed case (the forward's also with
-float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
-go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of a backward
-launched together (Hopper's, or of --arch 80@90 those of 8.x), `deterministic` the three without
-sums in memory, `parts` those of head dim 512. Fallback and bias kernels run without options, and
-backward_dbias adds all heads up: also time the winners in calls with options. The library has only
-square tiles of backward_dbias. Put winners into their rows, in csrc/aot. To compare tiles
-of decoding, build a wheel of each, and run benchmarks/decode.py with each.
+runs every candidate once in another process (`check`), which may hang or crash; such a candidate is
+skipped. Then it compares the results of every candidate with those of the portable kernels: on
+small odd documents in full, and on sampled rows of the timed case (the forward output also with
+float64). Wrong candidates are not timed. Then all kernels of a case take turns in every round;
+medians go to a table and to $OUT/tune.json (default: DIR). `backward` launches the three kernels of
+a backward pass together (Hopper's, or with --arch 80@90 those of 8.x), `deterministic` the three
+kernels without sums in memory, and `parts` those of head dim 512. Fallback and bias kernels run
+without options, and backward_dbias sums over all heads: also time the winners in calls with
+options. The library has only square tiles of backward_dbias. Put winners into their rows in
+csrc/aot. To compare tiles of decoding, build a wheel with each and run benchmarks/decode.py.
 """
 
 from __future__ import annotations
@@ -67,17 +66,17 @@ RESULTS = {
     "backward_dq_sm90_parts": ("dq",),
 }
 KERNELS = tuple(RESULTS)
-SUMMED = (SM90_BACKWARD, SM80_BACKWARD)  # dQ is added up in memory
+SUMMED = (SM90_BACKWARD, SM80_BACKWARD)  # these accumulate dQ in memory
 PIPELINES = (*SUMMED, DETERMINISTIC, PARTS)
-TOGETHER = {  # a kernel whose candidates are timed in their pipeline, and the pipeline
+TOGETHER = {  # kernel -> name of the pipeline in which its candidates are also timed
     "backward_sm90": "backward",
     "backward_sm80": "backward",
     "backward_dq_sm90": "deterministic",
     "backward_dq_sm90_parts": "parts",
 }
-CLOSE = 5e-3  # relative difference of two correct candidates in bfloat16, which also rounds P
+CLOSE = 5e-3  # the largest relative difference of correct candidates, which round P to bfloat16
 
-# Small, only for the comparison: documents that fit no tile, and many in one tile.
+# Small cases, only compared: documents that do not align with tiles, and many in one tile.
 CHECKS = {
     "odd": (1, 700, 65, 1030, 128, 64, 1013),
     "tiny": (16,) * 40 + (1,) * 30 + (7,) * 5,
@@ -102,7 +101,7 @@ def case(name: str, dims: tuple[int, int]) -> Case:
 
 
 def operations(case: Case, kernel: str) -> float | None:
-    """Of the matrix products; None for a kernel that only moves memory."""
+    """The FLOPs of the matrix products; None for a kernel that only moves memory."""
     pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
     return {
         **dict.fromkeys(FORWARD, case.forward_flops),
@@ -120,7 +119,7 @@ def operations(case: Case, kernel: str) -> float | None:
 
 
 def sum_layout(kernel: Kernel) -> tuple[int, ...] | None:
-    """How a kernel of 8.x has the sum of dQ in memory, which is not by rows; None: any other."""
+    """The layout of the sum of dQ in memory for kernels of 8.x; None for other kernels."""
     own = kernel.meta["constants"]
     if "DQ_WARPS" not in own:
         return None
@@ -128,19 +127,19 @@ def sum_layout(kernel: Kernel) -> tuple[int, ...] | None:
 
 
 class Plan:
-    """How the candidates of one case run: alone, and as part of their pass."""
+    """The launches of the candidates of one case: alone, and as part of their pipeline."""
 
     def __init__(self, work: Work, built: Built, candidates: dict[str, tuple[str, Kernel]]):
         self.work, self.candidates = work, candidates
         dims = (work.case.head_dim, work.case.value_dim)
         self.alone = {title: work.launch(kernel) for title, (_, kernel) in candidates.items()}
-        # what runs before the kernels without sums in memory
+        # The preprocess kernels for pipelines that do not accumulate dQ in memory.
         self.without_sum = {
             title: work.launch(kernel, clear_dq=0)
             for title, (name, kernel) in candidates.items()
             if name == "backward_preprocess"
         }
-        # above head dim 256 there is only the fallback kernel of delta
+        # Above head dim 256, only the fallback kernel computes delta.
         names = ("forward", *PORTABLE_BACKWARD, "backward_delta_fallback", "backward_delta")
         self.portables = {
             plain(name): work.launch(portable)
@@ -149,16 +148,16 @@ class Plan:
         }
 
     def first(self, name: str, layout: tuple[int, ...] | None = None) -> Launch | None:
-        """Of the candidates of a kernel the table's, which is the first, or the first with the same
-        layout of dQ's sum; None if there is none."""
+        """The first candidate of a kernel, which is the table's, or the first one with this layout
+        of dQ's sum; None if there is none."""
         for title, (other, kernel) in self.candidates.items():
             if other == name and (not layout or sum_layout(kernel) in (None, layout)):
                 return self.alone[title]
         return None
 
     def together(self, title: str) -> Launch | None:
-        """The three kernels of a backward with this candidate in its place; None if one of them is
-        missing."""
+        """The pipeline of three backward kernels with this candidate as one of them; None if one of
+        the others is missing."""
         name, kernel = self.candidates[title]
         for names in PIPELINES:
             others = {part: self.first(part, sum_layout(kernel)) for part in names}
@@ -176,8 +175,8 @@ class Plan:
         return None
 
     def reference(self) -> dict[str, Any]:
-        """Results of the portable kernels; of the table's own Hopper kernels where there are
-        none."""
+        """The results of the portable kernels. Without a portable forward kernel, the table's
+        Hopper or fallback kernel computes the forward pass."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
         others = (self.first(name) for name in ("forward_sm90", "forward_fallback"))
@@ -194,8 +193,8 @@ class Plan:
         return found
 
     def check(self, want: dict[str, Any], announce: str | None = None) -> dict[str, float]:
-        """Title -> largest relative difference. The first of a kernel without a reference becomes
-        it."""
+        """Title -> largest relative difference from `want`. Results without a reference are taken
+        from the first candidate."""
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
@@ -252,7 +251,7 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     return rows
 
 
-COLUMNS = {  # title -> width, the value from a row
+COLUMNS = {  # title -> (width, function from a row to the value)
     "case": (13, lambda row: row["case"]),
     "dims": (9, lambda row: "x".join(map(str, row["dims"]))),
     "kernel": (28, lambda row: row["kernel"]),
@@ -269,7 +268,7 @@ COLUMNS = {  # title -> width, the value from a row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """`to own`: how much faster than the table's own tile; * marks the fastest of a kernel."""
+    """`to own`: the speedup over the table's tile; * marks the fastest tile of a kernel."""
     for row in rows:
         peers = [r for r in rows if all(r[key] == row[key] for key in ("case", "dims", "kernel"))]
         best = "*" if row["ms"] == min(r["ms"] for r in peers) else ""
@@ -289,8 +288,8 @@ def time_candidates(
     without: dict[str, str] | None = None,
     announce: bool = False,
 ) -> int:
-    """Compares and times; without names only compares, and calls `announce` before every
-    candidate."""
+    """Compares and times the candidates. Without names, it only compares them. announce: prints
+    the name of each candidate before it runs, for probe.py."""
     without = without or {}
     began = time.perf_counter()
     driver = Driver()
@@ -301,13 +300,13 @@ def time_candidates(
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
-    there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
-    for of in [d for d in there if dims is None or d in dims]:
+    built_dims = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
+    for of in [d for d in built_dims if dims is None or d in dims]:
         size = f"{of[0]}x{of[1]}"
         every = built.candidates(of, KERNELS)
         wanted = {t: c for t, c in every.items() if c[0] in kernels}
         for pipeline in PIPELINES:
-            if any(name in pipeline for name, _ in wanted.values()):  # the others of its pipeline
+            if any(name in pipeline for name, _ in wanted.values()):  # add the pipeline's others
                 wanted |= {
                     t: c
                     for t, c in every.items()
@@ -364,7 +363,7 @@ def main() -> int:
     first.add_argument(
         "--only", action="store_true", help="of --try alone, beside the table's rows"
     )
-    first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    first.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     second.add_argument("--cases", nargs="+", choices=[*TIMED])
     second.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()

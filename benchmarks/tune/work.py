@@ -1,8 +1,8 @@
-"""For tune.py, on the machine with the GPU: the kernels that its `build` left, and one case on the
-device: inputs, mask arrays, workspaces, and the launches of docs/internals/kernels.md.
+"""The kernels that `tune.py build` compiled, and one case on the device.
 
-Kernels get their arguments by name, from one namespace. The build records which of them are tensor
-maps, pointers or numbers (csrc/aot/table.py), so a kernel may change that freely.
+A case has inputs, mask arrays, workspaces, and the launches of docs/internals/kernels.md. Kernels
+get their arguments by name from one namespace. The build records which parameters are tensor maps,
+pointers or numbers (csrc/aot/table.py), so kernels may change them without changes here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cubin import Buffer, Driver, Kernel
 from lib.cases import Case
 
 Launch = Callable[[], None]
-SAMPLED = 8192  # rows of a long case that are compared
+SAMPLED = 8192  # at most this many rows of a case are compared
 SM90_BACKWARD = ("backward_preprocess", "backward_sm90", "backward_postprocess")
 MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys",
     "blocks_order")  # fmt: skip
 DETERMINISTIC = ("backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90")
 PARTS = ("backward_preprocess", "backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
 SM80_BACKWARD = ("backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
-# What the kernels for options take in a call without options: null pointers, and numbers.
+# The arguments of kernels with options in a call without options: null pointers, and numbers.
 NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("row_max", "score_grads", "scales", "slopes", "q_bias_pos", "kv_bias_pos",
         "block_mask", "q_block_lists", "kv_block_lists", "bias", "dropout_streams",
@@ -38,18 +38,18 @@ NO_OPTIONS: dict[str, Any] = {
 
 
 def plain(kernel: str) -> str:
-    """The kernel that computes the same without options."""
+    """The name of the kernel that computes the same without options."""
     return kernel.removesuffix("_fallback").removesuffix("_bias")
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Head dims: 128x64, or 128 for both."""
+    """Parses head dims: 128x64, or 128 for both."""
     qk, _, v = text.partition("x")
     return int(qk), int(v or qk)
 
 
 class Built:
-    """The kernels in a folder, by name, head dims, label and assembler, loaded when requested."""
+    """The kernels in a folder, loaded on demand."""
 
     def __init__(self, driver: Driver, folder: Path):
         self.driver, self.folder = driver, folder
@@ -69,7 +69,7 @@ class Built:
         return {name: self.kernel(found[name]) for name in MASK}
 
     def portable(self, kernel: str, dims: tuple[int, int]) -> Kernel | None:
-        """The table's portable kernel."""
+        """The table's portable kernel, or None."""
         for row in self.rows:
             if (row["kernel"], tuple(row["dims"]), row["label"]) == (kernel, dims, None):
                 return self.kernel(row)
@@ -78,11 +78,11 @@ class Built:
     def candidates(
         self, dims: tuple[int, int], kernels: Sequence[str]
     ) -> dict[str, tuple[str, Kernel]]:
-        """Title -> (kernel's name, kernel), the table's tile first, without those that need a newer
-        driver."""
+        """Title -> (kernel's name, kernel), the table's tile first. Candidates that need a newer
+        driver are omitted."""
         rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
         rows = [row for row in rows if row["kernel"] in kernels]
-        rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest first, as in C++
+        rows.sort(key=lambda row: row["assembler"], reverse=True)  # newest first, as in C++
         rows.sort(key=lambda row: (kernels.index(row["kernel"]), row["label"] != "table"))
         found = {}
         for row in rows:
@@ -137,11 +137,11 @@ class Work:
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
             "row_heads": heads,
         }  # fmt: skip
-        # never read without a segment check or dlse
+        # Not read without a segment check or dlse.
         self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["kv_start"])
         self.given["dlse"] = self.given["lse"]
         self.given |= NO_OPTIONS | {"qk_dim": qk, "v_dim": v}
-        self.row_sums = floats((2 * heads * rows,))  # the LSE in two parts, of kernels with a bias
+        self.row_sums = floats((2 * heads * rows,))  # for bias kernels, whose LSE has two parts
         self.ranges = dict.fromkeys(("lo", "hi", "segment_checked"))
         self.mask = self._mask_launches(mask_kernels)
         for launch in self.mask.values():
@@ -178,7 +178,7 @@ class Work:
         return launches
 
     def check_mask(self) -> None:
-        """The row ranges from ids and positions are those of the document lengths."""
+        """Asserts that the row ranges from ids and positions match the document lengths."""
         lo, hi, segment_checked = (
             self.ranges[name].get() for name in ("lo", "hi", "segment_checked")
         )
@@ -204,12 +204,12 @@ class Work:
         return heads * -(-rows // block)
 
     def launch(self, kernel: Kernel, **other: int) -> Launch:
-        """One kernel bound to this case. There are as many programs that take tiles from the
-        counter as multiprocessors."""
+        """The launch of one kernel in this case. Persistent kernels, which take tiles from the
+        counter, run at most one program per multiprocessor."""
         given, grid = self.given | other, self.grid(kernel)
         if "bias" in kernel.meta["kernel"]:
             given["lse"] = self.row_sums
-        if kernel.meta["kernel"] == "backward_dbias":  # of one array for all heads
+        if kernel.meta["kernel"] == "backward_dbias":  # one bias array for all heads
             if "dbias" not in self.given:
                 self.given["dbias"] = self._new((self.case.seq, self.case.seq), np.uint16)
             given |= {"dbias": self.given["dbias"], "bias_axes": 4}
@@ -231,7 +231,7 @@ class Work:
             self.given[name].fill(0xFF)
 
     def results(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Results on the host as float32; for long cases every n-th row."""
+        """The results on the host as float32; for long cases every n-th row."""
         step = -(-self.case.seq // SAMPLED) | 1
         found = {}
         for name in names:
@@ -241,7 +241,7 @@ class Work:
         return found
 
     def forward_error(self) -> float:
-        """Relative error of the output in 8 random rows of every head, against float64."""
+        """The largest relative error of the output in 8 random rows, compared with float64."""
         case = self.case
         q, k, v, out = (self.given[n].get() for n in ("query", "key", "value", "out"))
         group, worst = case.heads // case.kv_heads, 0.0
@@ -262,7 +262,7 @@ class Work:
 
 
 def difference(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
-    """The largest relative difference of any result; NaN if there is one."""
+    """The largest relative difference of any result; NaN if any is NaN."""
     with np.errstate(all="ignore"):
         each = [np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n]) for n in want]
     return float(np.max(each))

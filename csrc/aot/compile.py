@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import gc
 import hashlib
@@ -26,7 +27,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNEL_DIR = HERE.parent / "kernels"
@@ -41,7 +43,7 @@ TRITON_VERSION = "3.9.0"
 
 def worker(group: list[table.Variant], out: pathlib.Path) -> None:
     """Generate the PTX of a group and assemble it for each variant; the others go on after a
-    failure."""
+    failure, but not after Ctrl-C."""
     gc.disable()  # saves an eighth of the time, and the process ends soon
     code = 0
     try:
@@ -49,7 +51,7 @@ def worker(group: list[table.Variant], out: pathlib.Path) -> None:
         for variant in group:
             try:
                 lower.write_variant(variant, ptx, meta, out)
-            except BaseException:
+            except (Exception, SystemExit):
                 traceback.print_exc()
                 code = 1
     except BaseException:
@@ -65,20 +67,31 @@ def fingerprint(variant: table.Variant) -> str:
         *(variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, table.FLOATS),
         *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
         *(variant.spills, variant.kernel in table.SERIALISED, variant.ptx),
+        *(variant.driver, variant.shared, table.exact(variant.arch).name),
+        *(table.function(variant.kernel, variant.source), table.absent_arguments(variant.kernel)),
     )
     text = repr(table_says) + source_code(variant.source)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def keep(variant: table.Variant, out: pathlib.Path, store: pathlib.Path) -> None:
-    """Copy a variant to the cache. Each file appears atomically, and the JSON file, by which the
-    lookup finds an entry, comes last."""
+    """Copy a variant to the cache. Each file appears atomically."""
     store.mkdir(parents=True, exist_ok=True)
     for suffix in (".cubin", ".json"):
         name = f"{variant.name}{suffix}"
-        part = store / f"{name}.{os.getpid()}"
+        part = store / f"{name}.{uuid.uuid4().hex}"  # also unique if containers share the cache
         part.write_bytes((out / name).read_bytes())
         part.replace(store / name)
+
+
+def is_kept(variant: table.Variant, store: pathlib.Path) -> bool:
+    """Whether the cache has a variant, with the cubin whose hash its JSON file records."""
+    try:
+        record = json.loads((store / f"{variant.name}.json").read_text())
+        image = (store / f"{variant.name}.cubin").read_bytes()
+        return record["sha256"] == hashlib.sha256(image).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def module_file(module: str) -> pathlib.Path:
@@ -122,6 +135,19 @@ def warm_up(todo: list[table.Variant]) -> None:
         _ = lower.kernel_function(kernel, source).cache_key
 
 
+@contextlib.contextmanager
+def bare_environment() -> Iterator[None]:
+    """Hides all variables but these, since dozens of them change what Triton and LLVM generate."""
+    saved = dict(os.environ)
+    for name in saved.keys() - {"PATH", "TMPDIR", "LD_LIBRARY_PATH"}:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+@bare_environment()
 def compile_table(
     todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int
 ) -> int:
@@ -144,7 +170,7 @@ def compile_table(
     cached = failed = 0
     for v in todo:
         store = cache / fingerprint(v) if cache else None
-        if store and (store / f"{v.name}.json").exists():
+        if store and is_kept(v, store):
             for suffix in (".cubin", ".json"):
                 kept_file = store / f"{v.name}{suffix}"
                 (out / kept_file.name).write_bytes(kept_file.read_bytes())
@@ -156,7 +182,7 @@ def compile_table(
     running: list[tuple[multiprocessing.process.BaseProcess, list[table.Variant], float]] = []
     queue, done = list(groups.values()), cached
     while queue or running:
-        while queue and len(running) < jobs:
+        while queue and len(running) < max(jobs, 1):
             group = queue.pop(0)
             child = context.Process(target=worker, args=(group, out))
             child.start()
@@ -209,7 +235,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--cache", type=pathlib.Path)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    jobs = os.environ.get("PACKAX_JOBS") or len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=jobs, help="default: PACKAX_JOBS, else all")
     parser.add_argument("--archs", default="", help="architectures, e.g. 90a;80 (default: all)")
     parser.add_argument("--dtypes", default="", help="e.g. bf16;f16 (default: all)")
     parser.add_argument(

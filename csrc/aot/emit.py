@@ -54,6 +54,7 @@ FIELDS = {
     "threads": int,
     "shared": int,
     "block": int,
+    "sha256": str,
     "params": list,
     "tensor_maps": list,
 }
@@ -77,7 +78,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: the checked JSON record, with the size and hash of its cubin."""
+    """One row of the table: the checked JSON record, with the size of its cubin."""
 
     name: str
     kernel: str
@@ -92,10 +93,10 @@ class Variant:
     threads: int
     shared: int
     block: int
+    sha256: str
     params: Params
     tensor_maps: tuple[Box, ...]
     size: int
-    sha256: str
 
     @property
     def key(self) -> tuple:
@@ -260,10 +261,14 @@ def read_variant(path: Path) -> Variant:
     check(cubin.is_file(), f"{where}: {cubin.name} is missing beside it")
     image = cubin.read_bytes()
     check(len(image) > 0, f"{where}: {cubin.name} is empty")
+    check(
+        row["sha256"] == hashlib.sha256(image).hexdigest(),
+        f"{where}: {cubin.name} is not the cubin with the sha256 {row['sha256']}",
+    )
     row["params"] = read_params(where, row["params"])
     row["tensor_maps"] = read_boxes(where, row["tensor_maps"])
     check_maps(where, row)
-    return Variant(name=path.stem, **row, size=len(image), sha256=hashlib.sha256(image).hexdigest())
+    return Variant(name=path.stem, **row, size=len(image))
 
 
 def read_table(folder: Path, kernels: dict[str, Params]) -> list[Variant]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -47,8 +48,8 @@ def tensor_map_type(
         half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
         layout = gl.NVMMASharedLayout.get_default_for(shape, half)
     element = element or TRITON_DTYPES[dtype]
-    sizes = ",".join(map(str, shape))
-    return f"tensordesc<{element}[{sizes}],{layout!r}>"
+    dims = ",".join(map(str, shape))
+    return f"tensordesc<{element}[{dims}],{layout!r}>"
 
 
 def kernel_function(kernel: str, source: str = "") -> Any:
@@ -147,7 +148,9 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
         "maxnreg": variant.registers or None,
     }
     target = GPUTarget("cuda", variant.ptx_arch.cc, 32)
-    binary = triton.compile(source, target=target, options=options)
+    with tempfile.TemporaryDirectory() as cache:  # nothing in it would be read again
+        os.environ["TRITON_CACHE_DIR"] = cache
+        binary = triton.compile(source, target=target, options=options)
     meta = binary.metadata
     if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
         raise SystemExit(
@@ -287,6 +290,7 @@ def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path
         "block": variant.block,
         "assembler": variant.assembler,
         "driver": variant.driver,
+        "sha256": hashlib.sha256(image).hexdigest(),
         "params": params,
         # The box and the swizzle mode that the compiler chose for each tensor map, in the order of
         # the "tma" parameters.

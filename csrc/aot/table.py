@@ -161,7 +161,8 @@ def function(kernel: str, module: str) -> str:
     """The name of a kernel's function in a module. Kernels with options, and fallback kernels, use
     the plain kernel's function with more arguments."""
     return FUNCTIONS.get(
-        module, re.sub("(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel)
+        module,
+        re.sub("(_tall)?(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel),
     )
 
 
@@ -329,7 +330,7 @@ def of_each_tile(
 
 
 def fp8_decoding(
-    archs: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
     for arch in one_set(archs):
         for dims in FP8_DIMS:
@@ -349,6 +350,11 @@ def fp8_decoding(
                         "V_PARTS": 1,
                     }
                     yield Variant(kernel, arch, FP8, *dims, tuple(constants.items()), rows, warps)
+    # Queries may have either 16-bit dtype. One that is in `dtypes` has this kernel anyway.
+    others = [dtype for dtype in DTYPES if dtype not in dtypes]
+    for name, dtype, dims in itertools.product(archs, others, FP8_DIMS):
+        if dims in head_dims:
+            yield merging(find_arch(name), dtype, *dims)
 
 
 def fallback_alone(
@@ -510,7 +516,7 @@ def variants(
 ) -> Iterator[Variant]:
     """All variants of the narrowed table, slowest to compile first."""
     if FP8 in dtypes:
-        yield from fp8_decoding(archs, head_dims)
+        yield from fp8_decoding(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype != FP8)
     yield from float32(archs, dtypes, head_dims)
     yield from with_bias(archs, dtypes, head_dims)

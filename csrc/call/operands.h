@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <bit>
-
 #include "call/sizes.h"
 #include "runtime/driver.h"
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int32_t kMultiple = 8;  // of head dims, so that rows are aligned to 16 bytes
 constexpr int64_t kTwoTo32 = int64_t{1} << 32;
-constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in 64 rows of a bias fit in 32 bits
+constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in 128 rows of a bias fit in 32 bits
 constexpr ffi::DataType kS32 = ffi::DataType::S32, kF32 = ffi::DataType::F32;
 
 TensorMapElement ElementOf(ffi::DataType dtype) {
@@ -161,7 +161,7 @@ ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
                     {{"batch", o->dropout_rows_batch}, {"q_len", o->q_len}}));
   o->dropout_streams = b.dropout_streams.untyped_data();
   o->dropout_rows = b.dropout_rows.untyped_data();
-  o->dropout_threshold = std::bit_cast<int32_t>(static_cast<uint32_t>(threshold));
+  o->dropout_threshold = static_cast<int32_t>(threshold);  // modulo 2^32
   // Equals inverse_keep in python/packax/_src/ops/dropout.py.
   o->inverse_keep = static_cast<float>(
       1.0 / (1.0 - static_cast<double>(threshold) / static_cast<double>(kTwoTo32)));

@@ -5,14 +5,21 @@
 namespace packax {
 namespace {
 
-void PrintShape(std::ostream& out, const ffi::AnyBuffer& buffer) {
-  out << DtypeText(buffer.element_type()) << "[";
-  const char* separator = "";
-  for (int64_t size : buffer.dimensions()) {
-    out << separator << size;
-    separator = ", ";
+// "int32[2, 300]"
+std::string ShapeText(const ffi::AnyBuffer& buffer) {
+  std::string text;
+  for (int64_t size : buffer.dimensions())
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return DtypeText(buffer.element_type()) + "[" + text + "]";
+}
+
+// "int32[batch=2, q_len=300]"
+std::string ShapeText(ffi::DataType dtype, std::initializer_list<Axis> axes) {
+  std::string text;
+  for (const Axis& axis : axes) {
+    text += (text.empty() ? "" : ", ") + std::string(axis.name) + "=" + std::to_string(axis.size);
   }
-  out << "]";
+  return DtypeText(dtype) + "[" + text + "]";
 }
 
 bool Matches(const ffi::AnyBuffer& buffer, ffi::DataType dtype, std::initializer_list<Axis> axes) {
@@ -58,32 +65,16 @@ std::string DtypeText(ffi::DataType dtype) {
 
 ffi::Error Expect(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
                   std::initializer_list<Axis> axes) {
-  if (Matches(buffer, dtype, axes)) [[likely]] {
-    return ffi::Error::Success();
-  }
-  std::ostringstream text;
-  text << name << " is ";
-  PrintShape(text, buffer);
-  text << ", expected " << DtypeText(dtype) << "[";
-  const char* separator = "";
-  for (const Axis& axis : axes) {
-    text << separator << axis.name << "=" << axis.size;
-    separator = ", ";
-  }
-  text << "]";
-  return ffi::Error::InvalidArgument(text.str());
+  PACKAX_CHECK(Matches(buffer, dtype, axes), kInvalidArgument)
+      << name << " is " << ShapeText(buffer) << ", expected " << ShapeText(dtype, axes);
+  return ffi::Error::Success();
 }
 
 ffi::Error ExpectRank(const char* name, const ffi::AnyBuffer& buffer, size_t rank,
                       const char* axes) {
-  if (buffer.dimensions().size() == rank) [[likely]] {
-    return ffi::Error::Success();
-  }
-  std::ostringstream text;
-  text << name << " is ";
-  PrintShape(text, buffer);
-  text << ", expected " << rank << " axes " << axes;
-  return ffi::Error::InvalidArgument(text.str());
+  PACKAX_CHECK(buffer.dimensions().size() == rank, kInvalidArgument)
+      << name << " is " << ShapeText(buffer) << ", expected " << rank << " axes " << axes;
+  return ffi::Error::Success();
 }
 
 ffi::Error ToInt32(const char* name, int64_t size, int64_t least, int64_t most, int32_t* out) {

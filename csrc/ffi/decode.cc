@@ -82,8 +82,8 @@ ffi::Error ReadRest(DecodeBuffers& b, DecodeOperands* o) {
   o->sink_batch = 1;
   if (o->has_sinks != 0) {
     PACKAX_TRY(ExpectRank("sinks", b.sinks, 2, "(1 or batch, heads)"));
-    if (b.sinks.dimensions()[0] != 1) o->sink_batch = o->batch;
-    PACKAX_TRY(Expect("sinks", b.sinks, f32, {{"1 or batch", o->sink_batch}, heads}));
+    PACKAX_TRY(ReadBatch("sinks", b.sinks, o->batch, &o->sink_batch));
+    PACKAX_TRY(Expect("sinks", b.sinks, f32, {{"sink_batch", o->sink_batch}, heads}));
   }
   PACKAX_TRY(Expect("out", *b.out, DataTypeOf(o->dtype), {batch, q_len, heads, v_dim}));
   PACKAX_TRY(Expect("lse", *b.lse, f32, {batch, heads, q_len}));

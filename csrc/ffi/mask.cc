@@ -80,8 +80,8 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer kv_start, ffi::AnyBuffer kv_end,
   PACKAX_TRY(ToInt32("q_len (kv_start axis 1)", kv_start.dimensions()[1], 1, kMaxLength, &o.q_len));
   PACKAX_TRY(ToInt32("attribute kv_len", kv_len, 1, kMaxLength, &o.kv_len));
 
-  const int64_t q_count = CeilDiv(o.q_len, 64), kv_count = CeilDiv(o.kv_len, 64);
-  const int64_t q_tiles = CeilDiv(o.q_len, 128), kv_tiles = CeilDiv(o.kv_len, 128);
+  const int64_t q_count = CeilDiv(o.q_len, kBlock), kv_count = CeilDiv(o.kv_len, kBlock);
+  const int64_t q_tiles = CeilDiv(o.q_len, kTile), kv_tiles = CeilDiv(o.kv_len, kTile);
   const Axis batch{"mask_batch", o.batch}, q{"q_len", o.q_len};
   const ffi::DataType s32 = ffi::DataType::S32;
   PACKAX_TRY(Expect("kv_start", kv_start, s32, {batch, q}));
@@ -93,7 +93,7 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer kv_start, ffi::AnyBuffer kv_end,
       Expect("kv_blocks", *kv_blocks, s32, {batch, {"bounds", 4}, {"ceil(kv_len/64)", kv_count}}));
   PACKAX_TRY(Expect("q_order", *q_order, s32, {batch, {"ceil(q_len/128)", q_tiles}}));
   PACKAX_TRY(Expect("q_order_192", *q_order_192, s32,
-                    {batch, {"ceil(q_len/192)", CeilDiv(o.q_len, 192)}}));
+                    {batch, {"ceil(q_len/192)", CeilDiv(o.q_len, kTile192)}}));
   PACKAX_TRY(Expect("kv_order", *kv_order, s32, {batch, {"ceil(kv_len/128)", kv_tiles}}));
   if (o.batch == 0) return ffi::Error::Success();
 

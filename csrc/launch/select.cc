@@ -85,8 +85,9 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
   for (size_t i = 0; i < kMaxSteps && row.steps[i].list != nullptr; ++i) {
     const Kernel kernel = row.steps[i].kernel;
     const Dtype dtype = DtypeOf(kernel, o.dtype);
-    *query = {kernel, device.cc, dtype, o.qk_dim, o.v_dim, device.driver};
-    (*variants)[i] = row.dims == Dims::kExact ? Find(*query) : FindCovering(*query);
+    const bool covering = row.dims == Dims::kCovering;
+    *query = {kernel, device.cc, dtype, o.qk_dim, o.v_dim, device.driver, covering};
+    (*variants)[i] = Find(*query);
     if ((*variants)[i] == nullptr) return false;
   }
   return true;

@@ -92,9 +92,9 @@ std::string ResultText(const Api& api, CUresult result) {
 
 // Opens libcuda, once.
 ffi::Error GetApi(const Api** api) {
-  static const OpenedDriver opened = OpenDriver();
-  *api = &opened.api;
-  return opened.error;
+  static const auto* opened = new OpenedDriver(OpenDriver());  // never destroyed: GetRegistry()
+  *api = &opened->api;
+  return opened->error;
 }
 
 // "forward_bf16_128x128_sm90a (cubin for sm_90a) on device 0, NVIDIA H200 (compute capability 9.0)"
@@ -364,8 +364,10 @@ ffi::Error Clear(const Device& device, void* stream, const void* word) {
 ffi::Error DescribeDriver(DriverInfo* info) {
   const Api* api;
   PACKAX_TRY(GetApi(&api));
-  PACKAX_DRIVER(cuInit, 0);
   PACKAX_DRIVER(cuDriverGetVersion, &info->version);
+  const CUresult started = api->cuInit(0);
+  if (started == CUDA_ERROR_NO_DEVICE) return ffi::Error::Success();  // none, or none visible
+  if (started != CUDA_SUCCESS) return Failed(*api, "cuInit", started);
   int count = 0;
   PACKAX_DRIVER(cuDeviceGetCount, &count);
   for (int i = 0; i < count; ++i) {

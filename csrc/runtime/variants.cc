@@ -54,10 +54,13 @@ const std::vector<const Variant*>& RowsOf(Kernel kernel) {
   return (*rows)[static_cast<size_t>(kernel)];
 }
 
+constexpr int kOrin = 87;  // a Tegra GPU, which runs no code for other 8.x
+
 // Whether code compiled for `code_cc` runs on `cc`: if `arch_specific`, only on the same compute
 // capability, otherwise also on later minors of the same major.
 bool Covers(int code_cc, bool arch_specific, int cc) {
-  return arch_specific ? code_cc == cc : code_cc / 10 == cc / 10 && code_cc <= cc;
+  if (arch_specific || cc == kOrin) return code_cc == cc;
+  return code_cc / 10 == cc / 10 && code_cc <= cc;
 }
 
 // The shared-memory limit of the GPU; null if packax has no kernels for it. kSharedLimits is in
@@ -75,14 +78,20 @@ bool TooLarge(const Variant& v, int cc) {
   return limit != nullptr && v.shared > limit->bytes;
 }
 
-bool Runs(const Variant& v, int cc, int driver) {
-  return v.driver <= driver && Covers(v.cc, v.arch_specific, cc) && !TooLarge(v, cc);
+// Whether it is a variant for the query, though it may need a newer driver or more shared memory.
+bool Matches(const Variant& v, const Query& q) {
+  if (v.dtype != q.dtype || !Covers(v.cc, v.arch_specific, q.cc)) return false;
+  return q.covering ? v.qk_dim >= q.qk_dim && v.v_dim >= q.v_dim
+                    : v.qk_dim == q.qk_dim && v.v_dim == q.v_dim;
 }
 
-// Whether `a` is preferred over `b`, if both run: architecture-specific code first, then the newest
-// architecture, then the newest driver.
+// Whether `a` is preferred over `b`: the smallest head dims first, then architecture-specific code,
+// then the newest architecture, then the newest driver.
 bool Better(const Variant& a, const Variant& b) {
-  return std::tuple(a.arch_specific, a.cc, a.driver) > std::tuple(b.arch_specific, b.cc, b.driver);
+  const auto rank = [](const Variant& v) {
+    return std::tuple(-v.qk_dim - v.v_dim, v.arch_specific, v.cc, v.driver);
+  };
+  return rank(a) > rank(b);
 }
 
 void Append(std::string* list, const std::string& item) {
@@ -94,7 +103,7 @@ void Append(std::string* list, const std::string& item) {
 std::string WholeBuild(int cc) {
   if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
   std::ostringstream out;
-  out << "; this build has a part of packax's kernels (" << Part()
+  out << "; this build has only some of packax's kernels (" << Part()
       << "): PACKAX_ARCHS=all pip install ./ builds all";
   return out.str();
 }
@@ -112,19 +121,8 @@ const char* Part() { return kPart; }
 const Variant* Find(const Query& q) {
   const Variant* best = nullptr;
   for (const Variant* v : RowsOf(q.kernel)) {
-    if (v->dtype != q.dtype || v->qk_dim != q.qk_dim || v->v_dim != q.v_dim) continue;
-    if (Runs(*v, q.cc, q.driver) && (best == nullptr || Better(*v, *best))) best = v;
-  }
-  return best;
-}
-
-const Variant* FindCovering(const Query& q) {
-  const Variant* best = nullptr;
-  for (const Variant* v : RowsOf(q.kernel)) {
-    if (v->dtype != q.dtype || v->qk_dim < q.qk_dim || v->v_dim < q.v_dim) continue;
-    if (!Runs(*v, q.cc, q.driver)) continue;
-    const int size = v->qk_dim + v->v_dim, least = best ? best->qk_dim + best->v_dim : 0;
-    if (best == nullptr || size < least || (size == least && Better(*v, *best))) best = v;
+    if (!Matches(*v, q) || v->driver > q.driver || TooLarge(*v, q.cc)) continue;
+    if (best == nullptr || Better(*v, *best)) best = v;
   }
   return best;
 }
@@ -148,9 +146,8 @@ std::string DescribeMissing(const Query& q) {
   const Variant* newer = nullptr;
   const Variant* too_large = nullptr;
   for (const Variant* v : RowsOf(q.kernel)) {
-    const bool matches = v->dtype == q.dtype && v->qk_dim == q.qk_dim && v->v_dim == q.v_dim &&
-                         Covers(v->cc, v->arch_specific, q.cc);
-    if (matches && TooLarge(*v, q.cc)) too_large = v;
+    if (!Matches(*v, q) || !TooLarge(*v, q.cc)) continue;
+    if (too_large == nullptr || Better(*v, *too_large)) too_large = v;
   }
   Query other = q;
   for (other.driver = kNewestDriver; const Variant* found = Find(other);) {

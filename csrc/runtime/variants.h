@@ -42,13 +42,15 @@ struct Variant {
 
 inline constexpr int kNewestDriver = std::numeric_limits<int>::max();
 
-// A lookup: a kernel for a device, and for attention kernels the dtype and head dims.
+// A lookup: a kernel for a device, and for attention kernels the dtype and head dims. `covering`:
+// at least these head dims, of which Find() takes the smallest.
 struct Query {
   Kernel kernel;
   int cc;
   Dtype dtype = Dtype::kAny;
   int64_t qk_dim = 0, v_dim = 0;
   int driver = kNewestDriver;
+  bool covering = false;
 };
 
 // All variants of this build, sorted by name.
@@ -62,9 +64,6 @@ const char* Part();
 // Variants that need a newer driver or more shared memory than there is are excluded. Null if there
 // is none.
 const Variant* Find(const Query& query);
-
-// Like Find(), but among variants with at least these head dims, of which it takes the smallest.
-const Variant* FindCovering(const Query& query);
 
 // Explains why Find() failed: the device, the query, and this build's variants of the kernel.
 std::string DescribeMissing(const Query& query);

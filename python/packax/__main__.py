@@ -61,8 +61,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     missing = [name for name in DEMO_PACKAGES if not _installed(name)]
     if missing:
         print(
-            f"the demo needs {', '.join(missing)}: pip install 'packax[demo]' "
-            "(from its sources: pip install './[demo]')",
+            f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 2
@@ -87,7 +86,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # sys.modules has None for it
+    except ValueError:  # the name is in sys.modules without a spec
         return False
 
 

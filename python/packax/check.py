@@ -1,9 +1,8 @@
-"""`python -m packax check`: is packax correct on this machine, and how fast is it?
+"""`python -m packax check`: checks packax's results on this machine and measures its speed.
 
-It prints one block of text to paste into an issue.
-
-Every case is compared with a dense float32 reference; the bound is twice the error of plain
-attention in the same dtype. Speed is the median of single calls, next to cuDNN where jax has it.
+The output is one block of text to paste into an issue. Every case is compared with a dense float32
+reference; the bound is twice the error of plain attention in the same dtype. Speed is the median
+time of single calls, with that of cuDNN if jax supports it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BFLOAT16, FLOAT16 = jnp.bfloat16, jnp.float16
 
 
 def documents(length: int, count: int) -> np.ndarray:
-    """Ids of a packed row, with padding at the end."""
+    """The segment ids of a packed row, with padding at the end."""
     edges = np.sort(np.random.default_rng(0).choice(np.arange(1, length - 8), count - 1, False))
     ids = np.searchsorted(edges, np.arange(length), side="right").astype(np.int32)
     ids[-7:] = packax.PADDING_SEGMENT_ID
@@ -94,7 +93,7 @@ def error(got: jax.Array, want: jax.Array) -> float:
 
 
 def correctness() -> Iterator[tuple[bool, str]]:
-    """Whether each case is correct, and a line about it."""
+    """For each case, whether it is correct and a line of text."""
     for name, dtype, dim, heads, kv_heads, expression, options in CASES:
         operands = tensors(LENGTH, heads, kv_heads, dim, dtype)
         attends = jnp.asarray(expression.as_array(LENGTH, LENGTH))
@@ -139,7 +138,7 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def train(attention: Callable[..., jax.Array], *operands: jax.Array) -> Any:
-    """The gradients, so that the output is computed too."""
+    """The gradients, which also require the forward pass."""
     return jax.vjp(attention, *operands[:3])[1](operands[3])
 
 

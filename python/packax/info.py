@@ -1,7 +1,7 @@
-"""`python -m packax info`: what this machine would run, and if it is not the cubins, why not.
+"""`python -m packax info`: what this machine would run, and why if it is not the cubins.
 
-`gather` queries jax and the extension module, `render` turns the answer into text. Neither launches
-a kernel.
+`gather` queries jax and the extension module, and `render` formats the answers. Neither launches a
+kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 
 import packax
 
-OLDEST_DRIVER = 12000  # the driver must support this CUDA version: the cubins are for CUDA 12
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
 FASTER_FORWARD = "forward_sm90"  # used instead of forward where available
-FUSED_BACKWARD = "backward_sm80"  # used instead of all of backward where available
+FUSED_BACKWARD = "backward_sm80"  # used instead of all backward kernels where available
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # each kernel serves smaller head dims too
+FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # kernels also serve smaller head dims
 GENERAL_KERNELS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback")
 
 
@@ -33,8 +32,8 @@ class Report:
     variants: tuple[dict[str, Any], ...]  # packax._ext.variants()
     find: Callable[..., str | None]  # packax._ext.find: (kernel, cc, dtype, qk_dim, v_dim, driver)
     platforms: tuple[str, ...]  # of jax's devices
-    jax_error: str | None = None  # why jax has no devices
-    extension_error: str | None = None  # why packax._ext did not load
+    jax_error: str | None = None  # the error if jax has no devices
+    extension_error: str | None = None  # the error if packax._ext did not load
     part: str = ""  # packax._ext.part()
 
     @property
@@ -51,8 +50,8 @@ class Report:
 
     @property
     def wide_dims(self) -> list[tuple[int, int]]:
-        """Head dims of fallback kernels without portable ones, in 16 bits; each also serves
-        smaller."""
+        """16-bit head dims that have fallback kernels but no `forward` kernel; each kernel also
+        serves smaller head dims."""
         short = DTYPES.values()
         fallback = (v for v in self.variants if v["kernel"] in GENERAL_KERNELS)
         of = {(v["qk_dim"], v["v_dim"]) for v in fallback if v["dtype"] in short}
@@ -63,7 +62,7 @@ class Report:
 
     @property
     def float32_dims(self) -> list[tuple[int, int]]:
-        """Head dims of kernels for float32; each also serves smaller head dims."""
+        """The head dims of float32 kernels; each kernel also serves smaller head dims."""
         of = (v for v in self.variants if v["dtype"] in FLOAT32.values())
         return sorted({(v["qk_dim"], v["v_dim"]) for v in of})
 
@@ -73,7 +72,7 @@ class Report:
 
 
 def gather() -> Report:
-    """What jax and the extension module say about this machine."""
+    """Queries jax and the extension module about this machine."""
     platforms, jax_error = _jax_platforms()
     try:
         extension = importlib.import_module("packax._ext")
@@ -93,7 +92,7 @@ def gather() -> Report:
 
 
 def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tuple[str | None, str]:
-    """(the forward's variant, "") if the GPU has every kernel of a call, else (None, why not)."""
+    """(the forward kernel's variant, "") if the GPU has all kernels of a call, else (None, why)."""
     names = {
         kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim, report.driver_version)
         for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD, FUSED_BACKWARD)
@@ -101,7 +100,7 @@ def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tup
     faster, fused = names.pop(FASTER_FORWARD), names.pop(FUSED_BACKWARD)
     needed = ATTENTION_KERNELS[:1] if fused else ATTENTION_KERNELS
     missing = [kernel for kernel in needed if names[kernel] is None]
-    if not missing or (faster and not any(names.values())):  # some head dims are Hopper's alone
+    if not missing or (faster and not any(names.values())):  # some head dims are only for Hopper
         return faster or names["forward"], ""
     what = "" if len(missing) == len(names) else f"{' and '.join(missing)} "
     where = f"compute capability {capability(cc)}"
@@ -109,7 +108,7 @@ def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tup
 
 
 def variant_in_use(report: Report, device: Any, dtype: str, head_dim: int) -> str:
-    """The forward's variant on one of jax's GPUs, or why there is none."""
+    """The forward kernel's variant on one of jax's GPUs, or why there is none."""
     cc = int(str(device.compute_capability).replace(".", ""))
     name, why = variant(report, cc, dtype, head_dim, head_dim)
     return name or f"none: {why}"
@@ -143,7 +142,8 @@ def _wheel_lines(report: Report) -> list[str]:
             "it holds the kernels: reinstall packax (from its sources: pip install ./)",
         ]
     archs = [arch for _, arch in sorted({(v["cc"], v["arch"]) for v in report.variants})]
-    built = {v["dtype"] for v in report.variants}
+    # Narrowed to FP8 caches, a build has decode_combine for both dtypes of queries.
+    built = {v["dtype"] for v in report.variants if v["kernel"] != "decode_combine"}
     dtypes = [name for name, short in DTYPES.items() if short in built]
     dims = [_dims(*pair) for pair in report.head_dims]
     dims += [f"up to {_dims(*pair)}" for pair in report.wide_dims]
@@ -167,8 +167,6 @@ def _driver_lines(report: Report) -> list[str]:
     if "error" in report.driver:
         return [f"not usable: {report.driver['error']}"]
     lines = [f"supports CUDA {cuda(report.driver_version)}"]
-    if report.driver_version < OLDEST_DRIVER:
-        lines.append(f"too old: the cubins need a driver for CUDA {cuda(OLDEST_DRIVER)} or newer")
     for device in report.devices:
         name = f"GPU {device['ordinal']}: {device['name']}"
         lines.append(f"{name}, compute capability {capability(device['cc'])}")
@@ -187,11 +185,11 @@ def _jax_lines(report: Report) -> list[str]:
         return lines
     if not plugins:
         extra = "cuda13" if report.driver_version >= CUDA_13_DRIVER else "cuda12"
-        lines.append(f"has no CUDA plugin: pip install 'packax[{extra}]'")
+        lines.append(f"has no CUDA plugin: pip install 'jax[{extra}]'")
     elif plugins == ["jax-cuda13-plugin"] and report.driver_version < CUDA_13_DRIVER:
         lines.append(
             f"its CUDA 13 plugin needs a driver that supports CUDA {cuda(CUDA_13_DRIVER)}, "
-            f"and this one supports {cuda(report.driver_version)}: pip install 'packax[cuda12]'"
+            f"and this one supports {cuda(report.driver_version)}: pip install 'jax[cuda12]'"
         )
     elif "gpu" not in report.platforms and report.jax_error is None:
         lines.append("uses no GPU, though its CUDA plugin is installed: is JAX_PLATFORMS set?")
@@ -207,8 +205,6 @@ def _runs_lines(report: Report) -> list[str]:
         ]
     if "error" in report.driver or not report.devices:
         return [f"{fallback}: no usable GPU (driver, above)"]
-    if report.driver_version < OLDEST_DRIVER:
-        return [f"{fallback}: the driver is too old (driver, above)"]
     if "gpu" not in report.platforms:
         return [f"{fallback}: jax uses no GPU (jax, above)"]
     lines = []
@@ -228,8 +224,8 @@ def _runs_lines(report: Report) -> list[str]:
             continue
         for (dtype, qk, v), (name, why) in rows.items():
             wider = (
-                dims for (d, *dims), (there, _) in rows.items()
-                if there and d == dtype and dims[0] >= qk and dims[1] >= v
+                dims for (d, *dims), (available, _) in rows.items()
+                if available and d == dtype and dims[0] >= qk and dims[1] >= v
             )  # fmt: skip
             padded = next((f"padded to {_dims(*dims)}" for dims in wider), None)
             lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or padded or why}")
@@ -252,12 +248,12 @@ def _dims(qk_dim: int, v_dim: int) -> str:
 
 
 def cuda(version: int) -> str:
-    """12090 -> 12.9"""
+    """Formats a CUDA version: 12090 -> 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def capability(cc: int) -> str:
-    """90 -> 9.0"""
+    """Formats a compute capability: 90 -> 9.0."""
     return f"{cc // 10}.{cc % 10}"
 
 

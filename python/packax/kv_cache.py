@@ -101,23 +101,23 @@ def _written(
             )
     if scale is not None and not is_fp8(cache):
         raise ValueError(f"scale is for caches in {FP8}, but cache is {cache.dtype}: omit it")
-    there = (row >= 0) & (place >= 0)
+    valid = (row >= 0) & (place >= 0)
     table = None
     if block_table is not None:
         table = jnp.asarray(
             as_int32("block_table", block_table, ranks=(2,), shapes="(batch, max_blocks)")
         )
-    if 0 in cache.shape or (table is not None and 0 in table.shape):  # no room
+    if 0 in cache.shape or (table is not None and 0 in table.shape):  # an empty cache
         return cache
     if table is not None:
         block, place = place // cache.shape[1], place % cache.shape[1]
         row = table.at[row, block].get(mode="fill", fill_value=-1)
-        there &= row >= 0
+        valid &= row >= 0
     if is_fp8(cache):
         paged = table is not None
         scales = checked_kv_scale("scale", scale, cache.shape[0], cache.shape[2], paged=paged)
-        of_token = scales[0] if scales.shape[0] == 1 else scales.at[row].get(mode="clip")
+        of_token = scales[None] if scales.shape[0] == 1 else scales.at[row].get(mode="clip")
         largest = float(jnp.finfo(cache.dtype).max)
         new = jnp.clip(new.astype(jnp.float32) / of_token[..., None], -largest, largest)
-    row = jnp.where(there, row, cache.shape[0])  # out of range, so dropped
+    row = jnp.where(valid, row, cache.shape[0])  # out of bounds: the scatter drops it
     return cache.at[row, place].set(new.astype(cache.dtype), mode="drop")

@@ -1,8 +1,9 @@
 """Segment ids from the formats of data pipelines, and what a loss needs from them.
 
-Every function takes numpy or jax arrays and returns the same kind. On numpy arrays they do not use
-jax, so the workers of a data loader can call them. On jax arrays they work under `jit`, where sizes
-that depend on values must be passed. `pack` and `check_packing` take numpy arrays only.
+Every function takes numpy or jax arrays and returns the same kind, except `pack`, which returns
+numpy arrays. With numpy arrays they do not run jax, so the workers of a data loader can call them.
+With jax arrays they work under `jit`, except `pack` and `check_packing`; sizes that depend on
+values must be passed.
 """
 
 from packax._src.segments.ids import (

@@ -118,7 +118,7 @@ def test_two_parameter_lists(tmp_path, params, text):
     assert refused(tmp_path / "in") == f"kernels.txt and b differ in parameters: {text}"
 
 
-@pytest.mark.parametrize("field", list(ROW))
+@pytest.mark.parametrize("field", [*ROW, "sha256"])
 def test_missing_field(tmp_path, field):
     write(tmp_path / "in", "a", drop=(field,))
     assert refused(tmp_path / "in") == f"a.json: missing {field}"
@@ -212,6 +212,7 @@ def test_missing_field(tmp_path, field):
             "a parameter name occurs twice in ['out', 'out']",
         ),
         ({"image": b""}, "a.cubin is empty"),
+        ({"sha256": "0" * 64}, f"a.cubin is not the cubin with the sha256 {'0' * 64}"),
     ],
 )
 def test_bad_field(tmp_path, changes, text):

@@ -9,8 +9,9 @@ from paths import ROOT
 
 PART = "archs 80 86, dtypes bf16"
 BIG = {"qk_dim": 512, "v_dim": 512, "shared": 101_377}
-WHOLE = f"; this build has a part of packax's kernels ({PART}): PACKAX_ARCHS=all pip install ./ "
-WHOLE += "builds all"
+WHOLE = f"; this build has only some of packax's kernels ({PART}): PACKAX_ARCHS=all pip install "
+WHOLE += "./ builds all"
+NEWEST = 2**31 - 1
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def lookup(tmp_path_factory):
             write(source, f"sideways_f16_sm{name}_{driver}", **row)
     newer = {"driver": 13000, "qk_dim": 32, "v_dim": 32}
     write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
+    write(source, "upwards_sm87", **arch("87", kernel="upwards", arch_specific=True))
     for name in ("80", "86"):  # above and at the shared memory limit of 8.6
         large = {"qk_dim": 256, "v_dim": 256, "shared": 101_377 if name == "80" else 101_376}
         write(source, f"sideways_bf16_256_sm{name}", **arch(name, **large, dtype="f16"))
@@ -47,8 +49,9 @@ def lookup(tmp_path_factory):
     subprocess.run([COMPILER, *flags, *files, "-o", program], check=True)
 
     def run(*questions):
-        newest = 2**31 - 1
-        text = "".join(q + (f" {newest}\n" if q.count(" ") < 5 else "\n") for q in questions)
+        words = [q.split() for q in questions]
+        last = [str(NEWEST), "0"]  # driver and covering, unless the question has them
+        text = "".join(" ".join([*w, *last[len(w) - 5 :]]) + "\n" for w in words)
         done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
@@ -73,8 +76,7 @@ def test_compiled_table(lookup):
     [
         (80, "80"),
         (86, "86"),
-        (87, "86"),  # the highest minor not above the device's
-        (88, "86"),
+        (88, "86"),  # the highest minor not above the device's
         (89, "89"),
         (90, "90a"),  # arch-specific is preferred to portable
         (91, "90"),  # arch-specific code runs on no other minor
@@ -136,11 +138,18 @@ def test_find_a_kernel_that_the_build_left_out(lookup):
     ]
 
 
-@pytest.mark.parametrize("cc", [80, 86, 87, 88, 89])
+def test_orin_runs_only_its_own_code(lookup):
+    """Desktop and Tegra GPUs do not run each other's cubins (csrc/aot/archs.py)."""
+    assert lookup[2]("upwards 87 bf16 64 64") == ["upwards_sm87"]
+    for cc in (80, 86, 88, 89):
+        assert lookup[2](f"upwards {cc} bf16 64 64")[0].startswith("no upwards kernel")
+
+
+@pytest.mark.parametrize("cc", [80, 86, 88, 89])
 def test_shared_memory_counts(lookup, cc):
     """8.6 and 8.9 can run cubins for 8.0, but have less shared memory per block."""
     ask = lookup[2]
-    small = cc in (86, 88, 89)
+    small = cc > 80
     assert ask(f"sideways {cc} f16 256 256") == [f"sideways_bf16_256_sm{'80' if cc == 80 else 86}"]
     assert ask(f"sideways {cc} f16 512 512") == [
         f"no sideways kernel for compute capability 8.{cc % 10}, f16, head dims 512x512 (query and "
@@ -151,7 +160,34 @@ def test_shared_memory_counts(lookup, cc):
     ]
 
 
-@pytest.mark.parametrize("cc", [70, 75, 79, 110, 121])
+@pytest.mark.parametrize(
+    ("question", "name"),
+    [
+        ("80 f16 8 8", "f16_128_sm80"),
+        ("86 f16 200 128", "bf16_256_sm86"),
+        ("80 bf16 72 64", "bf16_192_sm80"),
+        ("80 f16 384 384", "f16_512_sm80"),
+        ("90 bf16 64 8", "bf16_64_sm90a"),
+    ],
+)
+def test_the_smallest_head_dims_that_cover_a_call(lookup, question, name):
+    assert lookup[2](f"sideways {question} {NEWEST} 1") == [f"sideways_{name}"]
+
+
+def test_why_no_head_dims_cover_a_call(lookup):
+    """As for exact head dims, the error names the variant that lacks shared memory or a newer
+    driver."""
+    assert lookup[2](f"sideways 89 f16 384 384 {NEWEST} 1", "upwards 90 bf16 8 32 12090 1") == [
+        "no sideways kernel for compute capability 8.9, f16, head dims 384x384 (query and key x "
+        "value); sideways_f16_512_sm80 needs 101377 bytes of shared memory, this GPU has 101376 "
+        f"for a block{WHOLE}",
+        "no upwards kernel for compute capability 9.0, bf16, head dims 8x32 (query and key x "
+        "value); upwards_sm90a_13000 needs a driver for CUDA 13.0 or newer, this one is for "
+        "CUDA 12.9",
+    ]
+
+
+@pytest.mark.parametrize("cc", [70, 75, 79, 87, 110, 121])
 def test_nothing_to_run(lookup, cc):
     """Never a cubin for another major or a later minor, nor a neighbour's arch-specific one."""
     archs = "sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100f, sm_120a"

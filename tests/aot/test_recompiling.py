@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+import json
 import pathlib
 import re
 import shutil
@@ -145,6 +147,10 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
         ("FLOATS", ("scale",), set(table.KERNELS)),
         ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
         ("SERIALISED", (*table.SERIALISED, "forward"), {"forward"}),
+        ("FUNCTIONS", table.FUNCTIONS | {"mask.segments": "documents_init"},
+            {"documents_runs", "documents_rows"}),
+        ("absent_from_decode", lambda _: (),
+            {k for k in table.KERNELS if table.absent_from_decode(k)}),
     ],
 )  # fmt: skip
 def test_what_the_table_says_besides_variants_recompiles_them(monkeypatch, name, value, kernels):
@@ -176,6 +182,35 @@ def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
     assert not (store / f"{variant.name}.json").exists()
     compiler.keep(variant, out, store)
     assert {(store / f"{variant.name}{s}").read_bytes() for s in (".cubin", ".json")} == {b"whole"}
+
+
+def test_a_damaged_entry_of_the_cache_is_compiled_again(monkeypatch, tmp_path, capfd) -> None:
+    pytest.importorskip("triton", reason="a build dependency")
+    variant, out, cache = ALL[0], tmp_path / "out", tmp_path / "cache"
+    entry = cache / compiler.fingerprint(variant) / variant.name
+    files = [entry.with_suffix(suffix) for suffix in (".cubin", ".json")]
+
+    def write(variant, ptx, meta, out):
+        (out / files[0].name).write_bytes(b"cubin")
+        record = {"registers": 1, "shared": 2, "stack": 3}
+        record["sha256"] = hashlib.sha256(b"cubin").hexdigest()
+        (out / files[1].name).write_text(json.dumps(record))
+
+    def from_cache() -> int:
+        assert compiler.compile_table([variant], out, cache, 1) == 0
+        assert (out / files[0].name).read_bytes() == files[0].read_bytes() == b"cubin"
+        return int(re.search(r"(\d) from the cache", capfd.readouterr().out)[1])
+
+    monkeypatch.setattr(compiler, "warm_up", lambda _: None)  # Triton may interpret here
+    monkeypatch.setattr(compiler.lower, "make_ptx", lambda _: ("ptx", "meta"))
+    monkeypatch.setattr(compiler.lower, "write_variant", write)
+    assert [from_cache(), from_cache()] == [0, 1]
+    for file in files:
+        for damaged in (file.read_bytes()[:-2], b"", b"{}"):
+            file.write_bytes(damaged)
+            assert [from_cache(), from_cache()] == [0, 1]
+    files[0].unlink()
+    assert from_cache() == 0
 
 
 @pytest.mark.parametrize("file", sorted(KERNEL_DIR.glob("*/*.py")), ids=str)

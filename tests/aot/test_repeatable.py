@@ -1,8 +1,9 @@
-"""Two builds of the same table give the same bytes."""
+"""Two builds of the same table give the same bytes, whatever their environment."""
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -10,6 +11,32 @@ import sys
 
 import pytest
 from paths import ROOT
+
+TWICE = """
+import os, pathlib, sys
+sys.path.insert(0, "csrc/aot")
+import compile as c, table as t
+(variant,) = (v for v in t.variants(("80",)) if v.kernel == "documents_init")
+for name in ("hostile", "plain"):
+    assert c.compile_table([variant], pathlib.Path(sys.argv[1], name), None, 1) == 0
+    for name in set(os.environ) - {"PATH", "TMPDIR"}:
+        del os.environ[name]
+"""
+
+
+def test_the_environment_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """Variables that change what Triton does, a HOME that is no folder; no file remains."""
+    pytest.importorskip("triton", reason="a build dependency")
+    on = ("TRITON_INTERPRET", "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_STORE_BINARY_ONLY")
+    hostile = dict.fromkeys((*on, "DISABLE_LLVM_OPT", "USE_IR_LOC", "MLIR_ENABLE_TIMING"), "1")
+    hostile |= {"TRITON_DEFAULT_FP_FUSION": "0", "TRITON_OVERRIDE_ARCH": "sm90"}
+    hostile |= {"HOME": "/dev/null", "TRITON_CACHE_DIR": "/dev/null", "TMPDIR": str(tmp_path / "t")}
+    (tmp_path / "t").mkdir()
+    command = [sys.executable, "-c", TWICE, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | hostile)
+    hostile_files, plain_files = (sorted((tmp_path / n).iterdir()) for n in ("hostile", "plain"))
+    assert [f.read_bytes() for f in hostile_files] == [f.read_bytes() for f in plain_files]
+    assert len(plain_files) == 3 and not list((tmp_path / "t").iterdir())
 
 
 @pytest.mark.exhaustive
@@ -29,7 +56,7 @@ def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
             " if v.kernel in ('forward', 'blocks_rows')];"
             "sys.exit(c.compile_table(todo, pathlib.Path('out'), None, 2))"
         )
-        env = {"PATH": "/usr/bin:/bin", "HOME": str(root), "TRITON_CACHE_DIR": str(root / "cache")}
+        env = {"PATH": "/usr/bin:/bin"}
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, cwd=root, check=True, env=env, stdout=subprocess.PIPE)
         assert b"6 variants, 0 from the cache, 4 kernels to PTX, 0 failed" in done.stdout

@@ -5,7 +5,10 @@ Keys are unique, every row can be built, unexpected PTX is refused, and builds a
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import sys
 
 import pytest
 from aot_modules import ALL, DECODE, GENERAL, arguments_of, compiler, table, tiles
@@ -139,6 +142,16 @@ def test_every_gpu_has_kernels_for_fp8_caches() -> None:
     tall = [v for v in few if v.kernel in ("decode_tall_fp8", "decode_tall_fp8_pages")]
     assert len(few) - len(tall) == 2 * len(table.FP8_DIMS)  # for dense and paged caches
     assert {v.qk_dim for v in tall} == {64, 128} and len(tall) == 4
+
+
+@pytest.mark.parametrize("dtypes", [("e4m3",), ("bf16", "e4m3"), ("e4m3", "f16", "bf16")], ids=str)
+def test_queries_over_fp8_caches_have_their_merging_kernel(dtypes) -> None:
+    """Also if the build is narrowed to FP8: queries are in bfloat16 or float16."""
+    rows = list(table.variants(("80", "90a"), dtypes, (*table.FP8_DIMS, (192, 128))))
+    assert len({v.name for v in rows}) == len(rows)
+    of = [(v.arch.name, v.dtype, (v.qk_dim, v.v_dim)) for v in rows if v.kernel == "decode_combine"]
+    assert {*of} >= {*itertools.product(("sm_80", "sm_90a"), table.DTYPES, table.FP8_DIMS)}
+    assert (("sm_80", "f16", (192, 128)) in of) == ("f16" in dtypes)
 
 
 def of_arch(variants: list, arch: table.Arch) -> list:
@@ -384,6 +397,32 @@ def test_a_failing_variant_stops_no_other_of_its_ptx(monkeypatch, tmp_path, capf
     assert f"FAILED {todo[0].name} (exit code 1)" in out and "SystemExit: too large" in err
     assert "3 variants, 0 from the cache, 1 kernels to PTX, 1 failed" in out
     assert sorted(f.stem for f in tmp_path.glob("*.json")) == sorted(v.name for v in todo[1:])
+
+
+def test_ctrl_c_stops_a_process(monkeypatch, tmp_path, capfd) -> None:
+    pytest.importorskip("triton", reason="a build dependency")
+    todo = [v for v in ALL if v.kernel == "blocks_rows" and v.arch.name in ("sm_87", "sm_80")]
+
+    def interrupted(variant, ptx, meta, out):
+        (out / variant.name).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler, "warm_up", lambda _: None)
+    monkeypatch.setattr(compiler.lower, "make_ptx", lambda _: ("ptx", "meta"))
+    monkeypatch.setattr(compiler.lower, "write_variant", interrupted)
+    assert compiler.compile_table(todo, tmp_path, None, 1) == len(todo) == 2
+    assert len([*tmp_path.glob("blocks_rows*")]) == 1
+    assert "KeyboardInterrupt" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["", "3"])
+def test_how_many_kernels_compile_at_once(monkeypatch, asked) -> None:
+    jobs = []
+    monkeypatch.setattr(compiler, "compile_table", lambda *arguments: jobs.append(arguments[3]))
+    monkeypatch.setattr(sys, "argv", ["compile.py", "--out=.", "--archs=80", "--dtypes=bf16"])
+    monkeypatch.setenv("PACKAX_JOBS", asked)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
+    assert compiler.main() == 0 and jobs == [int(asked or 2)]
 
 
 @pytest.mark.parametrize(

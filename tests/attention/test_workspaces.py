@@ -53,6 +53,15 @@ def test_workspace_by_device(monkeypatch, capabilities, large):
     assert algorithms[-1] == ("sm90_fused" if large else "portable")
 
 
+def test_workspace_where_a_kernel_does_not_fit(monkeypatch):
+    """A kernel for 8.0 may need more shared memory than 8.9 has; find() of the extension counts."""
+    find = ffi.ext.find
+    monkeypatch.setattr(ffi.ext, "find", lambda kernel, cc, *x: cc != 89 and find(kernel, cc, *x))
+    for cc, elements in ((80, LARGE), (88, LARGE), (89, SMALL)):
+        rows = with_sm90(80, arch_specific=False)
+        assert backward_workspace(monkeypatch, rows, {cc}) == elements
+
+
 @pytest.mark.parametrize("capabilities", [None, {90}, {80}])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, deterministic):

@@ -95,13 +95,31 @@ def test_precision_of_float32(monkeypatch, precision, exact):
 
 
 def test_a_build_may_have_one_precision_of_float32(monkeypatch):
-    rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
+    f32 = {"kernel": "decode", "dtype": "f32"}
+    rows = [row for row in Extension.variants() if not f32.items() <= row.items()]
     monkeypatch.setattr(ffi, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     operands = shapes(dtype=jnp.float32)
     text_of(packax.decode_attention, *operands)
     with pytest.raises(NotImplementedError, match="no decode kernel for float32"):
         text_of(functools.partial(packax.decode_attention, precision="highest"), *operands)
+
+
+def test_the_merging_kernel_is_needed(monkeypatch):
+    """decode_combine, in the dtype of the query."""
+    lacks = {"kernel": "decode_combine", "dtype": "f16"}
+    rows = [row for row in Extension.variants() if not lacks.items() <= row.items()]
+    monkeypatch.setattr(ffi, "ext", Extension)
+    monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
+    for cache in (None, jnp.float8_e4m3fn):
+        for dtype in (jnp.bfloat16, jnp.float16):
+            query, *kv, lengths = shapes(dtype=dtype)
+            kv = [jax.ShapeDtypeStruct(x.shape, cache or dtype) for x in kv]
+            if dtype == jnp.bfloat16:
+                text_of(packax.decode_attention, query, *kv, lengths)
+            else:
+                with pytest.raises(NotImplementedError, match="no decode kernel for float16"):
+                    text_of(packax.decode_attention, query, *kv, lengths)
 
 
 @pytest.mark.parametrize(

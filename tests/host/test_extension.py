@@ -202,6 +202,13 @@ def test_driver_describes_the_machine(tmp_path, driver):
 
 
 @needs_compiler
+def test_no_gpu_is_visible(machine):
+    """As with CUDA_VISIBLE_DEVICES="": cuInit itself returns CUDA_ERROR_NO_DEVICE."""
+    machine.fail("cuInit", 100)
+    assert machine.ext.driver() == {"version": 12040, "devices": []}
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("function", "where"),
     [

@@ -274,6 +274,14 @@ def test_larger_head_dims_are_refused(shared_machine):
     assert "head dims 8x520" in failure.message
 
 
+def test_a_driver_that_is_too_old_for_larger_head_dims(machine):
+    """The error names both versions, although the kernel's head dims are not the call's."""
+    machine.cuda.fake_set_version(11080)
+    failure = machine.run(forward_fallback(machine, dims=(8, 8)), INITIALIZE)
+    assert "no forward_fallback kernel" in failure.message and "head dims 8x8" in failure.message
+    assert "needs a driver for CUDA 12.0 or newer, this one is for CUDA 11.8" in failure.message
+
+
 # Calls for which Hopper has dedicated kernels: test_soft_cap_handlers.py,
 # test_block_list_handlers.py.
 OWN_ON_SM90 = {

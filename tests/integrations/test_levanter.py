@@ -6,6 +6,8 @@ arrays, are tested where marin-levanter is installed.
 
 import dataclasses
 import itertools
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -279,6 +281,30 @@ def test_layers_that_fall_back_say_so_once(reason, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(**options)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_calls_of_levanters_attention(installed, monkeypatch):
+    """Other implementations are Levanter's, also after `install` replaced its function."""
+
+    def by_levanter(q, k, v, mask, *, implementation):
+        return q, mask, implementation
+
+    def replaced(*args, **options):
+        raise AssertionError("packax would call itself")
+
+    replaced.by_levanter = by_levanter
+    core = types.ModuleType("levanter.grug.attention._core")
+    core.attention = replaced if installed else by_levanter
+    for name in ("levanter", "levanter.grug", "levanter.grug.attention", core.__name__):
+        monkeypatch.setitem(sys.modules, name, core)
+    q, k, v = tensors()
+    mask = jnp.zeros((LENGTH, LENGTH))
+    assert levanter.attention(q, k, v, mask, implementation="theirs") == (q, mask, "theirs")
+    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(levanter.grug, "has_kernels", lambda *_, **__: False)
+    with pytest.warns(fallback.FallbackWarning, match="an additive mask"):
+        assert levanter.attention(q, k, v, mask) == (q, mask, "reference")
 
 
 def runs_packax(function, *args):

@@ -1,5 +1,6 @@
 """Expressions: `as_array` against the definition, one pair (i, j) at a time."""
 
+import every_kind
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -112,9 +113,31 @@ def test_ranges_of_any_integer_saturate():
     np.testing.assert_array_equal(unsigned.as_array(2, 3), [[True] * 3, [True, False, False]])
 
 
-def test_expressions_are_frozen():
+@pytest.mark.parametrize("kind", every_kind.KINDS)
+def test_expressions_are_frozen(kind):
+    """They copy the caller's arrays, which may be buffers that a data loader reuses."""
+    arrays = {name: np.array(x) for name, x in every_kind.arrays().items()}
+    expression = every_kind.KINDS[kind](arrays)
+    before = expression.as_array(every_kind.S, every_kind.S)
+    for x in arrays.values():
+        x[...] = x[::-1].copy()
+    np.testing.assert_array_equal(expression.as_array(every_kind.S, every_kind.S), before)
     with pytest.raises(AttributeError):
-        packax.masks.ranges([0], [1]).lo = 3
+        expression.lo = 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in every_kind.KINDS if kind != "block sparse"])
+@pytest.mark.parametrize("to", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_no_rows_and_no_tokens(kind, to):
+    for batch, length in ((0, 5), (2, 0), (0, 0)):
+        arrays = {name: to(x) for name, x in every_kind.arrays(length, batch).items()}
+        expression = every_kind.KINDS[kind](arrays)
+        dense = expression.as_array(length, length)
+        assert dense.dtype == bool and dense.shape[-2:] == (length, length)
+        assert dense.ndim == 2 or dense.shape[0] in (1, batch)
+        if any(hasattr(part, "segments") for part in expression.parts()):
+            assert packax.masks.tree_positions(expression).shape == (batch, length)
+            assert packax.masks.path_predecessors(expression).shape == (batch, length)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])

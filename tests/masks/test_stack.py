@@ -143,6 +143,10 @@ def test_under_a_mesh(kind):
 def test_errors():
     with pytest.raises(ValueError, match="at least one mask, but is empty"):
         stack_masks([])
+    with pytest.raises(ValueError, match="masks must be a sequence of masks, but is None"):
+        stack_masks(None)
+    with pytest.raises(ValueError, match="masks must be a sequence of masks, but is"):
+        stack_masks(built("ids")[0])
     with pytest.raises(ValueError, match=r"masks\[1\] must come from create_attention_mask"):
         stack_masks([built("ids")[0], packax.causal()])
     short = packax.create_attention_mask(packax.full(), q_len=8, kv_len=LENGTH)

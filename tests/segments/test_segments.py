@@ -102,7 +102,20 @@ def test_from_positions():
     np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1, 1, 2, 3]])
     valid = np.array([[1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0]])
     ids = both(segments.from_positions, positions, valid)
-    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 0, 0, 0, 0, -1, -1]])
+    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 1, 1, 1, 1, -1, -1]])
+
+
+def test_from_positions_after_padding():
+    """A new id at position 0 and at the first token of a row, which may continue a document."""
+    rng = np.random.default_rng(0)
+    positions, valid = rng.integers(0, 3, (200, 8)), rng.random((200, 8)) < 0.7
+    expected = np.full((200, 8), -1)
+    for row in range(200):
+        document = -1
+        for i in np.flatnonzero(valid[row]):
+            document += positions[row, i] == 0 or document == -1
+            expected[row, i] = document
+    np.testing.assert_array_equal(both(segments.from_positions, positions, valid), expected)
 
 
 def test_from_positions_of_numpy_with_a_traced_valid():
@@ -198,6 +211,7 @@ def test_cu_seqlens_is_the_reverse():
         (lambda: segments.pack([[1]], 4, 0.5), "padding_token must be integers"),
         (lambda: segments.pack([[1]], 4, 2**40), "padding_token must fit int32"),
         (lambda: segments.pack([[1], 2], 4), r"documents\[1\] must have shape \(tokens,\)"),
+        (lambda: segments.pack(3, 4), "documents must be a sequence of arrays, but is an int"),
         (lambda: segments.pack([None], 4), r"documents\[0\] must be an array .* but is None"),
         (lambda: segments.pack([[1], [[2]]], 4), r"documents\[1\] must have shape \(tokens,\)"),
         (lambda: segments.pack([[0.5]], 4), r"documents\[0\] must be integers"),

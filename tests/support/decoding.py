@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from stand_in import StandIn
 
 GARBAGE = 1e30  # fills memory that must not be read
 
@@ -248,13 +249,18 @@ def run(case: Case, x: Tensors, scale: float, implementation: str | None = None)
     return Results(*function(*operands, **keywords))
 
 
-class Extension:
+class Extension(StandIn):
     """A stand-in for packax._ext with what lowering queries."""
 
     @staticmethod
     def variants():
+        chip = {"cc": 80, "arch_specific": False}
         return [
-            {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80}
+            {"kernel": kernel, "dtype": d, "qk_dim": qk, "v_dim": v, **chip}
+            for kernel in ("decode", "decode_combine")
             for d in ("bf16", "f16", "f32", "tf32")
             for qk, v in ((64, 64), (192, 128))
-        ] + [{"kernel": "decode_fp8", "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, "cc": 80}]
+            if (kernel, d) != ("decode_combine", "tf32")
+        ] + [{"kernel": "decode_fp8", "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, **chip}]
+
+    whole_table = variants

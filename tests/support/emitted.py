@@ -1,5 +1,6 @@
 """A made-up kernel table as input of csrc/aot/emit.py, without a GPU or Triton."""
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -74,9 +75,11 @@ def lines(kernels):
 def write(folder, name, image=None, drop=(), **changes):
     folder.mkdir(exist_ok=True)
     (folder / "kernels.txt").write_text(lines(KERNELS))
-    row = {k: v for k, v in {**ROW, **changes}.items() if k not in drop}
+    image = f"cubin-of-{name}".encode() if image is None else image
+    row = {**ROW, "sha256": hashlib.sha256(image).hexdigest(), **changes}
+    row = {k: v for k, v in row.items() if k not in drop}
     (folder / f"{name}.json").write_text(json.dumps(row))
-    (folder / f"{name}.cubin").write_bytes(f"cubin-of-{name}".encode() if image is None else image)
+    (folder / f"{name}.cubin").write_bytes(image)
 
 
 def arch(name, **changes):

@@ -59,7 +59,7 @@ def arrays(length=S, batch=B, seed=0):
         "span_ids": np.sort(rng.integers(-1, 4, (batch, length))).astype(np.int32),
         "map": rng.random((batch, length, length)) < 0.4,
         "lo": rng.integers(-2, length, (batch, length)).astype(np.int32),
-        "lengths": rng.integers(0, length, batch).astype(np.int32),
+        "lengths": rng.integers(0, max(length, 1), batch).astype(np.int32),
         "offset": rng.integers(1, 5, batch).astype(np.int32),
     } | of_trees(rng, batch, length)
 

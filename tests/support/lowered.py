@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 from packax._src.ops.ffi import call_names
+from stand_in import StandIn
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # only the fallback kernels, in 16-bit dtypes
 WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
 
 
-class Extension:
+class Extension(StandIn):
     """A stand-in for packax._ext with what lowering queries, independent of the actual build."""
 
     @staticmethod
@@ -47,6 +48,8 @@ class Extension:
                 for kernel in ("documents_rows", "blocks_rows")
             ]
         )
+
+    whole_table = variants
 
 
 PORTABLE = Extension.variants()

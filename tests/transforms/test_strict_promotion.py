@@ -122,6 +122,17 @@ def mapped_bias(dtype, mapped):
     return jax.vmap(gradient, (0, 0, 0, None))(*tensors, bias[0])
 
 
+def cache_of_fp8(scales):
+    cache = jnp.zeros((3, 24, 2, 8), jnp.float8_e4m3fn)
+    rows, places = np.zeros((2, 24), np.int32), np.arange(48, dtype=np.int32).reshape(2, 24)
+    return packax.kv_cache.write(cache, K, rows, places, scale=scales).astype(jnp.float32)
+
+
+def dense(kind):
+    arrays = {name: jnp.asarray(x) for name, x in every_kind.arrays(24, 2).items()}
+    return every_kind.KINDS[kind](arrays).as_array(24, 24)
+
+
 KINDS = ("block sparse", "tree and window", "spans", "sliding window by positions", "ranges")
 CALLS = {
     "attention": attention,
@@ -151,11 +162,15 @@ CALLS = {
     "attention by a balanced plan": lambda: attention_by("balanced"),
     "attention with halos": lambda: attention_by("balanced", 99, chunk=256),
     "a plan's index": lambda: packax.context_plan(packax.documents(LONG), ranks=2).index(),
+    "an FP8 cache": lambda: cache_of_fp8(None),
+    "an FP8 cache with scales": lambda: cache_of_fp8(jnp.full((3, 2), 0.5, jnp.float32)),
+    **{f"dense {kind}": functools.partial(dense, kind) for kind in every_kind.KINDS},
 }
 
 
 # The default run has a call of every kind, each with one of the settings.
 EACH_TIME = [3 * n + n % 3 for n in (0, 1, 2, 4, 9, 16, 18, 21)]
+EACH_TIME += [3 * n + 1 for n, name in enumerate(CALLS) if "dense" in name or "cache" in name]
 
 
 @pytest.mark.parametrize("call,strict", some(itertools.product(CALLS, STRICT), *EACH_TIME))

@@ -1,14 +1,14 @@
 """Decoding: attention of a few new rows over a long key/value cache, split over keys and merged.
 
-`decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in
-Flash-Decoding, pytorch.org/blog/flash-decoding): a program processes one key/value head of one
-sequence, a tile of the rows of its group (rows of one query token are adjacent), and a share of the
-keys that those rows attend to. It writes the normalised float32 output and the base-2 logsumexp of
-its share. A share without keys writes -inf, and its values are never read. Each sequence has
-`splits` equal shares or, if `shares` is not 0, a number that depends on its length: every program
-then derives its sequence and share from the row ranges. Keys that all rows of the tile attend to
-come first, without a mask. `decode_combine` merges the shares of a row, adds the sink to the
-denominator and writes the results.
+`decode` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in Flash-Decoding,
+pytorch.org/blog/flash-decoding): a program processes one key/value head of one sequence, a tile of
+the rows of its group (rows of one query token are adjacent), and a share of the keys that those
+rows attend to. `decode_tall` is the same function with a taller tile. A program writes the
+normalised float32 output and the base-2 logsumexp of its share. A share without keys writes -inf,
+and its values are never read. Each sequence has `splits` equal shares or, if `shares` is not 0, a
+number that depends on its length: every program then derives its sequence and share from the row
+ranges. Keys that all rows of the tile attend to come first, without a mask. `decode_combine` merges
+the shares of a row, adds the sink to the denominator and writes the results.
 
 A cache is contiguous, (batch, kv_len, ...) with page_size 0, or consists of pages listed in
 `block_table`. Head dims are run-time arguments in units of 8, which tells the compiler that rows
@@ -36,7 +36,7 @@ from portable.kv_ranges import EMPTY_MIN, columns
 
 LN2 = tl.constexpr(0.6931471805599453)
 ENTRIES = tl.constexpr(128)  # block table entries checked at once
-SEQUENCES = tl.constexpr(64)  # maximum batch size of `deal`: csrc/ffi/decode.cc
+SEQUENCES = tl.constexpr(64)  # maximum batch size of `deal`: csrc/launch/decode_shares.cc
 ROWS = tl.constexpr(16)  # maximum q_len of `deal`
 LEAST = tl.constexpr(128)  # minimum keys per share: with fewer, a program costs more than its keys
 TINY = tl.constexpr(2.0**-100)  # lower bound of `top`; smaller weights do not matter
@@ -255,7 +255,7 @@ def attend(
 
 
 @triton.jit
-def share(
+def decode(
     query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
@@ -263,8 +263,7 @@ def share(
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program of `decode`. Programs that run at the same time read the keys of neighbouring
-    heads."""
+    """Programs that run at the same time read the keys of neighbouring heads."""
     group = heads // kv_heads
     FP8: tl.constexpr = NATIVE_FP8 is not None
     PARTS: tl.constexpr = parts_of(NATIVE_FP8)
@@ -407,41 +406,6 @@ def share(
                 mask=valid[:, None] & inside[None, :],
             )
         tl.store(sums + left, tl.where(has_keys, m + tl.log2(l), float("-inf")), mask=valid)
-
-
-@triton.jit
-def decode(
-    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PAGED: tl.constexpr, V_PARTS: tl.constexpr,
-):  # fmt: skip
-    share(
-        query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
-        scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-        qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, V_PARTS,
-    )  # fmt: skip
-
-
-@triton.jit
-def decode_tall(
-    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PAGED: tl.constexpr, V_PARTS: tl.constexpr,
-):  # fmt: skip
-    """`decode` for groups with more rows than its tile. It has a separate row in the table."""
-    share(
-        query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
-        scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-        qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query, QK_DIM, V_DIM, BLOCK_M,
-        BLOCK_N, STAGES, FLOAT32_PRODUCTS, NATIVE_FP8, PAGED, V_PARTS,
-    )  # fmt: skip
 
 
 @triton.jit

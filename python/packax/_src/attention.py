@@ -1,4 +1,4 @@
-"""`flash_attention`: checks the request once (requests.py) and fills in defaults."""
+"""`flash_attention`: checks the arguments (requests.py) and fills in defaults."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def flash_attention(
 
     The logits are `scale * query @ key^T`, optionally with a soft cap, a bias and a sink.
 
-    The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no row
-    of a tile attends to are never visited, in either pass. The function is differentiable in query,
-    key, value, sinks, the slopes or array of the bias, and a scale that is an array. Softmax and
-    all sums are float32 (float64 for float64 operands).
+    The algorithm is FlashAttention-2 (arXiv 2307.08691). Blocks of keys to which no query of a tile
+    attends are skipped in both passes. The function is differentiable with respect to query, key,
+    value, sinks, the slopes or array of the bias, and a scale that is an array. Softmax and all
+    sums are float32 (float64 for float64 operands).
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled).
@@ -129,7 +129,7 @@ def flash_attention(
         sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
             without a value (gpt-oss). Differentiable.
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
-            times the distance between row and key; no array of Sq x Skv is created. Or an array,
+            times the distance between query and key; no Sq x Skv array is created. Or an array,
             (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. Only the blocks
             that the mask needs are read, and it is never expanded. It is differentiable; its
             gradient is 0 for pairs that are not attended. If a plan permutes the sequence, pass the
@@ -140,9 +140,9 @@ def flash_attention(
             dropout.
         dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different
             dropout_key for each layer and step. Whether a probability is dropped depends only on
-            dropout_key and on four indices: of the batch row, the head, the query row and the key.
+            dropout_key and on four indices: of the batch row, the head, the query and the key.
             All implementations, meshes and passes therefore drop the same probabilities.
-        return_lse: also return the log-sum-exp (natural logarithm) of each row's logits. It is
+        return_lse: also return the log-sum-exp (natural logarithm) of each query's logits. It is
             differentiable, and includes the sink.
         return_max_logits: also return the largest logit of each head, as it enters the softmax,
             over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as if by
@@ -153,35 +153,35 @@ def flash_attention(
             results and the gradients of key and value are bit-identical either way.
         precision: how products of float32 operands are computed, as in jax.numpy.matmul: a
             `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
-            float32. On GPUs "highest" means float32 and anything less means TF32 (11 bits of each
-            operand), in the gradients too. None: the value of `jax.default_matmul_precision`, TF32
-            by default. It does not affect the kernels for bfloat16 and float16. See
-            docs/guide/numerics.md.
+            float32. On GPUs, "highest" and presets above TF32 mean float32, and anything else means
+            TF32 (11 bits of each operand), in the gradients too. None: the value of
+            `jax.default_matmul_precision`, TF32 by default. It does not affect the kernels for
+            bfloat16 and float16. See docs/guide/numerics.md.
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
             "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
-        sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: the batch, the query
-            rows and the heads are split over it, and keys and values are gathered along the
-            context axes. Results and gradients are sharded as query, key and value are. Needed
-            only with an expression: a mask stores the sharding that it was built with.
+        sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: batch, queries and heads
+            are split over the mesh, and keys and values are gathered along the context axes.
+            Results and gradients are sharded like query, key and value. Pass it only together with
+            an expression: a built mask stores its sharding.
             See docs/guide/context_parallelism.md.
         gather_head_groups: with context parallelism, the number of groups of key/value heads in
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
             are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
-            if a rank has at least as many private rows as the shared part has keys. In other cases,
+            if a rank has at least as many private tokens as the shared part has keys. Otherwise,
             None selects the groups that were fastest in measurements, separately for the forward
-            and the backward pass. It has no effect if ranks fetch no keys, or only the keys next to
-            their rows, and it never changes results.
+            and the backward pass. The argument has no effect if ranks fetch no keys, or only the
+            keys next to their tokens, and it never changes results.
         checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype. With return_lse or return_max_logits, a tuple of out
         and what they ask for, in this order: lse (B, H, Sq), max_logits (B, H). Both are float32
         (float64 for float64), and -inf where nothing is attended. Inside your own `shard_map`,
-        max_logits covers the rows of all ranks if the attention has a sharding, and otherwise only
-        the rows of this rank. A row that attends to nothing has out 0, lse -inf (also with a sink)
-        and gradients 0, and its incoming cotangents are ignored. An empty batch or no query rows
-        give empty results; with no keys every row attends to nothing.
+        max_logits covers the queries of all ranks if the attention has a sharding, and otherwise
+        only those of this rank. A query that attends to nothing has out 0, lse -inf (also with a
+        sink) and gradients 0, and its incoming cotangents are ignored if they are finite. An empty
+        batch or no queries give empty results; without keys, every query attends to nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,
@@ -286,7 +286,7 @@ def flash_attention(
 def _empty_result(
     query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """The results for an empty batch, no query rows, or no keys: no row attends to anything."""
+    """The results for an empty batch, no queries, or no keys, where no row attends to anything."""
     batch, rows, heads, _ = query.shape
     real = accumulator(query.dtype)
     results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]
@@ -299,10 +299,10 @@ def _empty_result(
 
 
 def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """Moves the sign of the scale into query: kernels take the largest score before they scale it.
+    """Moves the sign of the scale into query: kernels take the row maximum before they scale.
 
-    At scale 0 all scores and the gradients of query and key are 0, as for a query of zeros. A scale
-    below the smallest normal number is treated in the same way.
+    With scale 0, all scores and the gradients of query and key are 0, as with a query of zeros. A
+    scale below the smallest normal number is treated in the same way.
     """
     real = np.float64 if query.dtype == jnp.float64 else np.float32
     if abs(scale) < float(np.finfo(real).tiny):
@@ -313,7 +313,7 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
 def _sharding(
     mask: Any, given: Any, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> AttentionSharding | None:
-    """The sharding= argument, or the mask's, completed by the types of the tensors."""
+    """The sharding of the argument or of the mask, completed from the types of the tensors."""
     asked = with_types(given, query, key, value)
     if not isinstance(mask, AttentionMask):
         return asked

@@ -1,22 +1,23 @@
-"""How attention is differentiated: gradients by the kernels, everything else by blockwise XLA.
+"""Differentiation of attention: gradients run in the kernels, other derivatives in blockwise XLA.
 
 Two functions have derivatives: `attention`, and its transpose `gradients`. Their tangents are
-linear functions that jax may run forward (jvp) or transpose (grad). Both directions are known:
+linear functions, which jax may run forward (jvp) or transpose (grad). Both directions are known:
 
     attention:  forward  J u                          transposed  J^T c, which is `gradients`
     gradients:  forward  J^T dc + d/dx(J^T c) u       transposed  (J w, d/dx(J^T c) w)
 
-The last one holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric. So
-second derivatives never transpose a loop: they need only jvps of loops (ops/tangents.py). For the
-same reason the derivative of J u, for a fixed u, has a transpose, d/dx(J^T c) u, so a loss may
+The last transpose holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric.
+So second derivatives never transpose a loop, and need only jvps of loops (ops/tangents.py). For the
+same reason, the derivative of J u for a fixed u has the transpose d/dx(J^T c) u, so a loss may
 contain a jvp of attention (`_OfTangents`). A jvp of a jvp is not implemented.
 
-jax's custom_vjp has no forward mode, and custom_jvp can only transpose what it traces. So these are
-primitives, each with a `rule` that defines what it computes on flat operands: call_p is any
-function, linear_p the derivative of one. A rule has `apply`. That of call_p also has `named`, and
-`tangents`, the rule of its derivative. That of linear_p also has `transpose` and, if it has a
-derivative in its residuals, `of_residuals`. The rules of attention come first, then how jax maps
-and differentiates any rule.
+jax's custom_vjp has no forward mode, and custom_jvp transposes only what it traces. So there are
+two primitives, each with a `rule` that defines its computation on flat operands: call_p is any
+function, linear_p is the derivative of a function. All rules have `apply`. Rules of call_p also
+have `named`, which names the results for jax.checkpoint, and `tangents`, which returns the rule of
+the derivative. Rules of linear_p also have `transpose` and, if they can be differentiated with
+respect to their residuals, `of_residuals`. The rules of attention come first, then the vmap and
+differentiation of any rule.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 Arrays = Sequence[Any]
 
 CHECKPOINT_NAMES = ("packax_out", "packax_lse")
-"""The results' names for `jax.checkpoint_policies.save_only_these_names`."""
+"""The names of the results for `jax.checkpoint_policies.save_only_these_names`."""
 
 
 def attention(
     spec: AttentionSpec, inputs: Any, mask: AttentionMask, fixed: NonDiffOperands
 ) -> list[Any]:
-    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits the rows' largest logits (B,
-    H, Sq).
+    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
+    (B, H, Sq).
 
-    inputs: query, key, value and ScoreParams, the differentiable ones. The largest logits have no
-    gradient: they are used under `jax.lax.stop_gradient`.
+    inputs: the differentiable operands, query, key, value and ScoreParams. The largest logits have
+    no gradient: callers use them under `jax.lax.stop_gradient`.
     """
     leaves, tree = jax.tree.flatten((inputs, mask, fixed))
     score_names = zip(inputs[3]._fields, inputs[3], strict=True)
@@ -62,13 +63,13 @@ def attention(
 
 
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
-    """The module of the passes: for one device, unless there are ranks or a plan permuted keys."""
+    """The module with the passes: `shard` with ranks or permuted keys, otherwise `primitives`."""
     return primitives if spec.layout is None and mask.kv_plan is None else shard
 
 
 class _Attention(NamedTuple):
     spec: AttentionSpec
-    inputs: tuple[str, ...]  # names from DIFFERENTIABLE: the first operands
+    inputs: tuple[str, ...]  # names from DIFFERENTIABLE of the first operands
     tree: Any  # the tree structure of (inputs, mask, fixed)
 
     def apply(self, operands: Arrays) -> Arrays:
@@ -83,12 +84,12 @@ class _Attention(NamedTuple):
         return _Gradients(self._replace(spec=spec), has_dlse)
 
     def named(self, results: Arrays) -> Arrays:
-        # The backward pass reads the named values: a policy that keeps them saves a kernel run.
+        # The backward pass reads the named values, so a policy that saves them avoids a kernel run.
         read, others = results[:2], results[2:]
         read = [checkpoint_name(x, n) for x, n in zip(read, CHECKPOINT_NAMES, strict=True)]
         name = self.spec.checkpoint_name
         if name is not None:
-            read = [checkpoint_name(x, name) for x in read]  # a policy may name either
+            read = [checkpoint_name(x, name) for x in read]  # a policy may use either name
         return [*read, *others]
 
     def tangents(self, has_tangent: tuple[bool, ...], results: int) -> _OfAttention:
@@ -98,7 +99,7 @@ class _Attention(NamedTuple):
 class _Gradients(NamedTuple):
     """The gradients of the inputs named in spec.needs_grad.
 
-    Operands: those of attention, then out, lse, dout and, if present, dlse.
+    Operands: the operands of attention, then out, lse, dout and, if present, dlse.
     """
 
     attention: _Attention
@@ -122,7 +123,7 @@ class _Gradients(NamedTuple):
 
 
 class _OfAttention(NamedTuple):
-    """From tangents of inputs to those of the results; residuals: operands, results."""
+    """Tangents of inputs to tangents of the results. Residuals: operands, results."""
 
     attention: _Attention
     has_tangent: tuple[bool, ...]  # which inputs
@@ -140,16 +141,16 @@ class _OfAttention(NamedTuple):
         return bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 
     def of_residuals(self, has_tangent: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
-        # The results among the residuals are functions of the inputs and are not read.
+        # `apply` does not read the results, which are functions of the inputs.
         inputs = has_tangent[: len(self.attention.inputs)]
         read = (*inputs, *[False] * (len(has_tangent) - len(inputs)))
         return _OfTangents(self, inputs), read
 
 
 class _OfTangents(NamedTuple):
-    """From tangents of inputs to those of J u, for a fixed u.
+    """Tangents of inputs to tangents of J u, for a fixed u.
 
-    Residuals: operands and results of the attention, then u.
+    Residuals: operands and results of attention, then u.
     """
 
     inner: _OfAttention
@@ -172,9 +173,9 @@ class _OfTangents(NamedTuple):
 
 
 class _OfGradients(NamedTuple):
-    """From tangents of operands to those of the gradients; residuals: operands, results.
+    """Tangents of operands to tangents of the gradients. Residuals: operands, results.
 
-    out and lse are functions of the inputs, so their tangents add no information.
+    The tangents of out and lse are ignored, because they are functions of the inputs.
     """
 
     gradients: _Gradients
@@ -195,12 +196,12 @@ class _OfGradients(NamedTuple):
         attention = self.gradients.attention
         operands = residuals[: len(self.has_tangent)]
         count = attention.tree.num_leaves
-        # A direction in the inputs: zero where no gradient was needed or it has no cotangent.
+        # A direction in the inputs: None for inputs without a gradient, or without a cotangent.
         given = iter(cotangents)
         needs_grad = attention.spec.needs_grad
-        placed = [next(given) if x in needs_grad else None for x in attention.inputs]
-        along = tuple(x is not None for x in placed)
-        direction = [x for x in placed if x is not None]
+        by_input = [next(given) if x in needs_grad else None for x in attention.inputs]
+        along = tuple(x is not None for x in by_input)
+        direction = [x for x in by_input if x is not None]
         found: list[Any] = [None] * len(self.has_tangent)
         inputs, seeds = self.has_tangent[: len(attention.inputs)], self.has_tangent[count + 2 :]
         if any(inputs):
@@ -217,7 +218,7 @@ class _OfGradients(NamedTuple):
 def _derivative(
     function: Callable[[Arrays], Arrays], at: Arrays, has_tangent: Sequence[bool], tangents: Arrays
 ) -> Arrays:
-    """The derivative of a function of flat operands along tangents of those that have one."""
+    """The jvp of a function of flat operands; `tangents`: those of operands with has_tangent."""
     has_tangent = (*has_tangent, *[False] * (len(at) - len(has_tangent)))
 
     def of(*some):
@@ -228,7 +229,7 @@ def _derivative(
     return jax.jvp(of, chosen(has_tangent, at), list(tangents))[1]
 
 
-# --- A function with a rule: its operands are flat, and its jaxpr is that of rule.apply.
+# --- call_p: a function that a rule defines, on flat operands; its jaxpr is that of rule.apply
 
 call_p = Primitive("packax_call")
 call_p.multiple_results = True
@@ -236,9 +237,9 @@ call_p.multiple_results = True
 
 def bind(rule: Any, operands: Arrays) -> list[Any]:
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
-        # nothing to differentiate, map or trace
+        # Nothing to differentiate, map or trace.
         return run_compiled(_jitted_call, *operands, rule=rule)
-    # Traced once for all layers of a model: one jaxpr is also lowered once.
+    # Traced once for all layers of a model; a shared jaxpr is also lowered once.
     jaxpr = _jitted_call.trace(*operands, rule=rule).jaxpr
     return call_p.bind(*operands, rule=rule, jaxpr=jaxpr)
 
@@ -282,8 +283,8 @@ ad.primitive_jvps[call_p] = _call_jvp
 batching.fancy_primitive_batchers[call_p] = _call_batch
 
 
-# --- A linear function of `tangents` operands with a known transpose. Its operands are `results`
-# values like the results, then the tangents, then the residuals.
+# --- linear_p: a linear function with a known transpose. Its operands are `results` values with the
+# types of the results, then `tangents` tangents, then the residuals.
 
 linear_p = Primitive("packax_linear")
 linear_p.multiple_results = True
@@ -314,32 +315,38 @@ def _linear_transpose(cotangents, *operands, rule, results, tangents):
     return found
 
 
-def _linear_jvp(primals, moved, *, rule, results, tangents):
+def _linear_jvp(primals, input_tangents, *, rule, results, tangents):
     params = {"rule": rule, "results": results, "tangents": tangents}
-    like, rest = split(primals, results)
-    at, held = split(rest, tangents)
-    linear, residuals = split(moved[results:], tangents)
+    result_like, rest = split(primals, results)
+    point, residual_values = split(rest, tangents)
+    linear, residuals = split(input_tangents[results:], tangents)
     values = linear_p.bind(*primals, **params)
     terms = []
     if any(type(x) is not ad.Zero for x in linear):
         along = map(ad.instantiate_zeros, linear)
-        terms.append(linear_p.bind(*like, *along, *held, **params))
+        terms.append(linear_p.bind(*result_like, *along, *residual_values, **params))
     has_tangent = tuple(type(x) is not ad.Zero for x in residuals)
     if any(has_tangent):
         of_residuals, read = _of_residuals(rule, has_tangent)
         some = chosen(read, residuals)
         terms.append(
             linear_p.bind(
-                *like, *some, *held, *at, rule=of_residuals, results=results, tangents=len(some)
+                *result_like,
+                *some,
+                *residual_values,
+                *point,
+                rule=of_residuals,
+                results=results,
+                tangents=len(some),
             )
         )
     return values, [functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)]
 
 
 def _of_residuals(rule: Any, has_tangent: tuple[bool, ...]) -> Any:
-    """The rule of a linear function's derivative in its residuals, and which residuals it reads.
+    """The rule of the derivative with respect to residuals, and which of these it reads.
 
-    Residuals of the new rule: those of this one, then the tangents that this one is applied to.
+    The residuals of the new rule are those of the given rule, then the given rule's tangents.
     """
     if not hasattr(rule, "of_residuals"):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
@@ -369,7 +376,7 @@ batching.fancy_primitive_batchers[linear_p] = _linear_batch
 
 
 class _Mapped(NamedTuple):
-    """A rule under vmap, its operands mapped along the axes `dims`, its results along axis 0."""
+    """A rule under vmap. Operands are mapped along the axes `dims`, results along axis 0."""
 
     rule: Any
     dims: tuple[int | None, ...]
@@ -388,7 +395,7 @@ class _Mapped(NamedTuple):
 
 
 class _MappedTangents(NamedTuple):
-    """A linear rule under vmap; the cotangents of results are mapped along axis 0, too."""
+    """A linear rule under vmap. Results and their cotangents are mapped along axis 0."""
 
     rule: Any
     tangents: tuple[int | None, ...]
@@ -409,7 +416,7 @@ class _MappedTangents(NamedTuple):
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         mapped = self.axis.vmap(self.rule.transpose, (0,) * len(cotangents), self.residuals)
         found = mapped(cotangents, residuals)
-        # An operand that is not mapped gets the sum over the mapped axis.
+        # The cotangent of an unmapped operand is the sum over the mapped axis.
         return [
             x if x is None else x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
             for x, dim in zip(found, self.tangents, strict=True)

@@ -1,4 +1,4 @@
-"""`decode_shared_prefix`: continuations of a prompt read its pages once per step (a cascade)."""
+"""`decode_shared_prefix`: sequences that continue one prompt read its pages once per step."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def decode_shared_prefix(
     while batch // groups % together:
         together -= 1
     parts = batch // together
-    # A prefix with fewer keys than rows is attended with the rest: decode_attention would treat
-    # its first rows as no tokens.
+    # A prefix with fewer keys than rows is computed with the suffix: decode_attention would treat
+    # its first rows as padding.
     apart = jnp.where(prefixes < together * q_len, 0, prefixes)
     attend: Any = decode_attention
     suffix = attend(
@@ -116,9 +116,9 @@ def decode_shared_prefix(
     )  # fmt: skip
     lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
     merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
-    # If the prefix ended after the first new row, rows would attend to keys after themselves.
-    there = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
-    there = (there | (prefixes == 0)).reshape(batch, 1, 1)
-    out = jnp.where(there[..., None], merged[0], jnp.nan)
-    lse = jnp.where(there, merged[1], jnp.nan)
+    # A prefix that reaches into the new rows would let rows attend to later keys.
+    valid = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
+    valid = (valid | (prefixes == 0)).reshape(batch, 1, 1)
+    out = jnp.where(valid[..., None], merged[0], jnp.nan)
+    lse = jnp.where(valid, merged[1], jnp.nan)
     return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""`decode_attention`: a few new tokens of every sequence over its cache of keys and values."""
+"""`decode_attention`: attention of a few new tokens per sequence over a key/value cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from packax._src.core.arguments import numpy_array
+from packax._src.core.arguments import as_array, numpy_array
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
     FP8,
@@ -26,7 +26,6 @@ from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
-    as_array,
     as_arrays,
     check_flags,
     checked_precision,
@@ -87,11 +86,12 @@ def decode_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of the last 1 to 16 tokens of every sequence over its key/value cache.
 
-    Row i of sequence b is the token at position p = kv_lengths[b] - Sq + i, and attends to the keys
-    j <= p of its sequence. The keys of a sequence are split over the GPU and the parts are merged
-    (Flash-Decoding, pytorch.org/blog/flash-decoding), so a single sequence fills the GPU. Keys
-    beyond a length are not read, and no cache is copied or padded. Softmax and all sums are float32
-    (float64 for float64 operands). There is no gradient: train with `flash_attention`.
+    Query token i of sequence b is at position p = kv_lengths[b] - Sq + i, and attends to the keys
+    j <= p of its sequence. The keys of a sequence are split into parts, which are computed in
+    parallel and merged (Flash-Decoding, pytorch.org/blog/flash-decoding), so a single sequence can
+    fill the GPU. Keys beyond a length are not read, and no cache is copied or padded. Softmax and
+    all sums are float32 (float64 for float64 operands). There is no gradient: train with
+    `flash_attention`.
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
@@ -102,7 +102,7 @@ def decode_attention(
             are merged.
         value: like key, with head dim Dv.
         kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
-            it is below Sq, the first rows are padding and attend to nothing.
+            it is below Sq, the first query tokens are padding and attend to nothing.
         block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
             sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
             sequences may share pages, and pages may be in any order.
@@ -110,20 +110,21 @@ def decode_attention(
             array of floats, of shape () for all, (Hkv,) for each head, (B, Hkv) for each sequence
             and head, or with block_table (pages, Hkv) for each page and head. None: 1.
         value_scale: the same for the values.
-        kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends to
-            (for padding on the left, or chunked attention: kv_starts = p // size * size).
-        window: (left, right), each a Python integer of at least 0, or None for no limit: a row
-            attends to the keys from p - left to p + right, as in `sliding_window(left, right)`. A
-            right above 0 needs causal=False.
-        causal: False: all rows of a sequence attend to all of its keys, also those of later rows.
+        kv_starts: (B,) or (B, Sq) integers: the first key to which a sequence, or a query token,
+            attends (for left padding, or for chunked attention: kv_starts = p // size * size).
+        window: (left, right), each a Python integer of at least 0, or None for no limit: a query
+            token attends to the keys from p - left to p + right, as in `sliding_window(left,
+            right)`. A `right` above 0 needs causal=False.
+        causal: False: all query tokens of a sequence attend to all of its keys, including those of
+            later query tokens.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
         sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
             without a value (gpt-oss).
         precision: how products of float32 operands are computed, as in `flash_attention`: on GPUs
-            in float32 for "highest", otherwise in TF32. None: the value of
+            in float32 for "highest" and presets above TF32, otherwise in TF32. None: the value of
             `jax.default_matmul_precision`.
-        return_lse: also return the log-sum-exp (natural logarithm) of each row's scores. It
+        return_lse: also return the log-sum-exp (natural logarithm) of each query token's scores. It
             includes the sink.
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
             "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
@@ -133,10 +134,10 @@ def decode_attention(
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
-        float64). A row that attends to nothing has out 0 and lse -inf, also with a sink. Values are
-        unknown when tracing, so an invalid value gives NaN, in that row alone: a range that ends
-        beyond the cache (a length over S, or over max_blocks * page_size), or a key whose
-        block_table entry is not a page (below 0, or at least `pages`).
+        float64). A query token that attends to nothing has out 0 and lse -inf, also with a sink.
+        Values are unknown when tracing, so an invalid value makes only that query token's result
+        NaN: a range that ends beyond the cache (a length over S, or over max_blocks * page_size),
+        or a key whose block_table entry is not a page (below 0, or at least `pages`).
 
     Raises:
         ValueError: shapes, dtypes or numbers that are not as above.
@@ -205,7 +206,7 @@ def decode_attention(
 def checked_scales(
     key: jax.Array, key_scale: Any, value_scale: Any, *, paged: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Both scales as (1, Hkv), or both as (B or pages, Hkv), float32; None without FP8."""
+    """Both scales in float32, as (1, Hkv) or as (B or pages, Hkv); None without FP8."""
     given = {"key_scale": key_scale, "value_scale": value_scale}
     if not is_fp8(key):
         for name, scale in given.items():
@@ -220,7 +221,7 @@ def checked_scales(
 
 
 def checked_kv_scale(name: str, given: Any, rows: Any, heads: int, *, paged: bool) -> jax.Array:
-    """The scale as (1, heads) or (rows, heads) float32; if it is None, ones."""
+    """The checked scale as (1, heads) or (rows, heads) in float32. None means ones."""
     scale = as_array(name, 1.0 if given is None else given)
     if not jnp.issubdtype(scale.dtype, jnp.floating) and scale.ndim:
         raise ValueError(f"{name} must be a number or an array of floats, but is {scale.dtype}")
@@ -242,13 +243,13 @@ def _ranges(
     causal: bool,
     q_len: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys lo <= j < hi of every row, (B, Sq) int32. Empty rows may have any lo >= hi."""
+    """(B, Sq) int32: each row attends to the keys lo <= j < hi. Empty rows have any lo >= hi."""
     lengths = jnp.maximum(lengths, 0)[:, None]
     position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
     if causal:
         right = 0
     hi = jnp.broadcast_to(lengths, position.shape)
-    if right is not None:  # compared in a way that does not overflow int32
+    if right is not None:  # this comparison does not overflow int32
         hi = jnp.where(position < lengths - 1 - right, position + 1 + right, hi)
     hi = jnp.where(position < 0, 0, hi)
     lo = jnp.zeros_like(position)
@@ -267,7 +268,7 @@ def _ranges(
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
-    """(left, right), neither above INT_MAX."""
+    """The checked (left, right), clipped to INT_MAX."""
     if window is None:
         return None, None
     sizes = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-1, -1)
@@ -285,9 +286,9 @@ def _is_integer(x: Any) -> bool:
 
 
 def as_integers(name: str, x: Any) -> jax.Array:
-    """As int32; a value that does not fit saturates, which puts it beyond every cache."""
+    """x as int32. Values that do not fit saturate, which puts them beyond any cache."""
     if not isinstance(x, jax.Array):
-        x = numpy_array(name, x)  # jax would truncate 64 bits to 32, and change a length
+        x = numpy_array(name, x)  # jax would truncate 64-bit values
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an array of integers, but is {x.dtype}")
     limits = jnp.iinfo(x.dtype)
@@ -305,7 +306,7 @@ def _check_tensors(
         if x.ndim != 4:
             shape = "(batch, rows, heads, dim)" if name == "query" else cache
             raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-        # an empty batch, or no rows, give an empty result
+        # An empty batch and an empty query are accepted, and give an empty result.
         if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
         dtypes = DTYPES if name == "query" else (*DTYPES, FP8)
@@ -318,10 +319,10 @@ def _check_tensors(
         )
     batch, rows, heads, qk_dim = query.shape
     if is_symbolic(rows):
-        raise ValueError(f"query must have a known number of rows per sequence, but has {rows}")
+        raise ValueError(f"query must have a known number of tokens per sequence, but has {rows}")
     if rows > MAX_ROWS:
         raise ValueError(
-            f"query must have 1 to {MAX_ROWS} rows per sequence, but has {rows}: for more, use "
+            f"query must have 1 to {MAX_ROWS} tokens per sequence, but has {rows}: for more, use "
             f"flash_attention with causal(offset=kv_lengths - {rows}). query has shape "
             f"{query.shape}, whose axes are (batch, rows, heads, dim)"
         )

@@ -1,4 +1,4 @@
-"""Checks of `flash_attention`'s request: tensors, their axes, the mask's fit, score parameters."""
+"""Checks the arguments of `flash_attention`: tensors, axes, mask, score parameters, precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.arguments import as_int32, described
+from packax._src.core.arguments import as_array, as_int32, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.core.spec import MaskMode, accumulator, is_symbolic
@@ -21,7 +21,7 @@ from packax._src.masks.expressions import MaskExpression, check_lengths, instead
 from packax._src.ops.dropout import WORDS
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
-# The most query heads of any known model, and the most where keys have as many.
+# The most query heads of any known model, and of any known model with as many key/value heads.
 _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128
 _MANY_HEADS, _FEW_TOKENS = 64, 16
 _CAPS = (1e-30, 1e30)
@@ -30,15 +30,6 @@ _NO_MASK = (
     "attention_fn=packax.integrations.flax.attention_fn()"
 )
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-def as_array(name: str, given: Any) -> jax.Array:
-    if isinstance(given, jax.Array):
-        return given
-    try:
-        return jnp.asarray(given)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
 def as_arrays(**given: Any) -> tuple[jax.Array, ...]:
@@ -116,15 +107,15 @@ def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
 def check_axes(
     mask: Any, query: tuple[int, ...], key: tuple[int, ...], q_len: int, kv_len: int
 ) -> None:
-    """Raises if lengths and the expression disagree; warns if nothing determines the length and the
-    axes look like (batch, heads, length, dim)."""
+    """Raises if the mask expression does not fit the lengths. Warns if the mask does not determine
+    the length, and the axes look like (batch, heads, length, dim)."""
     known = False
     if isinstance(mask, MaskExpression):
         own = check_lengths(mask)
         if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
             try:
                 check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
-            except ValueError as error:  # its text must not mention q_len
+            except ValueError as error:  # add the shapes to its text
                 raise ValueError(f"{error}{_axes(query, key)}") from None
         known = own[0] is not None
     elif isinstance(mask, AttentionMask):
@@ -139,10 +130,13 @@ def check_axes(
 
 
 def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
-    """True for more heads than any model has, or as many as large models for a few tokens; for as
-    many key as query heads, if they are more than a model without grouped heads has, or an odd
-    number; or, as swapped axes with grouped heads give, for as many key as query heads and fewer
-    keys than rows.
+    """Whether length and heads look swapped.
+
+    Always false if the longer of the two lengths is at least the number of query heads. True for
+    more heads than any model has, or for as many as large models have with very few tokens. With
+    equal numbers of query and key heads and equal lengths, true for more heads than models without
+    grouped heads have, or for an unusual number. With equal numbers of heads and fewer keys than
+    rows, true if the lengths look like the heads of a model with grouped heads.
     """
     longest = max(rows, keys)
     if longest >= heads:
@@ -234,17 +228,16 @@ def validate_score_params(
     layout: Layout | None,
     for_sm90: bool = True,
 ) -> tuple[ScoreParams, tuple[jax.Array, ...]]:
-    """The checked score parameters, and with ALiBi the positions of rows and keys, (1 or B,
-    length).
+    """The checked score parameters, and the ALiBi positions of rows and keys, (1 or B, length).
 
-    No positions are returned where they are indices, nothing else is an array, and the rest of the
-    request is `for_sm90`: Hopper has kernels for that. q_len and kv_len are those of whole
+    Positions are omitted if they are the indices, `scale` is not an array, and the rest of the call
+    is `for_sm90`, because Hopper has kernels for that. q_len and kv_len are the lengths of whole
     sequences.
     """
     real = accumulator(query.dtype)
     scores = ScoreParams(per_head("sinks", "logit", sinks, query, layout))
     if isinstance(scale, jax.Array):
-        scores = scores._replace(scales=_placed(scale.astype(real)[None], layout, ()))
+        scores = scores._replace(scales=_reshard(scale.astype(real)[None], layout, ()))
     if bias is None:
         return scores, ()
     if not isinstance(bias, Alibi):
@@ -252,16 +245,16 @@ def validate_score_params(
     slopes = per_head("slopes", "slope", bias.slopes, query, layout)
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
-    places: tuple[jax.Array, ...] = ()
-    _check_cut(bias, layout)
+    positions: tuple[jax.Array, ...] = ()
+    _check_sharded_alibi(bias, layout)
     given = bias.positions is not None or bias.kv_positions is not None
     if given or scores.scales is not None or not for_sm90:
-        places = _places(bias, query.shape[:2], q_len, kv_len, layout)
-    return scores._replace(slopes=slopes.astype(real)[None]), places
+        positions = _alibi_positions(bias, query.shape[:2], q_len, kv_len, layout)
+    return scores._replace(slopes=slopes.astype(real)[None]), positions
 
 
 def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
-    """(1 or B, 1 or H, 1 or Sq, Skv) in query's dtype, or in float32, which the kernels take."""
+    """The checked bias (1 or B, 1 or H, 1 or Sq, Skv), in the dtype of query or its accumulator."""
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(
             f"bias must be None, alibi(slopes) or an array of floats, but is {described(bias)}"
@@ -282,21 +275,21 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
         xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
         bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
     bias = jnp.asarray(bias)
-    # In float32, so that the parts of its gradient from ranks or groups of heads add up in float32.
+    # In float32, so that partial gradients of ranks and head groups are added in float32.
     divided = layout is not None and 1 in bias.shape[:3]
     if divided or bias.dtype not in (query.dtype, real):
         bias = bias.astype(real)
-    return bias if layout is None else _placed(bias, layout, *bias_dims(layout, bias))
+    return bias if layout is None else _reshard(bias, layout, *bias_dims(layout, bias))
 
 
-def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
+def _reshard(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
     return x if layout is None else layout.place(x, *dims)
 
 
 def per_head(
     name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
 ) -> jax.Array | None:
-    """(H,) as an array of floats, or None; on a mesh of explicit axes sharded as the heads are."""
+    """A checked float array (H,), or None. On explicit mesh axes it is sharded like the heads."""
     heads = query.shape[2]
     if given is None:
         return None
@@ -320,7 +313,7 @@ def per_head(
     return jax.sharding.reshard(given, NamedSharding(sharding.mesh, P(of_heads[2])))
 
 
-def _check_cut(bias: Alibi, layout: Layout | None) -> None:
+def _check_sharded_alibi(bias: Alibi, layout: Layout | None) -> None:
     if layout is None or layout.size(layout.context) <= 1:
         return
     if bias.positions is None or bias.kv_positions is None:
@@ -330,7 +323,7 @@ def _check_cut(bias: Alibi, layout: Layout | None) -> None:
         )
 
 
-def _places(
+def _alibi_positions(
     bias: Alibi, rows: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
 ) -> tuple[jax.Array, ...]:
     q, kv = bias.positions, bias.kv_positions
@@ -343,7 +336,7 @@ def _places(
         kv = q
     q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q
     kv = jnp.arange(kv_len, dtype=jnp.int32) if kv is None else kv
-    places = []
+    positions = []
     batch = rows[0]
     for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
         shapes = f"({length},), (1, {length}) or ({batch}, {length})"
@@ -354,12 +347,12 @@ def _places(
         if layout is not None:
             dims = layout.context if name == "positions" else ()
             x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)
-        places.append(x)
-    return tuple(places)
+        positions.append(x)
+    return tuple(positions)
 
 
 def checked_scale(scale: Any) -> float | jax.Array:
-    """A number that is finite in float32, or an array of floats of shape ()."""
+    """The checked scale: a number that is finite in float32, or a float array of shape ()."""
     if isinstance(scale, (jax.Array, np.ndarray)):
         if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
             key = (
@@ -377,7 +370,7 @@ def checked_scale(scale: Any) -> float | jax.Array:
 
 
 def checked_soft_cap(soft_cap: Any) -> float:
-    """The cap; 0: no cap."""
+    """The checked cap; 0: no cap."""
     if soft_cap is None:
         return 0.0
     number = _number("soft_cap", soft_cap)
@@ -388,7 +381,7 @@ def checked_soft_cap(soft_cap: Any) -> float:
 
 
 def checked_rate(rate: Any) -> int:
-    """Dropout's threshold: an element is dropped if its 32-bit word is below it; 0: no dropout."""
+    """The dropout threshold: random 32-bit words below it drop the element; 0: no dropout."""
     number = _number("dropout_rate", rate)
     if not 0 <= number < 1:
         raise ValueError(f"dropout_rate must be at least 0 and less than 1, but is {number}")
@@ -410,10 +403,10 @@ def _number(name: str, given: Any) -> float:
 # --- Precision
 
 Precision = jax.lax.Precision
-_config: Any = jax.config  # in some releases its type does not list all attributes
+_config: Any = jax.config  # its type does not list all attributes in some releases
 _Preset = jax.lax.DotAlgorithmPreset
 
-# Presets that are no more precise than these; the others are as precise as float32.
+# For each precision, the presets that it satisfies. All other presets need float32.
 _AT_LEAST = {
     Precision.DEFAULT: ("DEFAULT", "ANY_F8", "F16_F16", "BF16_BF16_BF16", "BF16_BF16_F32"),
     Precision.HIGH: ("TF32_TF32_F32",),
@@ -426,11 +419,11 @@ _ACCEPTED = (
 
 
 def checked_precision(precision: Any) -> jax.lax.Precision:
-    """The lowest sufficient precision of three, of products of float32 operands.
+    """The lowest of three precisions that satisfies the argument, for products of float32 operands.
 
-    `DEFAULT` and `HIGH`: on GPUs TF32, 11 bits of each operand; `HIGHEST`: float32. Sums are
-    float32 in any case, and products of bfloat16 and float16 operands are exact in all three. None:
-    that of `jax.default_matmul_precision`.
+    `DEFAULT` and `HIGH` are TF32 on GPUs (11 bits of each operand), `HIGHEST` is float32. Sums are
+    always float32, and products of bfloat16 and float16 operands are exact in all three. None: the
+    value of `jax.default_matmul_precision`.
     """
     if precision is None:
         precision = _config.jax_default_matmul_precision

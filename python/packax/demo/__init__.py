@@ -1,6 +1,6 @@
 """`python -m packax demo`: trains a small byte-level transformer on packed documents and checks it.
 
-`data` packs the documents, `model` is the transformer, `train` the training loop, `checks` checks
-the trained model, `plots` draws pictures, and `run` runs everything. It needs the extra `demo`
-(optax, tqdm, matplotlib).
+`data` packs the documents, `model` is the transformer, `train` the training loop, `checks` tests
+the trained model, `plots` draws pictures, and `run` runs everything. The demo needs the extra
+`demo` (optax, tqdm, matplotlib).
 """

@@ -1,4 +1,4 @@
-"""Checks of the trained model on a real row: equal to dense attention, documents separated."""
+"""Checks the trained model on a real row: attention matches dense, documents are separate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row_with_most_documents(rows: Rows) -> int:
 
 
 def longest_document(segment_ids: jax.Array) -> int:
-    """The longest document after the first: a causal mask alone would let it attend to others."""
+    """The longest document except the first: a causal mask alone would let it see others."""
     ids = np.asarray(segment_ids).ravel()
     return int(np.argmax(np.bincount(ids[ids > 0], minlength=1)))
 
@@ -57,7 +57,7 @@ def against_dense(
     positions: jax.Array,
     settings: Settings,
 ) -> list[Check]:
-    """First-layer attention of a slice of a row: packax and plain dense, both against float32."""
+    """Compares packax and plain attention, in the first layer on a slice, with float32."""
     tokens, segment_ids, positions = (x[:, :SLICE] for x in (tokens, segment_ids, positions))
     config = settings.model
 
@@ -101,7 +101,7 @@ def gradient_stays_inside(
     positions: jax.Array,
     settings: Settings,
 ) -> Check:
-    """One document's loss has gradient exactly 0 at every embedded token of the others."""
+    """The loss of one document has gradient exactly 0 for the embeddings of all others."""
     document = longest_document(segment_ids)
     inside = np.asarray(segment_ids)[0] == document
     following, weight = segments.next_tokens(np.asarray(tokens), np.asarray(segment_ids))
@@ -119,7 +119,7 @@ def gradient_stays_inside(
 
     size = np.abs(np.asarray(gradient(parameters, tokens, positions, segment_ids), np.float32))
     size = size[0].max(axis=-1)
-    # the last token predicts nothing, so it may have no gradient; every other token must have one
+    # The last token predicts nothing and may have no gradient; every other token must have one.
     silent = int(np.sum(size[inside][:-1] == 0))
     leaked = int(np.sum(size[~inside] != 0))
     detail = (
@@ -137,7 +137,7 @@ def other_documents_change_nothing(
     positions: jax.Array,
     settings: Settings,
 ) -> Check:
-    """With other bytes in all other documents and the padding, its logits are bit-identical."""
+    """A document's logits are bit-identical if all other tokens change."""
     document = longest_document(segment_ids)
     inside = segment_ids == document
     noise = jax.random.randint(jax.random.key(settings.seed), tokens.shape, 1, VOCABULARY)

@@ -1,4 +1,4 @@
-"""Documents and rows: the sources of Python's standard library, packed at byte level.
+"""Packs the sources of Python's standard library into rows of bytes.
 
 A document is one `.py` file as bytes plus an end byte. `packax.segments.pack` fills the rows; a
 document longer than a row is cut into pieces, and a piece counts as a document.
@@ -17,7 +17,7 @@ import packax
 from packax import segments
 
 VOCABULARY = 256
-END = 0  # ends every document; the sources hold no zero byte
+END = 0  # ends every document; documents contain no zero byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rows:
     segment_ids: np.ndarray  # from 0 within each row
     positions: np.ndarray  # from 0 within each document
     documents: int
-    parts: int  # how many of `documents` are parts of a file longer than a row
+    parts: int  # how many of `documents` are pieces of a file longer than a row
 
     @property
     def fill(self) -> float:

@@ -1,8 +1,8 @@
 """A small byte-level transformer in plain JAX: pre-norm, grouped queries, RoPE, SwiGLU.
 
-Parameters are a pytree of arrays, the layers stacked along a leading axis so that one `scan` runs
-them. Each layer is rematerialised except for packax's named output and LSE, so that the backward
-pass does not run the forward attention again.
+Parameters are a pytree of arrays. Layers are stacked along a leading axis and run in one `scan`.
+Each layer is rematerialized except for packax's named output and log-sum-exp, so the backward pass
+does not run the forward attention again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Config:
     heads: int
     kv_heads: int
     head_dim: int
-    hidden: int  # of the SwiGLU
+    hidden: int  # width of the SwiGLU
     dtype: Any = jnp.float32  # of activations; parameters are float32
     rope_base: float = 10000.0
 
@@ -108,7 +108,7 @@ def attention(
 def heads(
     weights: Parameters, x: jax.Array, angles: jax.Array, config: Config
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key, value of a layer: (batch, length, heads, head_dim), query and key rotated."""
+    """Query, key and value of a layer, (batch, length, heads, head_dim), with RoPE applied."""
     q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     split = jnp.split(
         jnp.dot(x, weights["query_key_value"]), [q_width, q_width + kv_width], axis=-1
@@ -130,7 +130,7 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rope_angles(positions: jax.Array, config: Config) -> jax.Array:
-    """(batch, length, 1, head_dim / 2): positions restart with every document."""
+    """(batch, length, 1, head_dim / 2), from positions that restart in every document."""
     exponents = jnp.arange(0, config.head_dim, 2) / config.head_dim
     return (positions[..., None, None] * config.rope_base**-exponents).astype(jnp.float32)
 
@@ -152,7 +152,7 @@ def loss(
     mask: packax.AttentionMask,
     config: Config,
 ) -> jax.Array:
-    """Mean cross entropy of the next byte, in nats, over tokens that have one in their document."""
+    """Mean cross entropy, in nats, over tokens with a next byte in their document."""
     scores = logits(parameters, tokens, positions, mask, config)
     return jnp.sum(token_losses(scores, following) * weight) / jnp.sum(weight)
 

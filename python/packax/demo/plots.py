@@ -1,4 +1,4 @@
-"""The demo's pictures: the document mask of a real row, and the loss."""
+"""Draws the document mask of a real row and the training loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE = "#1f6feb"
 
 
 def document_mask(segment_ids: np.ndarray, path: Path) -> None:
-    """Which tokens attend to which, of every n-th token of a long row."""
+    """Draws the pairs that are attended; of a long row, only every n-th token."""
     length = len(segment_ids)
     documents = int(segment_ids.max()) + 1
     step = -(-length // PIXELS)
@@ -81,7 +81,7 @@ def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> N
 
 
 def _smooth(losses: list[float]) -> np.ndarray:
-    """Each point is the mean of equally many steps before and after it, at most a tenth of all."""
+    """A centered moving average over at most a tenth of the steps, narrower at both ends."""
     steps = np.arange(len(losses))
     reach = np.minimum(len(losses) // 20, np.minimum(steps, steps[::-1]))
     sums = np.cumsum([0.0, *losses])

@@ -1,4 +1,4 @@
-"""The demo from start to end: pack, train, check, draw, and print what happened."""
+"""Runs the whole demo: packs, trains, checks, draws, and prints a summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packax.info import gather, variant_in_use
 
 
 def run(settings: Settings) -> int:
-    """The exit code: 1 if a check fails or the loss does not fall."""
+    """Runs the demo. Returns the exit code: 1 if a check fails or the loss does not fall."""
     start = time.perf_counter()
     settings.out.mkdir(parents=True, exist_ok=True)
     config = settings.model
@@ -60,7 +60,7 @@ def run(settings: Settings) -> int:
 
 
 def stopped(trained: Trained, settings: Settings) -> str:
-    """Why training ran fewer steps than requested, if it did."""
+    """The reason if training ran fewer steps than requested, else an empty string."""
     if len(trained.losses) == settings.steps:
         return ""
     return f", not {settings.steps}: --seconds {settings.seconds:g} had passed"
@@ -79,7 +79,7 @@ def packed(settings: Settings) -> Rows:
         if len(fitting) >= 50:
             documents = fitting
             print(f"           {total - len(fitting):,} of them are longer than a row and left out")
-    limit = settings.steps * settings.batch  # rows that training can reach
+    limit = settings.steps * settings.batch  # the rows that training can use
     return pack(documents, settings.seq_len, seed=settings.seed, limit=limit)
 
 

@@ -39,7 +39,7 @@ def defaults(
     out: Path,
     seed: int,
 ) -> Settings:
-    """The settings for this machine's kind of device, overridden by the user's."""
+    """The default settings for this device, overridden by those that are not None."""
     if jax.default_backend() == "gpu":
         model = Config(VOCABULARY, 8, 1024, 16, 4, 64, 2816, jnp.bfloat16)
         chosen = Settings(300, 32768, 2, 120.0, 6e-4, model, False, out, seed)

@@ -1,4 +1,4 @@
-"""The training loop: a jitted step with donated state; one mask for all layers and passes."""
+"""The training loop: a jitted step with donated state, and one mask for all layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = dict[str, np.ndarray]
 class Trained:
     parameters: model.Parameters
     losses: list[float]
-    tokens_a_second: float  # without the first step, which compiles
+    tokens_a_second: float  # without the first step, which includes compilation
     compile_seconds: float
 
     @property
@@ -40,7 +40,7 @@ class Trained:
 
 
 def batches(rows: Rows, batch: int, seed: int) -> Iterator[Batch]:
-    """Endless batches, every epoch in a new order; if there are few rows, a batch repeats some."""
+    """Yields batches forever, shuffled in each epoch. A batch repeats rows if there are too few."""
     following, weight = segments.next_tokens(rows.tokens, rows.segment_ids)
     rng = np.random.default_rng(seed)
     order: list[int] = []
@@ -92,8 +92,8 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
 
 
 def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
-    """Trains from scratch for `settings.steps`, but at most `settings.seconds` after the first
-    step, which compiles, and at least two steps."""
+    """Trains from scratch for `settings.steps` steps, or until `settings.seconds` have passed since
+    the end of the first step, which includes compilation; then for at least two steps."""
     parameters = jax.jit(model.initialize, static_argnums=0)(
         settings.model, jax.random.key(settings.seed)
     )
@@ -111,7 +111,7 @@ def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
             if number == 0:
                 loss.block_until_ready()
                 after_first = time.perf_counter()
-            if number > 0 and number % 5 == 0:  # the device stays a few steps ahead of the host
+            if number > 0 and number % 5 == 0:  # rarely, so that steps are dispatched ahead
                 shown = float(losses[number - 1])
                 speed = number * rows_tokens(settings) / (time.perf_counter() - after_first)
                 progress.set_postfix_str(f"loss {shown:.3f}, {speed:,.0f} tokens/s", refresh=False)

@@ -1,7 +1,7 @@
-"""packax with other projects' calling conventions: docs/guide/integrations.md.
+"""packax with the calling conventions of other projects: docs/guide/integrations.md.
 
-Each module is imported separately (`from packax.integrations import flax`), so that importing
-packax needs none of these projects. No module copies code: they compute packax's attention.
+Import each module separately (`from packax.integrations import flax`); importing packax requires
+none of these projects. The modules contain no code of these projects: they call packax's attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def replace_everywhere(old: Any, new: Any, package: str = "") -> None:
-    """Puts `new` in the place of `old` in every module, of this package, that is imported."""
+    """Replaces `old` by `new` in all imported modules (of this package, if given)."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and package in ("", name.split(".")[0]):
             for attribute, x in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Calls without a kernel run on the other project's attention, with one warning, or an error."""
+"""`fall_back`: the warning or error for a call that runs on another project's attention."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class FallbackWarning(UserWarning):
 
 
 def fall_back(what: str, whose: str, faster: str, *, forbidden: bool = False) -> None:
-    """Warns once per process that `what` runs on `whose` attention, and says what is faster.
+    """Warns once per process that `what` runs on `whose` attention; `faster` says what has kernels.
 
-    The environment variable PACKAX_FALLBACK, read at each call, is "warn" (the default), "silent"
-    or "error". `forbidden`: the caller required kernels.
+    The environment variable PACKAX_FALLBACK, read in each call, is "warn" (the default), "silent"
+    or "error". `forbidden`: the caller requires kernels.
 
     Raises:
         NotImplementedError: `forbidden`, or PACKAX_FALLBACK=error.
@@ -43,4 +43,4 @@ def fall_back(what: str, whose: str, faster: str, *, forbidden: bool = False) ->
         FallbackWarning,
         stacklevel=3,
     )
-    _said.add(said)  # only now, as a filter may have turned the warning into an error
+    _said.add(said)  # after the warning, which a filter may turn into an error

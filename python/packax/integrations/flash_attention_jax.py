@@ -1,4 +1,4 @@
-"""The two functions of flash-attention-jax 0.3.1, by packax: change only the import.
+"""The two functions of flash-attention-jax 0.3.1, on packax: change only the import.
 
     from packax.integrations.flash_attention_jax import flash_attention, causal_flash_attention
 
@@ -64,6 +64,12 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     Args:
         q, k, v: as for `flash_attention`, with any leading dimensions.
 
+    Returns:
+        (batch, heads, q_len, v_dim), dtype of q.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as for `flash_attention`.
+
     Examples:
         >>> out = causal_flash_attention(q, k, v)
     """
@@ -71,9 +77,10 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
 
 
 def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> jax.Array:
-    """Runs packax: from (*batch, heads, length, dim) to (B, length, heads, dim) and back.
+    """Runs packax's attention, in its layout (B, length, heads, dim), on (*batch, heads, length,
+    dim).
 
-    expression(batch dimensions, q_len, k_len): the mask.
+    expression: a function from (batch dimensions, q_len, k_len) to the mask.
     """
     q, k, v = as_arrays(q=q, k=k, v=v)
     if q.ndim < 2:
@@ -96,7 +103,7 @@ def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> j
 
 
 def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> jax.Array:
-    if x.ndim == ndim - 1 and ndim > 2:  # one head, without a dimension for it
+    if x.ndim == ndim - 1 and ndim > 2:  # one head for all, without its dimension
         x = jnp.expand_dims(x, -3)
     elif x.ndim == ndim == 2:
         x = x[None]
@@ -111,7 +118,7 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
 def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> MaskExpression:
     if key_mask is None:
         return full()
-    # numpy arrays stay numpy arrays here: jax would truncate 64-bit numbers to 32 bits
+    # Converts numpy arrays in numpy: jax would truncate 64-bit numbers to 32 bits.
     numbers = key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
     mask = jnp.asarray(numbers.astype(bool))
     shape = (*batch, k_len)
@@ -119,6 +126,6 @@ def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> 
         whole = jnp.broadcast_to(mask, shape)
     except ValueError:
         whole = None
-    if whole is None or mask.shape[-1:] != (k_len,):  # one value is not for all keys
+    if whole is None or mask.shape[-1:] != (k_len,):  # the axis of keys is not broadcast
         raise ValueError(f"key_mask must have shape {shape}, (*batch, k_len), but has {mask.shape}")
     return dot_product.key_mask(whole.reshape(math.prod(batch), k_len), q_len)

@@ -1,10 +1,11 @@
-"""Attention of Flax's MultiHeadAttention, linen and nnx, by packax.
+"""packax as the attention function of Flax's MultiHeadAttention, in linen and nnx.
 
     from packax.integrations.flax import dot_product_attention
 
     layer = nnx.MultiHeadAttention(..., attention_fn=dot_product_attention)
+    # once per step, for all layers; a mask is a pytree, so it passes through scan and remat
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
-    out = layer(x, mask=mask)  # once per step for all layers: a pytree, through scan and remat
+    out = layer(x, mask=mask)
 
 Calls without a kernel (sown weights, the einsum classes, a bias or dropout above head dim 256, or
 128 in float32) run on Flax's own attention, with one warning: `packax.integrations.fallback`.
@@ -25,6 +26,7 @@ import numpy as np
 from flax import linen, nnx
 
 from packax._src.attention import flash_attention
+from packax._src.core.arguments import as_array
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.documents import documents
@@ -32,7 +34,7 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES, as_array, as_arrays
+from packax._src.requests import DTYPES, as_arrays
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import (
     FASTER,
@@ -46,7 +48,7 @@ from packax.integrations.jax_nn import (
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
-# Flax's functions, kept because this module's function may be assigned over them.
+# Flax's functions, saved because this module's function may be assigned over them.
 _LINEN, _NNX = linen.dot_product_attention, nnx.dot_product_attention
 _OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "implementation")
 
@@ -143,6 +145,17 @@ def dot_product_attention(
         ValueError: shapes, dtypes or masks that are not as above.
         NotImplementedError: a call that needs Flax's path, together with options of `attention_fn`
             that change the result, with implementation="cuda" or with PACKAX_FALLBACK=error.
+
+    Examples:
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=8,
+        ...     in_features=512,
+        ...     decode=False,
+        ...     attention_fn=dot_product_attention,
+        ...     rngs=nnx.Rngs(0),
+        ... )
+        >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+        >>> out = layer(x, mask=mask)
     """
     given = {
         "broadcast_dropout": broadcast_dropout,
@@ -233,8 +246,10 @@ def dot_product_attention(
 
 
 def _row_in_cache(mask: jax.Array, keys: int) -> MaskExpression:
-    """The keys of a decode cache that are True in (B or 1, 1, 1, keys), for the new row, whose
-    place is the last of them."""
+    """The mask of the new row over a decode cache: the keys that are True in (B or 1, 1, 1, keys).
+
+    The position of the row is that of the last such key.
+    """
     allowed = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys))
     index = jax.lax.broadcasted_iota(jnp.int32, allowed.shape, 1)
     place = jnp.max(jnp.where(allowed, index, 0), axis=1, keepdims=True)
@@ -245,7 +260,7 @@ def _row_in_cache(mask: jax.Array, keys: int) -> MaskExpression:
 def _no_kernel(
     query: Any, key: Any, value: Any, bias: Any, rate: float, options: Mapping[str, Any]
 ) -> str | None:
-    """Why a call with a bias or dropout needs Flax's path; None: it does not."""
+    """The reason if a call with a bias or dropout needs Flax's path, else None."""
     if bias is not None and jnp.iscomplexobj(bias):
         return f"a bias of dtype {bias.dtype}"
     if options.get("implementation") == "xla" or has_kernels(query, key, value, with_bias=True):
@@ -281,7 +296,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
 
 
 def _check_sources(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) -> None:
-    """A bias or dropout may come from the layer or from attention_fn; dropout needs its key."""
+    """Raises if both the layer and attention_fn pass a bias or dropout, or dropout has no key."""
     for name, given in (("bias", bias is not None), ("dropout_rate", bool(rate))):
         if given and options.get(name) is not None:
             raise ValueError(f"{name} is passed to attention_fn and by the layer: pass only one")
@@ -295,7 +310,7 @@ def _check_sources(bias: Any, rate: float, rng: Any, options: Mapping[str, Any])
 
 
 def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str, Any]) -> None:
-    """Raises for packax's built masks and options, which Flax's path does not have."""
+    """Raises if a call on Flax's path has a built mask, or options that change the result."""
     if built:
         raise ValueError(
             f"mask is built for packax's kernels, which do not support {reason}: pass the "
@@ -311,7 +326,7 @@ def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str
 
 def _dense_mask(mask: Any) -> jax.Array:
     x = as_array("mask", mask)
-    if meant := instead_of_ids(x):  # Flax would read them as a mask, in which id 0 is hidden
+    if meant := instead_of_ids(x):  # Flax would interpret them as a mask that hides id 0
         raise ValueError(
             f"mask must be boolean, or have more axes than queries and keys, but is {x.dtype} "
             f"{x.shape}{meant}"
@@ -320,7 +335,7 @@ def _dense_mask(mask: Any) -> jax.Array:
 
 
 def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """x as (batch or 1, heads or 1, q_len or 1, kv_len or 1); raises if it does not fit."""
+    """x as (batch or 1, heads or 1, q_len or 1, kv_len or 1); raises if it cannot broadcast."""
     shape = (1,) * (len(sizes) - x.ndim) + x.shape
     fits = zip(shape, sizes, strict=False)
     if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
@@ -335,7 +350,7 @@ def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _dense(masks: list[Any], sizes: tuple[int, ...]) -> Any:
-    """One array as Flax takes it; a single array of Flax is unchanged."""
+    """The masks as one dense array for Flax. A single array is returned unchanged."""
     if len(masks) < 2 and not any(map(is_packax, masks)):
         return masks[0] if masks else None
     *batch, _, rows, keys = sizes

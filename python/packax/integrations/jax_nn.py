@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.attention import flash_attention
-from packax._src.core.arguments import as_int32, described
+from packax._src.core.arguments import as_array, as_int32, described
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
@@ -22,11 +22,11 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import full
 from packax._src.ops.ffi import has_kernels
 from packax._src.ops.primitives import check_implementation
-from packax._src.requests import DTYPES, as_array
+from packax._src.requests import DTYPES
 from packax.integrations.fallback import fall_back
 
 _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a masked pair
-_FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
+_FAR = 1 << 30  # beyond every row and key, but adding a row's index does not overflow int32
 FASTER = (
     "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
     "that are multiples of 8 (with a bias or dropout up to 256, in float32 up to 128)"
@@ -166,7 +166,7 @@ def is_packax(mask: Any) -> bool:
 
 
 def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str | None:
-    """What in the call only jax.nn supports; None: nothing."""
+    """The feature of the call that only jax.nn supports, or None."""
     dtypes = {x.dtype for x in (query, key, value)}
     if len(dtypes) == 1 and str(query.dtype) not in DTYPES:
         return f"dtype {query.dtype}"
@@ -184,7 +184,7 @@ def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str |
 def _by_jax_nn(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Any, given: Any
 ) -> Any:
-    """Calls the original function, even if its name in jax.nn was reassigned."""
+    """Calls jax.nn's original function, even if its name in jax.nn was reassigned."""
     options = {**given, "implementation": implementation}
     known = "return_residual" in inspect.signature(jax_nn_attention).parameters
     if not known and options.pop("return_residual"):
@@ -194,13 +194,13 @@ def _by_jax_nn(
         )
     mask = _dense(mask, query, key)
     if mask is None and given["local_window_size"] is not None:
-        mask = jnp.ones((1,) * 4, bool)  # jax 0.7 ignores a window without any other mask
+        mask = jnp.ones((1,) * 4, bool)  # jax 0.7 ignores a window without another mask
     return jax_nn_attention(query, key, value, bias, mask, **options)
 
 
 def key_mask(keys: Any, rows: int) -> MaskExpression:
     """Every row attends to the keys that are True; keys: (B, S) or (S,)."""
-    # one document of all attended keys
+    # All attended keys and all rows are one document.
     ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
     return documents(one(rows, np.int32), kv_segment_ids=ids)
@@ -212,29 +212,29 @@ def is_of_keys(mask: jax.Array) -> bool:
 
 
 def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
-    """The pairs that are True; mask: (B or 1, H or 1, rows or 1, keys or 1)."""
+    """The expression for a boolean mask, (B or 1, H or 1, rows or 1, keys or 1)."""
     if is_of_keys(mask):
         return key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
-    if 0 in (mask.shape[0], rows, keys):  # there is no pair
+    if 0 in (mask.shape[0], rows, keys):  # there are no pairs
         return full()
     whole = list(mask.shape)
     for axis, length in ((2, rows), (3, keys)):
-        if whole[axis] == 1 and is_symbolic(length):  # cannot be the size of a block
+        if whole[axis] == 1 and is_symbolic(length):  # a block size cannot be symbolic
             whole[axis] = length
-    # From a constant, such as jnp.tril of ones, XLA would compute all that follows while compiling.
+    # Without the barrier, XLA folds everything computed from a constant mask (jnp.tril of ones).
     mask = jax.lax.optimization_barrier(jnp.broadcast_to(mask, whole))
     sizes = (rows if mask.shape[2] == 1 else 1, keys if mask.shape[3] == 1 else 1)
     return block_sparse(mask, sizes)
 
 
 def dense_mask(expression: MaskExpression, rows: Any, keys: Any) -> jax.Array:
-    """The booleans of an expression, (B or 1, H or 1, rows, keys)."""
+    """The expression as a boolean array, (B or 1, H or 1, rows, keys)."""
     dense = jnp.asarray(expression.as_array(rows, keys))
     return jnp.expand_dims(dense, tuple(range(dense.ndim - 2, 2)))
 
 
 def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
-    """out, with the mean of all values in rows that attend to no key, as if all logits were equal.
+    """Replaces rows that attend to no key by the mean of all values, as if all logits were equal.
 
     out: (B, T, N, H); lse: (B, N, T); value: (B, S, K, H).
     """
@@ -247,7 +247,7 @@ def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Ar
 
 
 def bias_array(bias: jax.Array, keys: Any) -> jax.Array:
-    """The bias as flash_attention takes it, from a real one (B or 1, H or 1, T or 1, S or 1)."""
+    """A real bias (B or 1, H or 1, T or 1, S or 1) with the dtype and keys for flash_attention."""
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         bias = bias.astype(jnp.float32)
     return jnp.broadcast_to(bias, (*bias.shape[:3], keys))
@@ -278,7 +278,7 @@ def _flag(is_causal: Any) -> bool:
 def _limits(
     batch: int, rows: int, is_causal: bool, q_lengths: Any, kv_lengths: Any, window: Any
 ) -> MaskExpression | None:
-    """The masking arguments that are ranges, joined; None if there are none."""
+    """The intersection of the masking arguments that are ranges of keys; None if there are none."""
     lengths = {"query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths}
     for name, x in lengths.items():
         if x is None:
@@ -313,7 +313,7 @@ def _limits(
 
 
 def _window(window: Any) -> Any:
-    """(left, right): Python integers, or int32 scalars where the window is an array."""
+    """(left, right): Python integers, or int32 scalars for arrays."""
     both = isinstance(window, (tuple, list)) or np.ndim(window)
     pair = window if both else (window, window)
     try:
@@ -328,7 +328,7 @@ def _window(window: Any) -> Any:
 
 
 def _side(x: Any) -> Any:
-    """How many keys a window has on one side, as an integer, rounded down."""
+    """The number of keys on one side of a window, rounded down."""
     try:
         return min(max(operator.index(x), -_FAR), _FAR)
     except TypeError:  # traced, or a float
@@ -337,7 +337,7 @@ def _side(x: Any) -> Any:
         raise ValueError
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = jnp.floor(x.astype(accumulator(x.dtype)))
-        x = jnp.where(jnp.isnan(x), -_FAR, x)  # then no key is in the window
+        x = jnp.where(jnp.isnan(x), -_FAR, x)  # NaN: no key is in the window
     elif x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -_FAR
@@ -362,7 +362,7 @@ def _combined(
 
 
 def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
-    """As (B or 1, N or 1, T or 1, S or 1)."""
+    """A boolean mask as (B or 1, N or 1, T or 1, S or 1)."""
     mask = as_array("mask", mask)
     if mask.dtype != jnp.bool_ or mask.ndim > 4:
         raise ValueError(
@@ -376,7 +376,7 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
-    """As (B or 1, N or 1, T or 1, S or 1)."""
+    """The bias as (B or 1, N or 1, T or 1, S or 1)."""
     if is_packax(bias):
         raise ValueError(f"bias is {described(bias)}: pass a mask by its name, as mask=")
     bias = as_array("bias", bias)
@@ -394,7 +394,7 @@ def _check_broadcast(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) 
 
 
 def _dense(mask: Any, query: Any, key: Any) -> Any:
-    """A mask as jax.nn takes it."""
+    """The mask as an array for jax.nn."""
     if isinstance(mask, AttentionMask):
         raise ValueError(
             "mask is built for packax's kernels, and jax.nn's implementations cannot read it: pass "

@@ -1,7 +1,7 @@
 // Looks up variants in the table that tests/aot/test_lookup.py generates. First prints every row of
 // the table with the bytes of its cubin, and the argument lists, so that the test can compare them.
-// Then reads lines "kernel cc dtype qk_dim v_dim driver", and prints for each the name that Find()
-// returns, or DescribeMissing().
+// Then reads lines "kernel cc dtype qk_dim v_dim driver covering", and prints for each the name
+// that Find() returns, or DescribeMissing().
 
 #include <cstdio>
 #include <iostream>
@@ -67,7 +67,8 @@ int main() {
   std::cout << "absent " << (packax::AbsentArgs::kKernel == packax::Kernel::kAbsent) << "\n";
   std::string kernel, dtype;
   packax::Query query;
-  while (std::cin >> kernel >> query.cc >> dtype >> query.qk_dim >> query.v_dim >> query.driver) {
+  while (std::cin >> kernel >> query.cc >> dtype >> query.qk_dim >> query.v_dim >> query.driver >>
+         query.covering) {
     if (!packax::ParseKernel(kernel, &query.kernel) || !packax::ParseDtype(dtype, &query.dtype)) {
       std::cout << "unknown\n";
       continue;

@@ -1,1 +1,1 @@
-"""Context parallelism: plans of rows for ranks, gathering of keys, what a rank computes."""
+"""Context parallelism: plans that distribute rows, gathers of keys, the passes of a rank."""

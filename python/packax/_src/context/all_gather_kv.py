@@ -1,12 +1,12 @@
-"""Gathers keys and values of all ranks for one rank, in groups of heads, and sends their gradients
-back.
+"""Gathers the keys and values of other ranks in groups of heads, and sends back their gradients.
 
 The gather of a group overlaps with the attention of the previous group, and the reduce-scatter of
-its gradients with that of the next. XLA by itself undoes that: it joins the copies after several
-gathers into one kernel, which then waits for all of them, and removes optimization barriers before
-it does so; it runs one collective of a kind at a time; and it sends late. So keys and values of a
-group are sent together, and data dependencies define the order: numbers that are 0, but known only
-when something is done (`dependency_token`), are added to indices that later operations read.
+its gradients overlaps with the attention of the next group. Left alone, XLA undoes that. It fuses
+the copies after several gathers into one kernel, which then waits for all of them, and it removes
+optimization barriers before it fuses. It runs only one collective of a kind at a time, and starts
+collectives late. So the keys and values of a group are sent together, and data dependencies enforce
+the order: a `dependency_token`, a 0 that XLA knows only after other operations have finished, is
+added to indices that later operations read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packax._src.core.sharding import Axes, HeadGroups, Layout, vary_together
 
 
 class KVGatherPipeline:
-    """A rank's keys and values in use, and the gather in flight: never more are in memory."""
+    """Gathers a rank's keys and values: the gather in use and the one in flight are in memory."""
 
     def __init__(
         self,
@@ -44,9 +44,14 @@ class KVGatherPipeline:
         halves: bool = False,
         fetch: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     ) -> None:
-        """starts: at which context axes gathers begin, (): keys that only this rank reads;
-        private_rows: how many rows attend to such keys; halves: whether half of their heads are
-        attended before the shared keys and half after them; fetch: fetches halos instead."""
+        """Starts the first gathers, at most two.
+
+        starts: the first context axis of each gather. (): private keys, which are not gathered.
+        private_rows: the number of rows that attend to private keys, for the shared part.
+        halves: for the private part, whether attention runs for half of the heads before the
+            shared parts, and for the other half after them.
+        fetch: fetches halos, instead of gathers.
+        """
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
         private = not starts
@@ -68,31 +73,34 @@ class KVGatherPipeline:
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
         groups = iter(range(self.number))
         self.gathers = [list(itertools.islice(groups, len(gather))) for gather in gathers]
-        # 0 once: the previous group is attended; the next one's keys and the gradients of the
-        # previous group are ready to be sent; those gradients are summed.
-        self.attended: jax.Array | None = None
-        self.sent: jax.Array | None = None
-        self.sent_back: jax.Array | None = None
-        self.summed_up: jax.Array | None = None
-        self.to_send: list[jax.Array] = []  # what gathers take, and the last scatter
-        self.to_send_back: list[jax.Array] = []
-        self.under_way: list[list[jax.Array]] = []  # the results of gathers, by groups
+        # Dependency tokens. The attention of the previous group has finished; the keys of the next
+        # group are ready to be sent; the gradients of the previous group are ready to be sent;
+        # the reduce-scatter of these gradients has finished.
+        self.attention_done: jax.Array | None = None
+        self.keys_ready: jax.Array | None = None
+        self.gradients_ready: jax.Array | None = None
+        self.scatter_done: jax.Array | None = None
+        self.to_send: list[jax.Array] = []  # operands of the gathers
+        self.to_send_back: list[jax.Array] = []  # operands of the last reduce-scatter
+        self.in_flight: list[list[jax.Array]] = []  # for each gather, its results by group
         for _ in range(min(2, len(self.gathers))):
             self._gather()
 
     def next(self) -> list[jax.Array]:
-        """Keys and values of the group whose turn it is, over the whole sequence."""
-        pieces = self.under_way[0]
-        group = [pieces.pop(0)] if self.number > 1 else self.under_way.pop(0)
-        return self._apart(self._in_order(group, 1, self.attended))
+        """The keys and values of the next group, over the whole sequence."""
+        pieces = self.in_flight[0]
+        group = [pieces.pop(0)] if self.number > 1 else self.in_flight.pop(0)
+        return self._split(self._reorder(group, 1, self.attention_done))
 
     def mask(self, mask: AttentionMask, group: int) -> AttentionMask:
-        """The mask for a group's attention, which waits for everything that overlaps with it.
+        """The mask for a group's attention, with the tokens of what must be sent before it runs.
 
-        A block mask of heads becomes that of the group's heads.
+        Of a block mask per head, the group's heads are taken.
         """
-        after = self.attended if self.fetch is not None else None
-        order = functools.reduce(_plus, (self.sent, self.sent_back, after), mask.q_order)
+        after = self.attention_done if self.fetch is not None else None
+        order = functools.reduce(
+            _add_token, (self.keys_ready, self.gradients_ready, after), mask.q_order
+        )
         ready: dict[str, Any] = {"q_order": order}
         for name, field in FIELDS.items():
             x = getattr(mask, name)
@@ -101,43 +109,45 @@ class KVGatherPipeline:
         return dataclasses.replace(mask, **ready)
 
     def gather_after(self, result: jax.Array) -> None:
-        """Starts the next gather but one when this result of a gather's last group is there: else
-        all would be held at once.
+        """Tells the pipeline about a result of the attention of the current group.
+
+        If the group is the last one of its gather, starts another gather, which waits for the
+        result. Otherwise the results of all gathers could be in memory at once.
         """
-        self.sent = None
-        if any(self.under_way):
-            self.attended = dependency_token(result)
-        if self.under_way and not self.under_way[0]:
-            del self.under_way[0]
+        self.keys_ready = None
+        if any(self.in_flight):
+            self.attention_done = dependency_token(result)
+        if self.in_flight and not self.in_flight[0]:
+            del self.in_flight[0]
             if self.gathers:
                 self._gather()
 
     def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
-        """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
-        parts = self._in_order(self._together(dk, dv), 0, self.summed_up)
+        """Reduce-scatters the gradients of a group in their dtype, for this rank's keys."""
+        parts = self._reorder(self._concat(dk, dv), 0, self.scatter_done)
         self.to_send_back = parts
         if not self.steps:
-            return self._apart(parts)
+            return self._split(parts)
         sums = parts
         for axes in reversed(self.steps):
             sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in sums]
         if self.number > 1:
-            self.sent_back, self.summed_up = (dependency_token(*x) for x in (parts, sums))
-        return self._apart(sums)
+            self.gradients_ready, self.scatter_done = (dependency_token(*x) for x in (parts, sums))
+        return self._split(sums)
 
     def _gather(self) -> None:
-        """The next one."""
+        """Starts the next gather."""
         groups = self.gathers.pop(0)
-        pieces = self._together(
+        pieces = self._concat(
             *(
-                self.rows(x, group, 2, self.attended)
+                self.rows(x, group, 2, self.attention_done)
                 for group in groups
                 for x in (self.key, self.value)
             )
         )
         self.to_send += pieces
         if groups[0] > 0:
-            self.sent = dependency_token(*pieces)
+            self.keys_ready = dependency_token(*pieces)
         for axes in self.steps:
             pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
         if self.fetch is not None:
@@ -147,15 +157,15 @@ class KVGatherPipeline:
             dims = self.key.shape[3] + self.value.shape[3]
             ends = [dims * (self.ends[group] - self.ends[groups[0]]) for group in groups[1:]]
             pieces = jnp.split(both, ends, 2)
-        self.under_way.append(pieces)
+        self.in_flight.append(pieces)
 
-    def _together(self, *parts: jax.Array) -> list[jax.Array]:
-        """Of several groups: one array of keys and values, (batch, length, heads * both dims)."""
+    def _concat(self, *parts: jax.Array) -> list[jax.Array]:
+        """Keys and values; with several groups, in one array (batch, length, heads * both dims)."""
         if self.number == 1:
             return list(parts)
         return [jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in parts], 2)]
 
-    def _apart(self, pieces: list[jax.Array]) -> list[jax.Array]:
+    def _split(self, pieces: list[jax.Array]) -> list[jax.Array]:
         if self.number == 1:
             return pieces
         (both,) = pieces
@@ -164,16 +174,16 @@ class KVGatherPipeline:
         parts = jnp.split(both, [heads * dims[0]], 2)
         return [x.reshape(*x.shape[:2], heads, dim) for x, dim in zip(parts, dims, strict=True)]
 
-    def _in_order(
+    def _reorder(
         self, pieces: list[jax.Array], way: int, zero: jax.Array | None
     ) -> list[jax.Array]:
-        """Rows of keys from the plan's order into the sequence's (way 1), or back (way 0)."""
+        """Reorders keys from the plan's order to that of the sequence (way 1), or back (way 0)."""
         if self.kv_plan is None:
             return pieces
-        return [take_chunks(_plus(self.kv_plan[:, way], zero), 1, x) for x in pieces]
+        return [take_chunks(_add_token(self.kv_plan[:, way], zero), 1, x) for x in pieces]
 
     def rows(self, x: jax.Array, group: int, axis: int, zero: jax.Array | None = None) -> jax.Array:
-        """The heads of x that are in the group."""
+        """The heads of the group from x, whose axis `axis` is heads."""
         if self.number == 1:
             return x
         own = self.heads_of(x.shape[axis], group)
@@ -182,15 +192,16 @@ class KVGatherPipeline:
         return jax.lax.dynamic_slice_in_dim(x, own.start + zero, len(own), axis)
 
     def heads_of(self, heads: int, group: int) -> range:
-        """Which of `heads` heads are in the group."""
+        """The heads of the group, if there are `heads` heads in total."""
         each = heads // self.heads
         begin, end = (each * n for n in self.ends[group : group + 2])
         return range(begin, end)
 
     def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
-        """All heads of `like`, summed over the axes that query has and keys do not.
+        """The gradient for all heads of `like`, summed over mesh axes that shard only query.
 
-        Over axes of the caller's shard_map jax sums, as the transpose of a replicated operand.
+        Over the axes of the caller's shard_map jax itself sums, as the transpose of a replicated
+        operand.
         """
         gradient = self.own.put(gradient, like)
         layout = self.layout
@@ -202,7 +213,10 @@ class KVGatherPipeline:
 
 
 def piece(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
-    """Of (B, ranks, ...) those of this rank's group, which the axes number."""
+    """The entries of x (B, ranks, ...) for the ranks of this rank's group.
+
+    `axes`: the context axes that number the groups.
+    """
     groups = layout.size(axes)
     if groups == 1:
         return x
@@ -212,7 +226,7 @@ def piece(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
 
 
 def as_gathered(x: jax.Array, layout: Layout, starts: tuple[int, ...]) -> jax.Array:
-    """Of (B, ranks of a group, rows) the order in which the gathers of a part bring it."""
+    """x (B, ranks of a group, rows) as (B, keys), in the order that the gathers produce."""
     pairs = itertools.pairwise((*starts, len(layout.context)))
     sizes = [layout.size(layout.context[first:end]) for first, end in pairs]
     x = x.reshape(x.shape[0], *sizes, x.shape[2])
@@ -221,7 +235,7 @@ def as_gathered(x: jax.Array, layout: Layout, starts: tuple[int, ...]) -> jax.Ar
 
 
 def dependency_token(*results: jax.Array) -> jax.Array:
-    """int32 0, whose value XLA does not know before the results exist."""
+    """An int32 0 that XLA knows only after the results are computed."""
     bits = [
         jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
         for x in results
@@ -231,28 +245,28 @@ def dependency_token(*results: jax.Array) -> jax.Array:
 
 
 def update_at(join: Any, x: jax.Array, more: jax.Array, begin: int, axis: int) -> jax.Array:
-    """x, from there on joined with others."""
-    # Not a concatenation, which would copy the rest. And at a place that XLA does not know: where
-    # it does, some of its versions take the update for a result of the kernel's and fail.
-    x, more, at = vary_together(x, more, begin + dependency_token(more))
-    there = jax.lax.dynamic_slice_in_dim(x, at, more.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, join(there, more), at, axis)
+    """x with its slice from `begin` replaced by join(slice, more)."""
+    # Not a concatenation, which would copy the rest of x. The index is unknown to XLA: with a known
+    # index, some XLA versions treat the update as an output of the kernel and fail.
+    x, more, index = vary_together(x, more, begin + dependency_token(more))
+    current = jax.lax.dynamic_slice_in_dim(x, index, more.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, join(current, more), index, axis)
 
 
-def _plus(indices: jax.Array, zero: jax.Array | None) -> jax.Array:
+def _add_token(indices: jax.Array, zero: jax.Array | None) -> jax.Array:
     return indices if zero is None else indices + zero
 
 
 class OwnHeads(NamedTuple):
-    """Which of the available key/value heads a rank's query heads read."""
+    """The key/value heads that a rank's query heads read, among those that the rank has."""
 
     number: int | None  # None: all
     first: Any = None
-    every: Any = None  # indices, where they are not neighbours or repeat
+    every: Any = None  # indices, if the heads are not consecutive or repeat
 
     @staticmethod
     def of(layout: Layout | None, heads: int, kv_heads: int) -> OwnHeads:
-        """Query head h of all reads head h // group: for replicated heads, this rank's part."""
+        """This rank's heads, if key/value heads are replicated: query head h reads h // group."""
         if layout is None or layout.kv_heads or layout.size(layout.heads) == 1:
             return OwnHeads(None)
         group = heads * layout.size(layout.heads) // kv_heads

@@ -1,12 +1,13 @@
-"""Which documents of a row a plan of kind "local" splits, and the rank of each of the others.
+"""Decides which documents of a row a plan of kind "local" splits, and the rank of each other one.
 
 1. `analyze_row`: the lengths and attended areas of the documents, heaviest first.
-2. `assign_documents`: a few dozen strategies split some of the heaviest and deal the others whole,
-   each to the rank with the least load (longest processing time first, Graham 1969). Small
-   documents then level the tokens of the ranks by water-filling, chunks of split documents level
-   the areas, and ranks swap chunks.
+2. `assign_documents`: tries a few dozen strategies, which split some of the heaviest documents and
+   deal the others whole, each to the rank with the least load (longest processing time first,
+   Graham 1969). Then small documents level the ranks' tokens by water-filling, chunks of split
+   documents level the areas, and ranks swap chunks.
 
-All of it is numpy, on the host. A rank is called a part: with levels, it may be a group of ranks.
+This is computed in numpy on the host. A rank is called a part, because with levels it may be a
+group of ranks.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ import numpy as np
 from packax._src.core.spec import PADDING_SEGMENT_ID, TILE
 from packax._src.ops.ffi import ext
 
-_HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # documents that strategies split, and
-_TOKEN_WEIGHTS = (0, 2, 8)  # rows of mean area that a token adds to a load when they deal
-_ROUNDS = 16  # of dealing; the documents that remain are small
-_SLACK = (256, 256, 256, 40, 40, 40, 40, 40)  # the nth best is taken within 1 + 1 / _SLACK[n]
-_WORST = 8  # and none above 1 + 1 / _WORST of the mean
+_HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # documents that strategies split
+_TOKEN_WEIGHTS = (0, 2, 8)  # load per token when dealing, in mean areas of a token
+_ROUNDS = 16  # rounds of dealing; the remaining documents are called small
+_SLACK = (256, 256, 256, 40, 40, 40, 40, 40)  # the nth best is taken up to 1 + 1 / _SLACK[n]
+_WORST = 8  # and none above 1 + 1 / _WORST, both relative to the mean
 _SWAPS = 5  # rounds of swaps
-_OFFERED = 16  # chunks that a rank offers in each
+_OFFERED = 16  # chunks that a part offers in each round, at most
 _HUGE = 2**30
 
 
 class RowStats(NamedTuple):
-    """The D documents of a row, heaviest first, and the tokens and areas of its R parts.
+    """The D documents of a row, heaviest first, and the preassigned tokens of its R parts.
 
-    A chunk is a tile of rows of one document, counted from its end: the kernels then need not
-    share the tile. Only documents that may be split have chunks, G of them.
+    A chunk is TILE rows of one document, counted from the document's end, so that tiles of the
+    kernels do not mix documents. Only documents that may be split have chunks, G in total.
     """
 
-    own: int  # tokens of a part
-    sizes: np.ndarray  # (R,) preassigned tokens
-    base_areas: np.ndarray  # (R,) their areas
-    lengths: np.ndarray  # (D,); padding is a document of none
+    own: int  # tokens per part
+    sizes: np.ndarray  # (R,) numbers of preassigned tokens
+    base_areas: np.ndarray  # (R,) areas of the preassigned tokens
+    lengths: np.ndarray  # (D,); padding counts as a document of length 0
     areas: np.ndarray  # (D,)
-    padding: int  # tokens
+    padding: int  # padding tokens
     chunk_document: np.ndarray  # (G,)
     chunk_areas: np.ndarray  # (G,)
-    heavy_chunks: np.ndarray  # (G,) the order of chunks, heaviest first
-    first_chunk: np.ndarray  # of each document that has some
-    # Tokens sorted by document, and in it by index: places are among these.
-    ends: np.ndarray  # (D,) place behind each document
-    # Runs of one id, sorted alike: a row has a few hundred of them, and 100,000 tokens.
-    run_first: np.ndarray  # index in the sequence
-    run_begin: np.ndarray  # place, and then the number of tokens
+    heavy_chunks: np.ndarray  # (G,) indices of chunks, heaviest first
+    first_chunk: np.ndarray  # index of the first chunk of each document that may be split
+    # A place is an index into the tokens sorted by id, then by index in the sequence.
+    ends: np.ndarray  # (D,) the place behind each document
+    # Runs of one id, sorted in the same way. A row may have 100,000 tokens, but few runs.
+    run_first: np.ndarray  # index of the first token in the sequence
+    run_begin: np.ndarray  # place of the first token; the last entry is the number of tokens
     run_document: np.ndarray
     run_padding: np.ndarray  # bool
 
@@ -65,7 +66,10 @@ def analyze_row(
     base_areas: np.ndarray,
     shift: int,
 ) -> RowStats:
-    """ids, keys: of its tokens; the rest as in RowStats; areas count 2**shift pairs."""
+    """ids, keys: the segment id of each token, and the number of keys to which it attends.
+
+    own, sizes, base_areas: as in RowStats. Areas are in units of 2**shift pairs.
+    """
     first = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)
     of_run, run_sizes = ids[first], np.diff(first, append=len(ids))
     by_id = of_run.argsort(kind="stable")
@@ -79,8 +83,8 @@ def analyze_row(
     empty = padding[begins]
     lengths = np.where(empty, 0, ends - starts)
 
-    # Sums of keys between any two places where a run or a chunk begins.
-    chunk_document, behind = _numbered(lengths // TILE)
+    # Prefix sums of keys at all places where a run or a chunk begins.
+    chunk_document, behind = _kind_and_index(lengths // TILE)
     places = np.unique(np.append(begin[:-1], ends[chunk_document] - TILE * (behind + 1)))
     run = begin[1:-1].searchsorted(places, side="right")
     token = first[run] + places - begin[run]
@@ -100,7 +104,7 @@ def analyze_row(
 
     each = lengths[: _max_candidates(len(sizes))] // TILE
     first_chunk = each.cumsum() - each
-    chunk_document, behind = _numbered(each)
+    chunk_document, behind = _kind_and_index(each)
     end = ends[chunk_document] - TILE * behind
     chunk_areas = area(end - TILE, end)
     heavy_chunks = (-chunk_areas).argsort(kind="stable")
@@ -110,34 +114,36 @@ def analyze_row(
     return RowStats(own, sizes, base_areas, lengths, areas, of_padding, *chunks, *runs)
 
 
-def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For `counts` things of each kind: the kind of each, and its index within the kind."""
+def _kind_and_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each item and its index within the kind, for counts[k] items of kind k."""
     kind = np.arange(len(counts)).repeat(counts)
     return kind, np.arange(len(kind)) - (counts.cumsum() - counts)[kind]
 
 
 def _max_candidates(ranks: int) -> int:
-    """How many of the heaviest documents a strategy may split or deal, plus one round."""
+    """The number of heaviest documents that a strategy may split or deal, plus one round."""
     return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
 
 
 class Assignment(NamedTuple):
-    """What each part gets of a row."""
+    """The division of a row among its parts."""
 
-    owner: np.ndarray  # (D,) the part that has all of a document, -1: it is split
-    chunk_part: np.ndarray  # (G,) of chunks of split documents, -1: none
-    chunks: np.ndarray  # (R,) how many
-    rows: np.ndarray  # (R,) of split documents and of padding
-    split: np.ndarray  # (R,) of split documents
-    area: int  # of the part with most
+    owner: np.ndarray  # (D,) the part of each document; -1: split
+    chunk_part: np.ndarray  # (G,) the part of each chunk of split documents; -1: none
+    chunks: np.ndarray  # (R,) number of chunks
+    rows: np.ndarray  # (R,) rows of split documents and padding
+    split: np.ndarray  # (R,) rows of split documents
+    area: int  # the largest area of a part
 
 
 def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
-    """The assignment by the strategy with the least load among those tried that need at most
-    `shared` rows of a part; None: there is none, or none that is balanced."""
+    """The best assignment found that needs at most `shared` rows of each part.
+
+    Strategies are tried in the order of their predicted loads. None: none fits and is balanced.
+    """
     mean = strategies.mean
     most = least = mean + mean // _WORST + 1
-    numbers: dict[tuple[int, int], int] = {}  # strategies that split the same documents count once
+    numbers: dict[tuple[int, int], int] = {}  # one per (load, need): equal strategies count once
     for number, need in enumerate(strategies.need.tolist()):
         if need <= shared and (load := strategies.predicted_load(number)) < most:
             numbers.setdefault((load, need), number)
@@ -156,7 +162,9 @@ def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
 
 class Strategies:
     """K strategies for a row. Each splits some of the heaviest documents and deals the next whole.
-    What it needs is estimated by treating the small ones as a fluid that levels parts' tokens."""
+
+    The rows that each needs are estimated as if small documents were a fluid that levels the parts.
+    """
 
     def __init__(self, stats: RowStats) -> None:
         self.stats = stats
@@ -176,7 +184,7 @@ class Strategies:
         rows = stats.own - tokens
         self.chunks = _chunks_each(rows, chunks)
         remainder = split_tokens - TILE * self.chunks.sum(axis=1)  # rows that fill no chunk
-        # Only small documents of the reserve are cut.
+        # Only small documents in the reserve are cut.
         largest = np.append(lengths, 0)[end.clip(0, len(lengths))]
         tail = lengths[::-1].cumsum()[::-1]
         first = (-tail).searchsorted(-_reserve(largest, ranks, ranks * stats.own))
@@ -187,16 +195,18 @@ class Strategies:
         self.assignment = functools.cache(self._assignment)
 
     def _deal(self) -> np.ndarray:
-        """Deals the documents after those that are split, each to the part with the least load
-        that has room. Returns how many each strategy has then handled, and sets `tokens` and
-        `areas` (K, R) and `owner` (K, candidates): the part, -1: split, R: small, not dealt."""
+        """Deals the documents after the split ones, each to the least loaded part with enough room.
+
+        Returns how many documents each strategy has split or dealt. Sets `tokens` and `areas` (K,
+        R), and `owner` (K, candidates): the part; -1: split; R: small, not dealt yet.
+        """
         stats, ranks = self.stats, len(self.stats.sizes)
         number, length = _max_candidates(ranks), ranks * stats.own
         lengths, areas = (
             np.pad(x[:number], (0, max(0, number - len(x)))) for x in (stats.lengths, stats.areas)
         )
         total_tokens, total_areas = stats.lengths.sum(), stats.areas.sum()
-        mean = max(total_areas // length, 1)  # area of a token
+        mean = max(total_areas // length, 1)  # of one token
         tokens_ahead, areas_ahead = (x.cumsum() - x for x in (lengths, areas))
         density = (total_areas - areas_ahead) // (total_tokens - tokens_ahead).clip(1)
         heaviest, weight = (
@@ -214,10 +224,10 @@ class Strategies:
         return end
 
     def _predicted_load(self, number: int) -> int:
-        """The area of the part with the largest area."""
+        """The predicted largest area of a part."""
         _, sums = _chunks_of(self.stats, self.owner[number])
         area = self.without_chunks[number]
-        more, _ = _level(sums, self.chunks[number], self.mean - area)
+        more, _ = _level_areas(sums, self.chunks[number], self.mean - area)
         return int((area + more).max())
 
     def _assignment(self, number: int) -> Assignment:
@@ -231,7 +241,7 @@ class Strategies:
         index, sums = _chunks_of(stats, owner)
         each = _chunks_each(rows[None], np.array([len(index)]))[0]
         wanted = self.mean - area
-        _, part = _level(sums, each, wanted)
+        _, part = _level_areas(sums, each, wanted)
         chunk_part = np.full(len(stats.chunk_areas), -1)
         chunk_part[index[: len(part)]] = part
         heavy, most = stats.heavy_chunks, stats.own // TILE
@@ -247,7 +257,7 @@ class Strategies:
 def _deal(
     lengths, areas, density, weight, most_tokens, most_area, rounds, end, tokens, area, owner
 ) -> None:
-    """Replaces csrc/plan/deal.cc without the extension; changes the last four arrays in place."""
+    """csrc/plan/deal.cc in Python, for use without the extension. Changes the last four arrays."""
     ranks, last = tokens.shape[1], len(lengths) - 1
     lengths, areas, density = (x.tolist() for x in (lengths, areas, density))
     for n, of_token in enumerate(weight.tolist()):
@@ -262,32 +272,33 @@ def _deal(
                 if held[rank] + lengths[first] <= most_tokens
                 and load[rank] + areas[first] <= most_area
             ]
-            # As if one by one: ranks take one each while those before, with theirs, have no less.
+            # Equivalent to giving one document at a time to the least loaded rank: ranks take one
+            # each until one that has already taken would have a smaller load than the next.
             least, taken = math.inf, 0
             for before, rank in sorted(turns):
                 if before > least:
                     break
                 document = min(begin + taken, last)
                 if held[rank] + lengths[document] > most_tokens:
-                    break  # only the first is sure to fit: one with less area may be longer
+                    break  # only the first document is sure to fit: others may be longer
                 least = min(least, before + areas[document] + per_token * lengths[document])
                 held[rank] += lengths[document]
                 load[rank] += areas[document]
                 owner[n, begin + taken] = rank
                 taken += 1
             if taken == 0:
-                owner[n, begin] = -1  # fits nowhere: it is split
+                owner[n, begin] = -1  # no rank has room: the document is split
             end[n] += max(taken, 1)
         tokens[n], area[n] = held, load
 
 
 def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """(K, R) levels raised by a total of `amount` (K,), the lowest first, as by water."""
+    """(K, R) levels raised by a total of `amount` (K,), lowest first, like filling with water."""
     by_level = levels.argsort(axis=1, kind="stable")
     low = np.take_along_axis(levels, by_level, 1)
     number = np.arange(1, levels.shape[1] + 1)
     total = low.cumsum(axis=1) + amount[:, None]
-    # With the n lowest under water the surface is at total // n: n is the most that fit.
+    # If the n lowest are under water, the surface is at total // n. n is the largest possible.
     covered = (total // number >= low).sum(axis=1, keepdims=True)
     surface, remainder = np.divmod(np.take_along_axis(total, covered - 1, 1), covered)
     raised = np.where(number <= covered, surface + (number <= remainder), low)
@@ -297,29 +308,32 @@ def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
 
 
 def _chunks_each(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """(K, R) how many of `number` (K,) chunks each part takes, with room for `rows` rows: as evenly
-    as possible; if there is not enough room, the rest is left."""
+    """(K, R) the number of chunks for each part, of `number` (K,) in total, as even as possible.
+
+    rows: the room of each part. Chunks that exceed the room are left over.
+    """
     room = rows // TILE
     spare = (room.sum(axis=1) - number).clip(0)
-    # Rooms lowered from the highest: what is left out is raised as water is, upside down.
+    # Lowers the largest rooms until their sum is `number`: water-filling upside down.
     return -water_fill(-room, spare)
 
 
 def _chunks_of(stats: RowStats, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks of split documents, heaviest first, and the area of the first n of them."""
+    """Indices of the chunks of split documents, heaviest first, and prefix sums of their areas."""
     heavy = stats.heavy_chunks
     index = heavy[owner[stats.chunk_document[heavy]] < 0]
     return index, np.append(0, stats.chunk_areas[index].cumsum())
 
 
-def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any, Any]:
-    """Assigns chunks of split documents: to each part `each` chunks with area near `wanted`.
+def _level_areas(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any, Any]:
+    """Assigns chunks of split documents: `each` chunks to each part, with an area near `wanted`.
 
-    sums: area of the first n, heaviest first. Returns the areas (R,), and the part of each chunk.
-    A part gets some of the heaviest and some of the lightest chunks that are left. Parts that need
-    the most or the least area per chunk choose first, so that chunks in between are left for the
-    others. With more of the heaviest instead of the lightest an area never decreases, so their best
-    number is found by bisection.
+    sums: prefix sums of the chunks' areas, heaviest first. Returns the area of each part (R,), and
+    the part of each chunk.
+
+    A part takes some of the heaviest and some of the lightest remaining chunks. Parts that need the
+    most or the least area per chunk choose first, which leaves chunks in between for the others.
+    The area never decreases with more of the heaviest chunks, so bisection finds their number.
     """
     number = int(each.sum())
     mean = sums[number] // max(number, 1)
@@ -347,30 +361,33 @@ def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any,
 def refine_by_swaps(
     part_of: np.ndarray, areas: np.ndarray, heavy: np.ndarray, wanted: np.ndarray, most: int
 ) -> np.ndarray:
-    """(G,) the part of each chunk, -1: none, with chunks swapped until areas are as wanted.
+    """Swaps chunks between parts, to bring the parts' areas closer to the wanted areas.
 
-    Levelling leaves a part up to half a chunk from its target. The part with the largest and the
-    one with the smallest area swap the two chunks that bring them closest, then the next pair
-    inwards, and so on; all pairs at once, a few times. areas, heavy: (G,) of chunks, and their
-    order, the largest first; wanted: (R,) of parts; most: the most chunks of a part.
+    Levelling leaves a part up to half a chunk away from its target. The part with the largest
+    excess and the one with the largest deficit swap the two chunks that bring them closest, as do
+    the next such pairs, all at once. This is repeated a few times.
+
+    part_of: (G,) the part of each chunk; -1: none. areas: (G,) areas of chunks. heavy: (G,) indices
+    of chunks, heaviest first. wanted: (R,) the wanted area of each part. most: the maximum number
+    of chunks of a part. Returns the new part_of.
     """
     ranks = len(wanted)
     if ranks < 2 or len(part_of) == 0:
         return part_of
-    # (R, columns) the chunks that each offers: every n-th, by area.
+    # (R, columns) the chunks that each part offers: every n-th, by area.
     stride = -(-most // _OFFERED)
     columns = -(-most // stride)
     by_part = heavy[part_of[heavy] >= 0]
     by_part = by_part[part_of[by_part].argsort(kind="stable")]
     count = np.bincount(part_of[by_part], minlength=ranks)[:, None]
     place = stride * np.arange(columns)
-    there = place < count
-    slot = np.where(there, count.cumsum()[:, None] - count + place, 0)
-    index = np.where(there, by_part[slot] if len(by_part) else -1, -1)
-    offered = np.where(there, areas[index], 0)
+    is_chunk = place < count
+    slot = np.where(is_chunk, count.cumsum()[:, None] - count + place, 0)
+    index = np.where(is_chunk, by_part[slot] if len(by_part) else -1, -1)
+    offered = np.where(is_chunk, areas[index], 0)
     short = wanted - sums_by_part(part_of, areas, ranks)
-    # Without a chunk to give or to take, the difference is too large to be the best.
-    missing = ~there * (_HUGE // 2)
+    # A huge difference for missing chunks, so that they are never the best choice.
+    missing = ~is_chunk * (_HUGE // 2)
     pairs = ranks // 2
     for _ in range(_SWAPS):
         order = short.argsort(kind="stable")
@@ -384,28 +401,29 @@ def refine_by_swaps(
         if not len(better):
             break
         over, under = over[better], under[better]
-        mine, other = np.divmod(best[better], columns)
+        given, taken = np.divmod(best[better], columns)
         for x in (index, offered):
-            x[over, mine], x[under, other] = x[under, other], x[over, mine]
-        gained = offered[under, other] - offered[over, mine]
+            x[over, given], x[under, taken] = x[under, taken], x[over, given]
+        gained = offered[under, taken] - offered[over, given]
         short[over] += gained
         short[under] -= gained
     swapped = part_of.copy()
-    swapped[index[there]] = np.arange(ranks).repeat(columns).reshape(there.shape)[there]
+    swapped[index[is_chunk]] = np.arange(ranks).repeat(columns).reshape(is_chunk.shape)[is_chunk]
     return swapped
 
 
 def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own: int) -> np.ndarray:
-    """Small documents (owner R) put in a line, mixed, and cut so that parts are equally long.
+    """Assigns the small documents (owner R) so that all parts get equally long.
 
-    A document that is cut is split. To keep it short, the shortest documents are a reserve: the
-    line of the others is cut between documents, and that of the reserve where each part is full.
+    The documents are put in a line, in a mixed order, which is cut into parts. A document that is
+    cut is split. To keep split documents short, the shortest documents are a reserve: the line of
+    the others is cut only between documents, and the line of the reserve where a part is full.
     """
     ranks, small = len(tokens), owner == len(tokens)
     sizes = np.where(small, lengths, 0)
     tail = sizes[::-1].cumsum()[::-1]
     share = water_fill(tokens[None], tail[:1])[0] - tokens
-    mixed = _mixed(len(sizes))
+    mixed = _mixed_order(len(sizes))
     reserved = (tail <= _reserve(sizes.max(), ranks, ranks * own))[mixed]
     sizes = sizes[mixed]
     line = np.where(reserved, 0, sizes)
@@ -416,7 +434,7 @@ def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own:
     left = share - sums_by_part(whole, line, ranks)
     if left.min() >= 0:
         share, line = left, np.where(reserved, sizes, 0)
-    else:  # the line of all is cut
+    else:  # cut the line of all small documents
         whole, line = np.full_like(whole, -1), sizes
     end, ends = line.cumsum(), share.cumsum()
     first, last = (ends.searchsorted(x, side="right") for x in (end - line, end - 1))
@@ -427,18 +445,18 @@ def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own:
 
 
 def _reserve(largest: Any, ranks: int, length: Any) -> Any:
-    """Tokens of the smallest documents, kept to level parts to which the others are dealt whole:
-    twice the largest document for each part."""
+    """The tokens in the reserve of smallest documents, which levels the parts after the others are
+    dealt whole: twice the largest document for each part."""
     return 2 * ranks * np.minimum(largest, length // (2 * ranks))
 
 
 @functools.lru_cache(64)
-def _mixed(number: int) -> np.ndarray:
-    """An order of `number` items of which any part is mixed."""
+def _mixed_order(number: int) -> np.ndarray:
+    """A permutation of `number` items in which every stretch is a mixture of all."""
     golden = np.uint32(2654435769)  # 2**32 over the golden ratio
     return (np.arange(number, dtype=np.uint32) * golden >> np.uint32(1)).argsort(kind="stable")
 
 
 def sums_by_part(part_of: np.ndarray, x: np.ndarray, ranks: int) -> np.ndarray:
-    """(ranks,) sums of x (N,) by part; those of no part (-1) and of R are left out."""
+    """(ranks,) sums of x (N,) by part; items of the parts -1 and R are left out."""
     return np.bincount(part_of + 1, x, ranks + 2)[1 : ranks + 1].astype(np.int64)

@@ -1,9 +1,9 @@
-"""A rank's keys with halos, fetched from other ranks, and their gradients handed back.
+"""Fetches the halos of a rank's keys and values from other ranks, and returns their gradients.
 
-Keys and values travel together: XLA runs one collective of a kind at a time, so the second of two
-would not overlap with attention. Without a plan, and by "zigzag", the rank of every chunk is known
-when tracing: each halo is sent to the one rank that reads it. Else the edges of all chunks are
-gathered, and each rank takes its own.
+Keys and values are sent together: XLA runs one collective of a kind at a time, so the second of two
+would not overlap with attention. Without a plan, and with "zigzag", the rank of every chunk is
+static, and each halo is sent only to the rank that reads it. With other plans, the edges of all
+chunks are gathered, and each rank selects those that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packax._src.core.sharding import Layout, vary_together
 
 
 def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
-    """(1 or B, chunks): which chunks of the sequence this rank has. kv_plan: of a mask."""
+    """(1 or B, chunks): the indices in the sequence of this rank's chunks. kv_plan: of the mask."""
     if halo.placed == "balanced":
         order = kv_plan[:, 0].reshape(-1, halo.ranks, halo.chunks)
     else:
@@ -33,8 +33,11 @@ def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
 
 
 def index(halo: Halo, stretch: Stretch, numbers: jax.Array) -> jax.Array:
-    """(1 or B, keys): which keys of the sequence those of a stretch are, or any that no row
-    attends."""
+    """(1 or B, keys): the indices in the sequence of a stretch's keys, clipped to the sequence.
+
+    numbers: the indices of the rank's chunks. Clipped indices belong to keys that no row attends
+    to.
+    """
     first = numbers * halo.chunk - stretch.before
     index = first[:, :, None] + jnp.arange(stretch.keys, dtype=jnp.int32)[None, None]
     last = halo.ranks * halo.chunks * halo.chunk - 1
@@ -42,38 +45,38 @@ def index(halo: Halo, stretch: Stretch, numbers: jax.Array) -> jax.Array:
 
 
 def fetch(halo: Halo, pieces: list[jax.Array], layout: Layout, kv_plan: Any) -> list[jax.Array]:
-    """Of this rank's keys and values those of `edge`, (B, rows, ...) each."""
+    """The keys and values of `Halo.edge` for this rank, (B, keys, ...) each."""
     chunks = [_by_chunks(halo, x) for x in pieces]
     halos = _halos(halo, *_edges(halo, chunks), layout=layout, kv_plan=kv_plan)
-    before, after = (_apart(x, chunks) for x in halos)
-    own = [x[:, :, : halo.rows] for x in chunks]
-    keys = (jnp.concatenate(x, 2) for x in zip(before, own, after, strict=True))
+    before, after = (_split_heads(x, chunks) for x in halos)
+    own_rows = [x[:, :, : halo.rows] for x in chunks]
+    keys = (jnp.concatenate(x, 2) for x in zip(before, own_rows, after, strict=True))
     return [x.reshape(len(x), -1, *like.shape[2:]) for x, like in zip(keys, pieces, strict=True)]
 
 
-def give_back(
+def return_gradients(
     halo: Halo,
     gradients: list[jax.Array],
     onto: list[jax.Array] | None,
     layout: Layout,
     kv_plan: Any,
 ) -> list[jax.Array]:
-    """The transpose of `fetch`, added to gradients of the rank's keys and values, if given."""
-    found = [_by_chunks(halo, x) for x in gradients]
+    """The transpose of `fetch`. `onto`: gradients of the rank's keys and values, added if given."""
+    by_chunks = [_by_chunks(halo, x) for x in gradients]
     end = halo.before + halo.rows
-    chunks = [x[:, :, halo.before : end] for x in found]
+    chunks = [x[:, :, halo.before : end] for x in by_chunks]
     if onto is not None:
-        every = (_by_chunks(halo, x) for x in onto)
-        chunks = [update_at(jnp.add, *x, 0, 2) for x in zip(every, chunks, strict=True)]
+        onto_chunks = (_by_chunks(halo, x) for x in onto)
+        chunks = [update_at(jnp.add, *x, 0, 2) for x in zip(onto_chunks, chunks, strict=True)]
     halos = (
-        _together(x[:, :, : halo.before] for x in found),
-        _together(x[:, :, end:] for x in found),
+        _concat_heads(x[:, :, : halo.before] for x in by_chunks),
+        _concat_heads(x[:, :, end:] for x in by_chunks),
     )
     edges = _edges(halo, chunks)
     last, first = _halos_back(halo, *halos, edges, layout=layout, kv_plan=kv_plan)
     for begin, more in ((halo.chunk - last.shape[2], last), (0, first)):
         if more.shape[2]:
-            both = zip(chunks, _apart(more, chunks), strict=True)
+            both = zip(chunks, _split_heads(more, chunks), strict=True)
             chunks = [update_at(jnp.add, *x, begin, 2) for x in both]
     return [x.reshape(len(x), -1, *y.shape[2:]) for x, y in zip(chunks, gradients, strict=True)]
 
@@ -83,25 +86,25 @@ def _by_chunks(halo: Halo, x: jax.Array) -> jax.Array:
     return x.reshape(len(x), halo.chunks, x.shape[1] // halo.chunks, -1)
 
 
-def _together(parts: Iterable[jax.Array]) -> jax.Array:
+def _concat_heads(parts: Iterable[jax.Array]) -> jax.Array:
     return jnp.concatenate(list(parts), 3)
 
 
-def _apart(x: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
+def _split_heads(x: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
     ends = itertools.accumulate(y.shape[3] for y in like[:-1])
     return jnp.split(x, list(ends), 3)
 
 
 def _edges(halo: Halo, chunks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Of each chunk the last and the first rows that others read, of keys and values."""
-    last = _together(x[:, :, halo.chunk - min(halo.before, halo.chunk) :] for x in chunks)
-    return last, _together(x[:, :, : min(halo.after, halo.chunk)] for x in chunks)
+    """The last and the first rows of each chunk that others read, keys and values together."""
+    last = _concat_heads(x[:, :, halo.chunk - min(halo.before, halo.chunk) :] for x in chunks)
+    return last, _concat_heads(x[:, :, : min(halo.after, halo.chunk)] for x in chunks)
 
 
 def _halos(
     halo: Halo, last: jax.Array, first: jax.Array, *, layout: Layout, kv_plan: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys before and behind this rank's chunks, from the edges of all."""
+    """The keys before and behind this rank's chunks, from the edges of all ranks' chunks."""
     if halo.placed != "balanced":
         before, after = _sent(halo, last, -1, layout), _sent(halo, first, 1, layout)
         return before, after
@@ -111,7 +114,7 @@ def _halos(
     number, place_of = numbers(halo, layout, kv_plan), kv_plan[:, 1]
     found = []
     for way, part in ((-1, both[:, :, : halo.before]), (1, both[:, :, halo.before :])):
-        # The first chunk has none before it, nor the last behind: another's, which is not read.
+        # At the ends of the sequence the index wraps around to a chunk that is not read.
         place = take_each(place_of, (number + way) % place_of.shape[1])
         found.append(take_each(part, place, unique=True))
     return found[0], found[1]
@@ -120,7 +123,7 @@ def _halos(
 def _halos_back(
     halo: Halo, before: jax.Array, after: jax.Array, like: Any, *, layout: Layout, kv_plan: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The transpose of `_halos`, whose operands are like these."""
+    """The transpose of `_halos`, whose operands have the shapes of `like`."""
     if halo.placed != "balanced":
         function = functools.partial(_halos, halo, layout=layout, kv_plan=kv_plan)
         last, first = jax.linear_transpose(function, *like)((before, after))
@@ -130,29 +133,32 @@ def _halos_back(
     rank = jax.lax.axis_index(axes)
     both = []
     for way, x in ((-1, before), (1, after)):
-        # Of the halo of each place's next chunk, if that is on this rank. No scatter: it would need
-        # an array of zeros.
+        # For each chunk, the gradient from the halo of its neighbor, if the neighbor is on this
+        # rank. Not a scatter, which would need an array of zeros.
         place = take_each(place_of, (chunk_at - way) % place_of.shape[1])
         x, place, own = vary_together(x, place, rank)
         part = take_each(x, place % halo.chunks)
-        there = (place // halo.chunks == own)[:, :, None, None]
-        both.append(jnp.where(there, part, jnp.zeros_like(part)))
+        is_here = (place // halo.chunks == own)[:, :, None, None]
+        both.append(jnp.where(is_here, part, jnp.zeros_like(part)))
     sums = jax.lax.psum_scatter(jnp.concatenate(both, 2), axes, scatter_dimension=1, tiled=True)
     return sums[:, :, : halo.before], sums[:, :, halo.before :]
 
 
 def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
-    """Halos of (B, chunks, rows of an edge, ...): of each chunk, in the order of keys."""
+    """The halos of this rank's chunks, rows in the order of keys, from x, its chunks' edges.
+
+    x: (B, chunks, rows of an edge, ...). way: -1 for halos before the chunks, 1 for halos behind.
+    """
     axes = layout.several(layout.kv_context)
     rank = jax.lax.axis_index(axes)
 
     def where(places: list[Place], x: jax.Array, other: jax.Array) -> jax.Array:
-        """x on the ranks of these places."""
-        here = np.isin(np.arange(halo.ranks), [place.rank for place in places])
-        x, other, there = vary_together(x, other, jnp.asarray(here)[rank])
-        return jnp.where(there, x, other)
+        """x on the ranks of these places, `other` on all other ranks."""
+        is_target = np.isin(np.arange(halo.ranks), [place.rank for place in places])
+        x, other, on_target = vary_together(x, other, jnp.asarray(is_target)[rank])
+        return jnp.where(on_target, x, other)
 
-    hops: dict[tuple[int, int], jax.Array] = {}  # by hop and slot
+    hops: dict[tuple[int, int], jax.Array] = {}  # keyed by (hop, slot)
     for send in halo.sends(way):
         edges = x[:, :, -send.rows :] if way < 0 else x[:, :, : send.rows]
         sources, targets = (_by_slot(side) for side in zip(*send.pairs, strict=True))
@@ -175,14 +181,14 @@ def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
 
 
 def _by_slot(places: Iterable[Place]) -> dict[int, list[Place]]:
-    found: dict[int, list[Place]] = {}
+    by_slot: dict[int, list[Place]] = {}
     for place in places:
-        found.setdefault(place.slot, []).append(place)
-    return found
+        by_slot.setdefault(place.slot, []).append(place)
+    return by_slot
 
 
 def take_each(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
-    """x[b, index[b]], each of batch 1 or B; unique: an index comes at most once."""
+    """x[b, index[b]]; both have batch 1 or B. unique: no index occurs twice in a batch row."""
     batch = max(x.shape[0], index.shape[0])
     x, index = vary_together(x, index)
     x, index = (jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, index))

@@ -1,10 +1,10 @@
-"""Halos: the keys next to a rank's chunks, where a mask's reach is known when tracing.
+"""Halos: the keys next to a rank's chunks, for masks whose reach is static, such as windows.
 
-A row under a window reads few keys outside its chunk. So a rank does not gather all
-keys: it fetches the end of the chunk before each of its chunks, and the start of the one behind.
-Keys are then `[halo of chunk 0 | chunk 0 | halo of chunk 1 | chunk 1 ...]`, in which the keys of a
-row still are one range. Rows too far from an edge to need a halo attend to the rank's keys as they
-are, while halos travel. Here is what is known when tracing; fetch_halos.py moves the keys.
+With a window, a row reads few keys outside its chunk. So a rank does not gather all keys, but
+fetches the end of the chunk before each of its chunks, and the start of the chunk behind it. The
+keys are then `[halo of chunk 0 | chunk 0 | halo of chunk 1 | chunk 1 ...]`, in which the keys of
+each row are still one range. Rows that need no halo attend to the rank's keys while the halos are
+sent. This module computes the static part; fetch_halos.py moves the keys.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from packax._src.core.spec import TILE, ceil_div
 
 
 def keys_of_halos(expression: Any, chunk: int) -> list[int]:
-    """Before and behind each chunk, as whole tiles; without those that are not known."""
+    """The keys of the halos before and behind each chunk, in whole tiles. Omits unknown numbers."""
     return [TILE * ceil_div(x, TILE) for x in expression.reach(chunk) if x is not None]
 
 
 class Place(NamedTuple):
-    """Of a chunk: its rank, and which of the rank's chunks it is."""
+    """Where a chunk is: its rank, and its index among the rank's chunks."""
 
     rank: int
     slot: int
 
 
 class Send(NamedTuple):
-    """A collective permute of rows at the end or start of chunks."""
+    """A collective permute of rows at the ends or starts of chunks."""
 
-    hop: int  # how many chunks away
+    hop: int  # distance in chunks
     rows: int
-    pairs: tuple[tuple[Place, Place], ...]  # from, to; each rank at most once on each side
+    pairs: tuple[tuple[Place, Place], ...]  # (source, target); no rank twice on the same side
 
     @property
     def is_local(self) -> bool:
@@ -44,8 +44,8 @@ class Send(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Rows of each chunk, from `first` to `rows`, and the keys that they may attend: the number
-    `keys`, beginning `before` keys in front of the chunk."""
+    """The rows `first` to `rows` of each chunk, and the keys to which they may attend: `keys` keys,
+    which begin `before` keys before the chunk."""
 
     first: int
     rows: int
@@ -54,19 +54,21 @@ class Stretch(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Which keys of other ranks a rank needs, next to its chunks. A static field of the mask."""
+    """The keys next to its chunks that a rank fetches. A static field of the mask."""
 
     ranks: int
-    chunks: int  # of each rank
-    chunk: int  # rows of one
-    before: int  # keys fetched in front of each chunk
-    after: int  # and behind it
-    placed: str  # how ranks get chunks: "in order", "zigzag", or "balanced" (known at run time)
+    chunks: int  # per rank
+    chunk: int  # rows per chunk
+    before: int  # keys of the halo before each chunk
+    after: int  # keys of the halo behind each chunk
+    placed: str  # order of chunks: "in order", "zigzag", or "balanced" (dynamic)
 
     @staticmethod
     def of(expression: Any, placed: str, ranks: int, length: int, chunk: int) -> Halo | None:
-        """The halos for a mask of this expression. None: its reach is unknown, or halos would be no
-        fewer rows than all keys."""
+        """The halos for a mask of this expression.
+
+        None: its reach is unknown, or fetching halos would not move fewer keys than a full gather.
+        """
         if not hasattr(expression, "reach"):
             raise ValueError(
                 f"expression must be a mask expression, but is {described(expression)}"
@@ -79,34 +81,34 @@ class Halo(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of each chunk those that attend to keys with halos: the first."""
+        """How many of the first rows of each chunk attend to keys with halos."""
         edge = self.before if self.after == 0 else self.chunk
         return min(edge, self.chunk)
 
     @property
     def own(self) -> Stretch:
-        """Of the rank's keys alone."""
+        """The rows that attend only to the rank's keys."""
         return Stretch(self.rows, self.chunk, 0, self.chunk)
 
     @property
     def edge(self) -> Stretch:
-        """Of keys with halos."""
+        """The rows that attend to keys with halos."""
         return Stretch(0, self.rows, self.before, self.before + self.rows + self.after)
 
     @property
     def parts(self) -> list[tuple[Halo | None, Stretch]]:
-        """Of a rank's rows and keys: with halos, or None; those of most rows first."""
+        """The mask's parts, the private part first: (self, or None without halos; stretch)."""
         own = [] if self.rows == self.chunk else [(None, self.own)]
         return [*own, *([(self, self.edge)] if self.rows else [])]
 
     @property
     def places(self) -> np.ndarray:
-        """(ranks, chunks of each): their numbers in the sequence, where these are static."""
+        """(ranks, chunks per rank): the chunks' indices in the sequence, if these are static."""
         rank = np.arange(self.ranks)
         return np.stack([rank, 2 * self.ranks - 1 - rank][: self.chunks], axis=1)
 
     def sends(self, way: int) -> Iterator[Send]:
-        """Of halos before the chunks (way -1) or behind (1), the nearest chunk first."""
+        """The sends of halos before (way -1) or behind (1) the chunks, the nearest chunk first."""
         place_of = {int(n): Place(*place) for place, n in np.ndenumerate(self.places)}
         left = self.before if way < 0 else self.after
         for hop in range(1, len(place_of)):
@@ -123,7 +125,7 @@ class Halo(NamedTuple):
 
     @property
     def fetched(self) -> int:
-        """Rows of keys that a rank fetches from others, as the program's collectives say it."""
+        """The number of keys that a rank fetches from others, as the collectives move them."""
         if self.placed == "balanced":
             return sum(self.traffic(self.ranks))
         both = itertools.chain(self.sends(-1), self.sends(1))
@@ -131,11 +133,11 @@ class Halo(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """How many fewer they are than all keys of others."""
+        """How many keys fewer than in a gather of all keys."""
         return (self.ranks - 1) * self.chunks * self.chunk - self.fetched
 
     def traffic(self, ranks_per_host: int) -> tuple[int, int]:
-        """Rows of keys that a rank fetches from its own host, and from others, each at most."""
+        """The largest numbers of keys that a rank fetches from its own host, and from others."""
         if self.placed == "balanced":
             of_rank = self.chunks * (self.before + self.after)
             return (ranks_per_host - 1) * of_rank, (self.ranks - ranks_per_host) * of_rank
@@ -150,20 +152,19 @@ class Halo(NamedTuple):
 
 
 def _at_once(pairs: list[tuple[Place, Place]]) -> list[list[tuple[Place, Place]]]:
-    """The pairs, divided greedily into collective permutes, of which there should be few, and pairs
-    of one rank, which need none."""
-    found: list[list[tuple[Place, Place]]] = []
+    """Divides the pairs greedily into few collective permutes, and moves inside of ranks."""
+    groups: list[list[tuple[Place, Place]]] = []
     for pair in sorted(pairs, key=lambda pair: (pair[0].slot, pair[1].slot, pair)):
-        one, other = (place.rank for place in pair)
-        for group in found:
+        source_rank, target_rank = (place.rank for place in pair)
+        for group in groups:
             if all(
-                one != source.rank
-                and other != target.rank
-                and (one == other) == (source.rank == target.rank)
+                source_rank != source.rank
+                and target_rank != target.rank
+                and (source_rank == target_rank) == (source.rank == target.rank)
                 for source, target in group
             ):
                 group.append(pair)
                 break
         else:
-            found.append([pair])
-    return found
+            groups.append([pair])
+    return groups

@@ -1,9 +1,9 @@
-"""Load balancing of context parallelism: which chunk of query rows goes to which rank.
+"""Load balancing for context parallelism: plans that assign chunks of query rows to ranks.
 
-Row ranges are in key coordinates, so the rows of a mask may be in any order. A plan moves whole
-chunks. Every rank gets the same number, in the order of the sequence, so that the rows of a
-document stay neighbors and the hulls of the key side stay tight. planning.py computes the work of
-each row.
+Row ranges are indices of keys, so the rows of a mask may be in any order. A plan moves whole
+chunks. Every rank gets the same number of chunks, in the order of the sequence, so that the rows of
+a document stay neighbors and the row ranges of key blocks stay tight. masks/planning.py computes
+the work of each row.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ P = jax.sharding.PartitionSpec
 
 Tree = TypeVar("Tree")
 
-# Chunks per rank that the default chunk leaves: benchmarks/context_plans.py. Under a window every
-# chunk has a halo, and chunks differ less in work: fewer, if halos are at most half of each.
+# The number of chunks per rank with the default chunk size (benchmarks/context_plans.py). With a
+# window, every chunk has a halo and the work of chunks differs less, so there are fewer chunks, if
+# halos are at most half a chunk.
 _ROUNDS, _ROUNDS_WITH_HALOS = 16, 4
 
 
 class Step(NamedTuple):
-    """A gather among `size` ranks, whose indices are `stride` apart."""
+    """A gather among `size` ranks whose indices are `stride` apart."""
 
     size: int
     stride: int
@@ -80,8 +81,11 @@ class ContextPlan:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """For each shared part, the outermost first: the number of groups of ranks, each of which
-        gathers it separately, and the number of a rank's rows in it."""
+        """(groups, rows) of each shared part, the outermost first.
+
+        groups: the number of groups of ranks that gather the part separately. rows: the number of
+        rows of each rank in the part.
+        """
         if self.shared is None:
             return ()
         rows = self.shared if isinstance(self.shared, tuple) else (self.shared,)
@@ -135,12 +139,12 @@ class ContextPlan:
             return {"inside": inside * row, "between": between * row}
         inside = between = 0
         for groups, rows in self.parts or ((1, self.length // self.ranks),):
-            held = rows  # of a rank, and after each step
+            rows_held = rows  # rows that a rank has, before each step
             for step in self.steps(groups):
-                here = math.gcd(step.size * step.stride, inner) // math.gcd(step.stride, inner)
-                inside += (here - 1) * held
-                between += (step.size - here) * held
-                held *= step.size
+                on_host = math.gcd(step.size * step.stride, inner) // math.gcd(step.stride, inner)
+                inside += (on_host - 1) * rows_held
+                between += (step.size - on_host) * rows_held
+                rows_held *= step.size
         return {"inside": inside * row, "between": between * row}
 
     def halo(self, expression: Any) -> Halo | None:
@@ -148,7 +152,7 @@ class ContextPlan:
         return Halo.of(expression, self.kind, self.ranks, self.length, self.chunk)
 
     def steps(self, groups: int) -> list[Step]:
-        """The gathers, in order, of a part that is gathered by `groups` groups of ranks."""
+        """The gathers, in order, of a part that `groups` groups of ranks gather separately."""
         if len(self.levels) < 2:
             return [Step(self.ranks // groups, 1)]
         found, stride = [], self.ranks
@@ -174,7 +178,13 @@ class ContextPlan:
         return self._move(tree, self.order, axis)
 
     def unpermute(self, tree: Tree, axis: int = 1) -> Tree:
-        """The exact inverse of `permute`."""
+        """Every array of `tree` with its rows along `axis` back in the order of the sequence.
+
+        The exact inverse of `permute`, with the same arguments and errors.
+
+        Examples:
+            >>> batch = plan.unpermute(plan.permute(batch))
+        """
         return self._move(tree, self.inverse, axis)
 
     def index(self) -> Any:
@@ -210,8 +220,9 @@ class ContextPlan:
 
 
 def take_chunks(order: Any, axis: int, x: Any) -> Any:
-    """x with its chunks along `axis` reordered: in batch row b, chunk p of the result is chunk
-    order[b or 0, p] of x. The batch is the first axis of x.
+    """x with its chunks along `axis` reordered: chunk p of the result is chunk order[b, p] of x.
+
+    b is the batch row, an index into the first axis of x. An order with batch 1 applies to all.
     """
     chunks = order.shape[1]
     split = x.reshape(*x.shape[:axis], chunks, -1, *x.shape[axis + 1 :])
@@ -233,7 +244,7 @@ def take_chunks(order: Any, axis: int, x: Any) -> Any:
 
 
 def take_sharded(order: Any, axis: int, x: Any) -> Any:
-    """take_chunks that keeps the sharding in x's type."""
+    """take_chunks that keeps the sharding of x's type."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec):
         return take_chunks(order, axis, x)
@@ -248,14 +259,14 @@ def take_sharded(order: Any, axis: int, x: Any) -> Any:
 
 
 def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
-    """Rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks."""
+    """Of 2 * ranks chunks, rank r gets the chunks r and 2 * ranks - 1 - r."""
     order = zigzag_order(ranks)
     chunk = _zigzag_chunk(length, ranks, chunk)
     return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, chunk)
 
 
 def zigzag_order(ranks: int) -> np.ndarray:
-    """(1, 2 * ranks) int32: the chunk at each place."""
+    """(1, 2 * ranks) int32: the chunk at each index of the plan's order."""
     rank = np.arange(ranks, dtype=np.int32)
     return np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
 
@@ -263,10 +274,12 @@ def zigzag_order(ranks: int) -> np.ndarray:
 def balanced(
     ranks: int, keys: Any, chunk: int | None = None, expression: Any = None
 ) -> ContextPlan:
-    """Deals chunks by `keys`, (B or 1, length) int32: how many keys each row attends to.
+    """Deals chunks to ranks by their work.
 
-    With numpy arrays it runs on the host, with the same result. The default chunk depends on the
-    halos of `expression`; None: no self-attention, so no halos.
+    keys: (B or 1, length) int32, the number of keys to which each row attends. A numpy array is
+    processed on the host, with the same result.
+    expression: the mask expression, whose halos determine the default chunk. None: no halos,
+    because it is not self-attention.
     """
     length = keys.shape[1]
     chunk = _balanced_chunk(length, ranks, chunk, expression)
@@ -280,7 +293,7 @@ def balanced(
 
 @functools.lru_cache(8)
 def indices(number: int) -> np.ndarray:
-    """0, 1, ..., read-only and cached: allocating costs more than computing."""
+    """0, 1, ..., number - 1. Cached, because allocation costs more than computation; read-only."""
     index = np.arange(number, dtype=np.int32)
     index.flags.writeable = False
     return index
@@ -295,7 +308,7 @@ def inverse_of(order: np.ndarray) -> np.ndarray:
 
 
 def checksum(ids: Any) -> Any:
-    """(B,) int32 of segment ids (B, length), the same for numpy and jax arrays."""
+    """(B,) int32: checksums of segment ids (B, length), equal for numpy and jax arrays."""
     if isinstance(ids, jax.Array):
         weights = _weights(jnp.arange(ids.shape[1], dtype=jnp.uint32))
         sums = (ids.astype(jnp.uint32) * weights[None]).sum(axis=1, dtype=jnp.uint32)
@@ -305,7 +318,7 @@ def checksum(ids: Any) -> Any:
 
 
 def _weights(index: Any) -> Any:
-    """Odd pseudorandom numbers, so that a sum of ids times these tells any two rows apart."""
+    """Odd pseudorandom numbers: sums of ids times these numbers distinguish rows."""
     x = index * np.uint32(2654435761)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(2246822519)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(3266489917)
@@ -334,7 +347,7 @@ def positive(name: str, number: Any) -> int:
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """x, resharded so that its type shards no axis but the first."""
+    """x, resharded so that its type shards only the first axis."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec[1:]):
         return x
@@ -380,16 +393,18 @@ def _balanced_chunk(length: int, ranks: int, chunk: int | None, expression: Any)
 
 
 def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
-    """(B, chunks) int32: attended pairs of each chunk, in units of a tile's rows, rounded down."""
+    """(B, chunks) int32: attended pairs of each chunk, in units of TILE pairs, rounded down."""
     batch, length = keys.shape
-    keys = keys >> max(0, length.bit_length() - 24)  # so that a tile's sum fits int32
+    keys = keys >> max(0, length.bit_length() - 24)  # so that the sum of a tile fits int32
     tiles = keys.reshape(batch, -1, TILE).sum(axis=2, dtype=np.int32) // TILE
     return tiles.reshape(batch, length // chunk, -1).sum(axis=2, dtype=np.int32)
 
 
 def deal_in_rounds(areas: np.ndarray, order: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The rank of each chunk, if chunks are dealt in the order `order`. In each round every rank
-    gets one chunk, and the largest chunk goes to the rank with the least load."""
+    """The rank of each chunk, if chunks are dealt in the given order.
+
+    In each round, every rank gets one chunk, and larger chunks go to ranks with less load.
+    """
     load, rank_of = load.astype(np.int64), np.empty(len(areas), np.int64)
     for chunks in order.reshape(-1, len(load)):
         chunks = chunks[(-areas[chunks]).argsort(kind="stable")]
@@ -413,10 +428,10 @@ def _deal_on_device(keys: jax.Array, chunk: int, ranks: int) -> tuple[jax.Array,
         def deal(load: jax.Array, round_: jax.Array) -> tuple[jax.Array, jax.Array]:
             index = jnp.arange(ranks, dtype=jnp.int32)
             less, equal = (f(load[None, :], load[:, None]) for f in (jnp.less, jnp.equal))
-            before = less | (equal & (index[None, :] < index[:, None]))
-            mine = before.sum(axis=1)  # the rank with least gets the largest
-            load = load + areas[round_[mine]]
-            return load - load.min(), round_[mine]  # only differences count: they stay small
+            is_less_loaded = less | (equal & (index[None, :] < index[:, None]))
+            turn = is_less_loaded.sum(axis=1)  # ranks with less load get larger chunks
+            load = load + areas[round_[turn]]
+            return load - load.min(), round_[turn]  # only differences matter: stay small
 
         _, dealt = jax.lax.scan(deal, 0 * areas[:ranks], chunks)
         order = jnp.sort(dealt.T, axis=1).reshape(-1)

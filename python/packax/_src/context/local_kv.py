@@ -1,12 +1,14 @@
-"""What a rank computes if it needs only some keys of other ranks: by a local plan, or with halos.
+"""The passes of a rank that needs only some keys of other ranks: with a local plan, or with halos.
 
-With a local plan, a document is whole on one rank, or in the shared parts of all ranks, or of those
-of a host. So there is one attention, with its mask, for all rows of a rank and the rank's keys, and
-one for its first rows and the shared keys. With halos (halo.py), the second one is for the first
-rows of each chunk and the keys next to them. A row is empty in all masks but one, and adds 0 there.
-The first attention runs while the other keys are fetched. In the backward pass, it runs for half of
-the heads then, and for the other half while gradients of the fetched keys are sent back. If few
-keys are fetched, slices of heads would take longer than sending their gradients: then it runs for
+With a local plan, each document is on a single rank, or in a part that all ranks or the ranks of a
+host share. So a rank computes several attentions, each with its mask: one of all its rows over its
+private keys, and one of its first rows over each set of shared keys. With halos (halo.py), the
+second attention is that of the first rows of each chunk over keys with halos. A row is empty in all
+masks except one, and adds 0 in the others.
+
+The private attention runs while the other keys are fetched. In the backward pass it then runs for
+half of the heads, and for the other half while the gradients of the fetched keys are sent back. If
+few keys are fetched, slicing heads would take longer than sending their gradients, so it runs for
 all heads at once.
 """
 
@@ -25,7 +27,7 @@ from packax._src.context.all_gather_kv import (
     piece,
     update_at,
 )
-from packax._src.context.fetch_halos import fetch, give_back, index, numbers, take_each
+from packax._src.context.fetch_halos import fetch, index, numbers, return_gradients, take_each
 from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
 from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
@@ -34,19 +36,19 @@ from packax._src.core.spec import AttentionSpec
 
 
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """out, lse and the largest logits, if asked for."""
+    """out, lse and, if requested, the largest logits."""
     private, *shared = _parts(spec, scores, query, key, value, mask, fixed)
-    private.groups.sent = _all_sent(shared)
+    private.groups.keys_ready = _keys_ready(shared)
     out, lse, *top = forward_groups(spec, private.groups, private.rows)
     for part in shared:
-        part.groups.attended = dependency_token(lse)
+        part.groups.attention_done = dependency_token(lse)
         more, more_lse, *more_top = forward_groups(spec, part.groups, part.rows)
         top = [part.place.put(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
         out = part.place.put(jnp.add, out, more, 1)
         lse = part.place.put(jnp.maximum, lse, more_lse, 2)
     if mask.plan_mismatch is not None:
-        # One number of each head is enough to reach all that is made of the output. Gradients are
-        # NaN by the log-sum-exp.
+        # NaN in one element of each row and head is enough to propagate. A NaN in lse makes the
+        # gradients NaN.
         nan = jnp.where(mask.plan_mismatch != 0, jnp.nan, 0.0)
         lse = lse + nan.reshape(-1, *[1] * (lse.ndim - 1)).astype(lse.dtype)
         of_heads = jnp.broadcast_to(nan[:, None, None, None], (*out.shape[:3], 1))
@@ -57,7 +59,7 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, and what rows add to those of scale and slopes."""
+    """The gradients of query, key and value, and this rank's part of those of scale and slopes."""
     results = (out, lse, dout, dlse)
     fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
     many = fetched > _HALVES * key.shape[1]
@@ -66,24 +68,24 @@ def backward(
     others: list[list[tuple[Any, ...]]] = []
     halves = iter(range(private.groups.number))
     if shared and (private.groups.number > 1 or not many):
-        private.groups.sent = _all_sent(shared)
+        private.groups.keys_ready = _keys_ready(shared)
         backward_groups(spec, private.groups, [next(halves)], private.rows, own)
-        # Not dq: the other half writes into it, which a look at it would put off.
-        made = zip(own[0][1:3], ("key", "value"), strict=True)
-        done = dependency_token(*[x for x, name in made if name in spec.needs_grad][:1])
+        # Not dq: the other half of the heads writes into it, and would wait for this read.
+        key_gradients = zip(own[0][1:3], ("key", "value"), strict=True)
+        done = dependency_token(*[x for x, name in key_gradients if name in spec.needs_grad][:1])
         for part in shared:
-            part.groups.attended = done
+            part.groups.attention_done = done
     for part in shared:
         others.append([])
         backward_groups(spec, part.groups, range(part.groups.number), part.rows, others[-1])
-    private.groups.sent = None
+    private.groups.keys_ready = None
     if shared:
         to_send = [x for part in shared for x in part.groups.to_send_back]
-        private.groups.sent_back = dependency_token(*to_send)
+        private.groups.gradients_ready = dependency_token(*to_send)
     backward_groups(spec, private.groups, halves, private.rows, own)
     dq, dk, dv, of_scores, _ = whole(own)
-    if private.give_back is not None:
-        dk, dv = private.give_back([dk, dv], None)
+    if private.return_gradients is not None:
+        dk, dv = private.return_gradients([dk, dv], None)
     for part, more in zip(shared, others, strict=True):
         more_dq, *of_keys, more_scores, _ = whole(more)
         dq = part.place.put(jnp.add, dq, more_dq, 1)
@@ -93,14 +95,14 @@ def backward(
     return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
 
 
-# Halves of heads pay if a rank fetches more keys than this fraction of those that it has. Slices of
-# keys and values, and joined gradients, move four times their bytes in memory, which is about 15
-# times as fast as transfers between GPUs.
+# Halves of heads are faster if the keys that a rank fetches are more than this fraction of the keys
+# that it has. Slicing keys and values, and joining gradients, moves four times their bytes in
+# memory, which is about 15 times as fast as transfers between GPUs.
 _HALVES = 1 / 4
 
 
 class First(NamedTuple):
-    """Of so many equal pieces of a rank's rows the first rows of each."""
+    """The first `rows` rows of each of `pieces` equal pieces of a rank's rows."""
 
     pieces: int
     rows: int
@@ -108,30 +110,30 @@ class First(NamedTuple):
     def take(self, x: jax.Array, axis: int = 1) -> jax.Array:
         if x.shape[axis] == self.pieces * self.rows:
             return x
-        first = jax.lax.slice_in_dim(self._apart(x, axis), 0, self.rows, axis=axis + 1)
+        first = jax.lax.slice_in_dim(self._split(x, axis), 0, self.rows, axis=axis + 1)
         return first.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def put(self, join: Any, x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-        """x, there joined with others."""
-        apart = update_at(join, self._apart(x, axis), self._apart(first, axis), 0, axis + 1)
+        """x with these rows replaced by join(rows of x, first)."""
+        apart = update_at(join, self._split(x, axis), self._split(first, axis), 0, axis + 1)
         return apart.reshape(x.shape)
 
-    def _apart(self, x: jax.Array, axis: int) -> jax.Array:
+    def _split(self, x: jax.Array, axis: int) -> jax.Array:
         return x.reshape(*x.shape[:axis], self.pieces, -1, *x.shape[axis + 1 :])
 
 
 class _Part(NamedTuple):
-    """Keys by groups of heads, and the rows that attend to them."""
+    """A part of the mask: its keys, and the rows that attend to them."""
 
     groups: KVGatherPipeline
     rows: Rows
-    place: First  # of the rows, and of the keys without `give_back`
-    give_back: Any  # of gradients of halos, or None
+    place: First  # of the rows in the rank, and, if `return_gradients` is None, of the keys
+    return_gradients: Any  # returns the gradients of halos; None: no halos
 
     def add_keys(self, onto: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        """Its gradients of keys and values, added to those of all of the rank."""
-        if self.give_back is not None:
-            return self.give_back(gradients, onto)
+        """Adds the part's gradients of keys and values to those of all keys of the rank."""
+        if self.return_gradients is not None:
+            return self.return_gradients(gradients, onto)
         both = zip(onto, gradients, strict=True)
         return [self.place.put(jnp.add, *x, 1) for x in both]
 
@@ -147,13 +149,14 @@ def _parts(
     results: tuple[Any, ...] = (),
     halves: bool = False,
 ) -> list[_Part]:
-    """In the order in which they are attended: private rows, then what is shared by the fewest.
+    """The parts in the order of their attention: private, then shared by the fewest ranks first.
 
-    results: out, lse and cotangents, for backward; halves: of the private heads.
+    results: out, lse and cotangents, for the backward pass. halves: whether the private attention
+    runs for half of the heads at a time.
     """
     own = query.shape[1]
     masks = [mask.private_part, *reversed(mask.shared_parts)]
-    # Without halos the first rows of the rank, and such keys of the ranks.
+    # Without halos, a shared part has the first rows of this rank and the first keys of each rank.
     halo = None if mask.halo is None else Halo(*mask.halo)
     of_halo: list[Any] = [(None, None)] * len(masks) if halo is None else halo.parts
     places = [
@@ -161,7 +164,7 @@ def _parts(
         for of, (_, stretch) in zip(masks, of_halo, strict=True)
     ]
     private = own - max((place.rows for place in places[1:]), default=0)
-    made: list[_Part] = []
+    parts: list[_Part] = []
     for of, place, (edges, stretch) in zip(masks, places, of_halo, strict=True):
         with_halos = {"layout": spec.layout, "kv_plan": mask.kv_plan}
         own_query = place.take(query)
@@ -183,7 +186,7 @@ def _parts(
         if fixed.positions:
             rows, keys = fixed.positions
             if halo is None:
-                keys = _of_keys(spec, mask, of, keys, place.rows)
+                keys = _select_keys(spec, mask, of, keys, place.rows)
             else:
                 of_rank = numbers(halo, **with_halos)
                 keys = take_each(keys, index(halo, stretch, of_rank))
@@ -192,21 +195,21 @@ def _parts(
             None if x is None else place.take(x, 1 if x.ndim == 4 else 2) for x in results
         )
         rows = Rows(own_query, scores, of, own_fixed, *own_results)
-        back = functools.partial(give_back, edges, **with_halos) if edges else None
-        made.append(_Part(groups, rows, place, back))
-    return made
+        back = functools.partial(return_gradients, edges, **with_halos) if edges else None
+        parts.append(_Part(groups, rows, place, back))
+    return parts
 
 
-def _all_sent(shared: list[_Part]) -> jax.Array | None:
-    """0 when the keys of all that is shared are ready to be sent."""
+def _keys_ready(shared: list[_Part]) -> jax.Array | None:
+    """A dependency token of all shared keys that are to be sent."""
     pieces = [x for part in shared for x in part.groups.to_send]
     return dependency_token(*pieces) if pieces else None
 
 
-def _of_keys(
+def _select_keys(
     spec: AttentionSpec, mask: AttentionMask, of: AttentionMask, x: jax.Array, number: int
 ) -> Any:
-    """What all keys have in the order of the sequence, of the keys of a part."""
+    """The entries of x for the keys of a part; x has an entry for each key, in sequence order."""
     layout = spec.layout
     assert layout is not None and of.gathers is not None
     x = _in_plans_order(spec, mask, x)[:, :, :number]
@@ -219,7 +222,7 @@ def _of_keys(
 
 
 def _in_plans_order(spec: AttentionSpec, mask: AttentionMask, positions: jax.Array) -> jax.Array:
-    """(batch, ranks, rows of each), from those of all keys in the order of the sequence."""
+    """Positions of all keys from sequence order to the plan's, (batch, ranks, rows per rank)."""
     assert spec.layout is not None and mask.kv_plan is not None
     batch = max(len(positions), len(mask.kv_plan))
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))

@@ -1,18 +1,17 @@
-"""Plans of kind "local": documents stay whole on a rank, except those that balance must split.
+"""Plans of kind "local": each document stays on one rank, unless it must be split for balance.
 
-A rank's rows are a shared part, whose keys every rank gathers, and a private part that no other
-rank reads. All of it is numpy, on the host. A row of the batch is planned in three steps:
+The rows of a rank consist of a shared part, whose keys all ranks gather, and a private part, whose
+keys no other rank reads. Plans are computed in numpy on the host. A row of the batch takes three
+steps, of which the first two are in document_assignment.py:
 
 1. `analyze_row`: the lengths and attended areas of its documents, heaviest first.
-2. `assign_documents`: which of them are split, and the rank of each of the others.
+2. `assign_documents`: which documents are split, and the rank of each other document.
 3. `order_rows`: the tokens of each rank, those of split documents first.
 
-The first two are in document_assignment.py.
-
 With levels, such as hosts and their GPUs, the row is first divided among hosts as if they were
-ranks. A host's part is divided among its GPUs in the same way, after the rows of documents that are
-split over hosts, which are dealt evenly in tiles (`_Group`). There is a shared part for each level.
-`local` uses the smallest shared parts that keep the ranks balanced.
+ranks. Then the rows of a host are divided among its GPUs: first, the rows of documents that are
+split over hosts are dealt evenly in tiles; the others are divided in the same way (`_Group`). There
+is a shared part for each level. `local` uses the smallest shared parts that balance the ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +48,19 @@ SHARES = tuple(
     n / 128
     for n in (0, 0.25, *range(1, 9), 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 104, 112, 120, 128)
 )
-"""The sizes of a shared part, as fractions of a rank's rows, from which `local` chooses."""
+"""The sizes of a shared part, as fractions of a rank's rows, that `local` tries."""
 
-_FAIR = 1.03  # area of the most loaded rank over the mean
-_AREA_BITS = 26  # areas are counted in units such that a whole row has less than 2**26
+_FAIR = 1.03  # at most: the area of the most loaded rank over the mean
+_AREA_BITS = 26  # the unit of areas is chosen so that a whole row has less than 2**26
 
 
 def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> ContextPlan:
-    """A plan for documents of `ids` (B or 1, length) or (length,), None: one document; `keys` (B or
-    1, length): how many keys each row attends.
+    """A plan of kind "local".
 
-    levels: sizes of the groups of ranks, each inside the one before. shared: as in `context_plan`.
+    levels: sizes of the groups of ranks, from outer to inner.
+    ids: segment ids, (B or 1, length) or (length,). None: one document.
+    keys: (B or 1, length), the number of keys to which each row attends.
+    shared: as in `context_plan`.
     """
     ranks, length = math.prod(levels), keys.shape[1]
     if length % (TILE * ranks):
@@ -109,7 +110,10 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
 
 
 def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Rows of each shared part of `own` rows, the outermost first; None if not specified."""
+    """The size of each shared part in rows, of a rank's `own` rows, the outermost first.
+
+    None: not specified.
+    """
     if shared is None:
         return None
     if not isinstance(shared, tuple):
@@ -148,14 +152,14 @@ def _rows_of(share: float, own: int) -> int:
 def _all_shared(ranks: int, keys: np.ndarray) -> ContextPlan:
     order = balanced(ranks, keys).index()
     length = order.shape[1]
-    made = (order, inverse_of(order), "local", ranks, length, 1)
-    return ContextPlan(*made, shared=length // ranks)
+    fields = (order, inverse_of(order), "local", ranks, length, 1)
+    return ContextPlan(*fields, shared=length // ranks)
 
 
 class _Group:
-    """Tokens of a group of ranks, to be divided among its parts: the groups of the next level.
+    """The tokens of a group of ranks, and their division among its parts, the next level's groups.
 
-    It caches its divisions for other sizes of the shared parts with the same first sizes.
+    Divisions are cached, because sizes of shared parts that differ only in inner levels reuse them.
     """
 
     def __init__(
@@ -166,15 +170,19 @@ class _Group:
         most_area: float,
         tokens: tuple[np.ndarray, ...] = (),
     ) -> None:
-        """ids, keys: of the whole row; most_area: that a rank may get; tokens: of documents that
-        each outer level has split, then all others; (): the whole row."""
+        """levels: the sizes of the groups of ranks inside this group, from outer to inner.
+        ids, keys: those of the whole row.
+        most_area: the largest area that a rank may get.
+        tokens: for each outer level, the tokens of documents that it has split, then all other
+            tokens. (): the whole row.
+        """
         self.levels, self.ids, self.keys, self.most_area = levels, ids, keys, most_area
         self.tokens = tokens or (indices(len(ids)),)
-        self.parts: dict[int, list[_Group] | None] = {}  # by rows of the shared part
+        self.parts: dict[int, list[_Group] | None] = {}  # keyed by the rows of the shared part
 
     def divided(self, shared: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of a whole row the order, and (ranks, levels) how many of a rank's tokens are of
-        documents that this level or an outer one has split; None: it does not fit."""
+        """The order of a whole row, and (ranks, levels) how many tokens of each rank belong to
+        documents that this level or an outer one has split. None: it does not fit."""
         ranks = self._ranks(shared)
         if ranks is None:
             return None
@@ -186,7 +194,7 @@ class _Group:
         return (order, split) if fits else None
 
     def _ranks(self, shared: tuple[int, ...]) -> list[tuple[np.ndarray, ...]] | None:
-        """For each rank the tokens of documents that each level has split, then of whole ones."""
+        """For each rank, the tokens of documents that each level has split, then all others."""
         if not self.levels:
             return [self.tokens]
         rows, *inner = shared
@@ -201,27 +209,27 @@ class _Group:
         return found or None
 
     def _divide(self, shared: int) -> list[_Group] | None:
-        """shared: rows of a rank."""
+        """Divides the group, with `shared` rows per rank in the shared part; None: does not fit."""
         parts, inner = self.levels[0], math.prod(self.levels[1:])
         length = sum(map(len, self.tokens))
         if shared * parts * inner == length:
-            made = self._all_split()
+            divided = self._all_split()
         elif len(self.tokens[-1]) == 0:
             none = self.tokens[-1]
-            made = [(*outer, none, none) for outer in self.preassigned[0]]
+            divided = [(*outer, none, none) for outer in self.preassigned[0]]
         else:
             assignment = assign_documents(self.strategies, shared * inner)
             if assignment is None:
                 return None
             if inner == 1 and assignment.area << self.area_shift > self.most_area:
-                return None  # certainly too much, as areas are rounded down
+                return None  # certainly too much, because areas are rounded down
             order = order_rows(self.strategies.stats, assignment)
             if len(self.tokens) > 1:
                 order = [(self.tokens[-1][split], self.tokens[-1][rest]) for split, rest in order]
-            made = [(*x, *part) for x, part in zip(self.preassigned[0], order, strict=True)]
-        if any(sum(map(len, x)) * parts != length for x in made):
+            divided = [(*x, *part) for x, part in zip(self.preassigned[0], order, strict=True)]
+        if any(sum(map(len, x)) * parts != length for x in divided):
             return None
-        return [_Group(self.levels[1:], self.ids, self.keys, self.most_area, x) for x in made]
+        return [_Group(self.levels[1:], self.ids, self.keys, self.most_area, x) for x in divided]
 
     @functools.cached_property
     def area_shift(self) -> int:
@@ -231,8 +239,11 @@ class _Group:
 
     @functools.cached_property
     def preassigned(self) -> tuple[list[list[np.ndarray]], np.ndarray, np.ndarray]:
-        """Tokens that the outer levels have split, dealt in tiles, equally many of each level to
-        every part: for each part its tokens of each level, their number and their area."""
+        """Deals the tokens of documents that outer levels have split, in tiles, evenly per level.
+
+        Returns for each part its tokens per level, and the parts' numbers of these tokens and their
+        areas.
+        """
         parts = self.levels[0]
         areas, sizes = np.zeros((2, parts), np.int64)
         dealt: list[list[np.ndarray]] = [[] for _ in range(parts)]
@@ -241,9 +252,9 @@ class _Group:
             part = deal_in_rounds(of_tile, np.argsort(-of_tile, kind="stable"), areas)
             areas = areas + sums_by_part(part, of_tile, parts)
             of_token = part.repeat(TILE)[: len(tokens)]
-            for number, mine in enumerate(dealt):
-                mine.append(tokens[of_token == number])
-            sizes += [len(mine[-1]) for mine in dealt]
+            for number, part_tokens in enumerate(dealt):
+                part_tokens.append(tokens[of_token == number])
+            sizes += [len(part_tokens[-1]) for part_tokens in dealt]
         return dealt, sizes, areas
 
     @functools.cached_property
@@ -255,7 +266,7 @@ class _Group:
         return Strategies(analyze_row(ids, keys, own, *self.preassigned[1:], self.area_shift))
 
     def _all_split(self) -> list[tuple[np.ndarray, ...]]:
-        """Everything that is left is split as well: tiles of the group's order, dealt by area."""
+        """Splits all remaining documents, too: deals the tiles of the group by area."""
         parts, tokens = self.levels[0], np.concatenate(self.tokens)
         ends = np.cumsum([len(x) for x in self.tokens[:-1]], dtype=np.int64)
         tiles = len(tokens) // TILE
@@ -264,7 +275,7 @@ class _Group:
         heavy = np.argsort(-areas, kind="stable")
         by_level = heavy[np.argsort(level[heavy], kind="stable")]
         part = deal_in_rounds(areas, by_level, np.zeros(parts, np.int64))
-        # Tiles of this level may be swapped.
+        # Only tiles of this level may be swapped.
         last = level == len(ends)
         wanted = areas.sum() // parts - sums_by_part(np.where(last, -1, part), areas, parts)
         swapped = refine_by_swaps(np.where(last, part, -1), areas, heavy, wanted, tiles // parts)
@@ -280,12 +291,12 @@ class _Group:
 
 
 def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each part its tokens of split documents, and the others in the order of the row.
+    """For each part, its tokens of split documents, and its other tokens in the order of the row.
 
-    Chunks come first, then rows of split documents that fill no chunk: each in the row's order.
+    Of split documents, chunks come first, then rows that fill no chunk, both in the row's order.
     """
-    # Runs are cut into pieces with one destination: at chunks, and where the line of rows that fill
-    # no chunk, or of padding, continues on the next part.
+    # Runs are cut into pieces that go to a single part: at chunk boundaries, and where the sequence
+    # of rows that fill no chunk, or of padding, continues on the next part.
     some = assignment.owner[: len(stats.first_chunk)] < 0
     of_split = some[stats.chunk_document]
     document = stats.chunk_document[of_split]
@@ -300,7 +311,7 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
         run = stats.run_begin[1:-1].searchsorted(place, side="right")
         document, padding = stats.run_document[run], stats.run_padding[run]
         from_end = stats.ends[document] - 1 - place
-        # Part -1 of a split document: in no chunk.
+        # Part -1: the document is split and the piece is in no chunk.
         part = assignment.owner[document]
         split = ~padding & (part < 0)
         chunked = (
@@ -337,7 +348,7 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
 
 
 def _cuts_of_line(place: np.ndarray, size: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The indices at which a line of pieces is cut at `ends`, which are counts of its tokens."""
+    """The places at which concatenated pieces are cut; `ends`: their token counts at the cuts."""
     line = size.cumsum()
     ends = ends[(ends > 0) & (ends < size.sum())]
     piece = line.searchsorted(ends, side="right")

@@ -1,4 +1,4 @@
-"""`check_plan`, enabled by `debug_checks`: whether batch and mask have the same order of rows."""
+"""`check_plan`, enabled by `debug_checks`: checks that batch and mask have the same row order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout, layout_of
 
-_PADDING = -1  # of segment ids
+_PADDING = -1  # segment id of padding
 
 
 class _Switch:
-    """Replaces jax.make_user_context in older jax; it does not affect the caches of jit."""
+    """Replaces jax.make_user_context in older jax; does not invalidate the caches of jit."""
 
     def __init__(self, default: bool) -> None:
         self.value = default
@@ -37,7 +37,7 @@ class _Switch:
             self.value = before
 
 
-_new = getattr(jax, "make_user_context", _Switch)  # from jax 0.8: part of the key of jit's caches
+_new = getattr(jax, "make_user_context", _Switch)  # jax 0.8 and later: part of jit's cache keys
 _enabled: Any = _new(os.environ.get("PACKAX_DEBUG", "") not in ("", "0"))
 
 
@@ -113,7 +113,7 @@ def check_plan(
             )
 
     def whole(x: Any) -> Any:
-        """x of the whole sequence, also if the caller is in a shard_map over its axes."""
+        """x for the whole sequence, even if the caller is in a shard_map over the context axes."""
         if x is None or layout is None or layout.outside(layout.context) == 1:
             return x
         return jax.lax.all_gather(jnp.asarray(x), layout.context, axis=1, tiled=True)
@@ -130,9 +130,9 @@ def check_plan(
 
 
 def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) -> None:
-    """Calls report(index of the device, *held) on every device, with the whole arrays.
+    """Calls report(index of the device, *held) on every device, with complete arrays.
 
-    So every process finds the error, and XLA gathers for all devices, not only for the first.
+    Every process then finds the error, and XLA gathers for all devices, not only for the first.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     given = None
@@ -156,7 +156,7 @@ def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) ->
 
 
 class _Report:
-    """The check of a traced program, on the host, by one device of each process."""
+    """Checks a traced program on the host. Only one device of each process runs the check."""
 
     def __init__(self, permuted: bool) -> None:
         self.permuted = permuted
@@ -179,10 +179,10 @@ class _Report:
 
 
 def _raise_in(thread: int, text: str) -> None:
-    """Raises ValueError(text) in that thread, or in the main one if it has ended.
+    """Raises ValueError(text) in the given thread, or in the main thread if that has ended.
 
-    Raised here it would end the program of this device, and the others would wait for it in their
-    next collective until XLA ends the process.
+    An exception in this callback would end the program of this device, and the other devices would
+    wait for it in their next collective until XLA aborts the process.
     """
 
     def __init__(self: ValueError, *_: Any) -> None:
@@ -197,7 +197,7 @@ def _raise_in(thread: int, text: str) -> None:
 
 
 def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> None:
-    """Checks the whole batch on the host."""
+    """Checks all rows of the batch, on the host."""
     held = [None if x is None else np.asarray(x) for x in (mask_ids, order, ids, positions)]
     batch = max(x.shape[0] for x in held if x is not None)
     for row in range(batch):
@@ -208,9 +208,9 @@ def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
 
 
 def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> str | None:
-    """What is wrong with a row, if anything.
+    """What is wrong with a row of the batch, or None.
 
-    mask_ids: of the mask's rows, in their order. order: of the plan's chunks.
+    mask_ids: the segment ids of the mask's rows, in the mask's order. order: the plan's chunks.
     """
     length = len(positions if ids is None else ids)
     unmoved = np.arange(length)
@@ -220,7 +220,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
     of_mask = moved if permuted else unmoved
 
     def is_batch(sequence: Any, rows: Any) -> bool:
-        """Whether the batch is this sequence of ids with its rows in this order."""
+        """Whether the batch is this sequence, given by its segment ids, in this row order."""
         if ids is not None and sequence is not None and not np.array_equal(ids, sequence[rows]):
             return False
         if positions is None:
@@ -229,7 +229,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
         counted = (unmoved, unmoved if sequence is None else _in_document(sequence))
         return any(np.array_equal(positions[tokens], x[rows][tokens]) for x in counted)
 
-    sequence = mask_ids  # in order
+    sequence = mask_ids  # becomes the ids in the order of the sequence
     if mask_ids is not None:
         sequence = np.empty_like(mask_ids)
         sequence[of_mask] = mask_ids
@@ -237,7 +237,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
         return None
     if permuted:
         forgotten = is_batch(sequence, unmoved)
-        before = None  # the ids of the expression, if the plan had moved those before
+        before = None  # the original ids, if those of the expression were already permuted
         if sequence is not None:
             before = np.empty_like(sequence)
             before[moved] = sequence
@@ -273,19 +273,19 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
 
 
 def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
-    """Whether the batch has the mask's tokens, in any order."""
+    """Whether the batch has the tokens of the mask, in any order."""
     if ids is not None and mask_ids is not None and (np.sort(ids) != np.sort(mask_ids)).any():
         return False
     if positions is None:
         return True
     tokens = slice(None) if ids is None else ids != _PADDING
     counted = [np.arange(len(positions))] + ([] if mask_ids is None else [_in_document(mask_ids)])
-    of_mask = slice(None) if ids is None or mask_ids is None else mask_ids != _PADDING
-    return any(np.array_equal(np.sort(positions[tokens]), np.sort(x[of_mask])) for x in counted)
+    mask_tokens = slice(None) if ids is None or mask_ids is None else mask_ids != _PADDING
+    return any(np.array_equal(np.sort(positions[tokens]), np.sort(x[mask_tokens])) for x in counted)
 
 
 def _in_document(ids: Any) -> Any:
-    """The index of every token in its run of one id."""
+    """The index of every token in its run of equal ids."""
     index = np.arange(len(ids))
     begins = np.concatenate([[True], ids[1:] != ids[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))

@@ -1,7 +1,7 @@
-"""Several processes: which rows of the batch each one feeds, and a check that they did.
+"""Several processes: which batch rows each process must feed, and a check that it did.
 
-If context or tensor axes span hosts, several hosts hold pieces of the same rows, and all of them
-must feed those rows. jax does not check this: the array would differ between hosts.
+If context or tensor axes span hosts, several hosts have shards of the same rows, and all of them
+must feed these rows. jax does not check this, and the array could differ between hosts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check_same_rows(batch: Any) -> None:
 
 
 def _parts(x: jax.Array) -> dict[int, tuple[int, tuple[Any, ...]]]:
-    """By device: its process, and the begin and end of its part in every dimension."""
+    """By device id: the process, and the start and stop of the device's part in every dimension."""
     indices: Any = x.sharding.devices_indices_map(x.shape)
     return {
         device.id: (device.process_index, tuple((dim.start, dim.stop) for dim in index))

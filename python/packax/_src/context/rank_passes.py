@@ -1,4 +1,4 @@
-"""Forward and backward of a rank's rows, with keys that arrive in groups of heads."""
+"""The forward and backward pass of one rank, whose keys are gathered in groups of heads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """A rank's rows, or a part of them, and the operands of their attention."""
+    """The rows of a rank, or some of them, and the other operands of their attention."""
 
     query: jax.Array
     scores: ScoreParams
     mask: AttentionMask
     fixed: NonDiffOperands
-    # For the backward pass: the results and their cotangents.
+    # For the backward pass: the forward's results and their cotangents.
     out: Any = None
     lse: Any = None
     dout: Any = None
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """out, lse and the largest logits, if requested, of rows that attend to keys of all ranks."""
+    """out, lse and, if requested, the largest logits. The keys of all ranks are gathered."""
     groups = KVGatherPipeline(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
     return forward_groups(spec, groups, Rows(query, scores, mask, fixed))
 
@@ -41,8 +41,8 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, the rows' part of those of scale and slopes, and that
-    of the bias."""
+    """The gradients of query, key and value, this rank's part of the gradients of scale and slopes,
+    (H, 2) or None, and the gradient of the bias or None."""
     gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
     groups = KVGatherPipeline(spec.layout, *gathered, backward=True)
     rows = Rows(query, scores, mask, fixed, out, lse, dout, dlse)
@@ -53,22 +53,22 @@ def backward(
 
 
 def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) -> list[jax.Array]:
-    """out, lse, and the largest logits, if requested, of all groups."""
+    """out, lse and, if requested, the largest logits, of all groups of heads."""
     query, scores, mask, fixed = rows[:4]
     out = None
     others: list[list[jax.Array]] = []
     for group in range(groups.number):
         keys, values = groups.next()
-        own = groups.heads_of(query.shape[2], group)
+        head_range = groups.heads_of(query.shape[2], group)
         operands = Operands(query, keys, values, init=out)._replace(
             **groups.mask(mask, group).operands("forward"),
-            **_extras(spec, scores, fixed, groups, group),
+            **_score_operands(spec, scores, fixed, groups, group),
         )
-        out, lse, *top = head_groups.run("forward", own, spec.of_primitive(mask), operands)
+        out, lse, *top = head_groups.run("forward", head_range, spec.of_primitive(mask), operands)
         others.append([lse, *top])
         groups.gather_after(lse)
     assert out is not None
-    return [out, *(_joined(list(x), 1) for x in zip(*others, strict=True))]
+    return [out, *(_concat(list(x), 1) for x in zip(*others, strict=True))]
 
 
 def backward_groups(
@@ -78,57 +78,58 @@ def backward_groups(
     rows: Rows,
     found: list[tuple[Any, ...]],
 ) -> None:
-    """Appends the gradients of each of these groups to those of the groups before."""
+    """Appends the gradients of each of these groups to `found`."""
     for group in which:
         dq = found[-1][0] if found else None
         found.append(_backward_group(spec, groups, group, rows, dq))
 
 
 def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[Any, ...]:
-    """Of all groups dq, dk and dv, (H, 2) of scale and slopes or None, that of `bias` or None."""
+    """Joins the gradients of all groups: dq, dk, dv, (H, 2) for scale and slopes or None, and that
+    of `bias` or None."""
     dqs, dks, dvs, scores, biases = map(list, zip(*found, strict=True))
-    of_scores = None if scores[0] is None else _joined(scores, 1).sum(axis=(0, 3))
+    of_scores = None if scores[0] is None else _concat(scores, 1).sum(axis=(0, 3))
     of_bias = None
     if bias is not None and biases[0] is not None:
         one_for_all = bias.shape[1] == 1
-        of_bias = sum(biases[1:], biases[0]) if one_for_all else _joined(biases, 1)
-    return dqs[-1], _joined(dks, 2), _joined(dvs, 2), of_scores, of_bias
+        of_bias = sum(biases[1:], biases[0]) if one_for_all else _concat(biases, 1)
+    return dqs[-1], _concat(dks, 2), _concat(dvs, 2), of_scores, of_bias
 
 
 def _backward_group(
     spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
-    """The gradients of query, on the others', of keys and values, and what there is of scores and
-    of the bias, or None."""
+    """The gradients of one group: dq, with the heads of earlier groups from the argument `dq`, dk,
+    dv, and those of score parameters and of the bias, or None."""
     query, scores, mask, fixed, out, lse, dout, dlse = rows
     keys, values = groups.next()
     lse, dlse = (None if x is None else groups.rows(x, group, 1) for x in (lse, dlse))
     operands = Operands(query, keys, values, out, lse, dout, dlse, init=dq)._replace(
         **groups.mask(mask, group).operands("backward"),
-        **_extras(spec, scores, fixed, groups, group),
+        **_score_operands(spec, scores, fixed, groups, group),
     )
-    own = groups.heads_of(query.shape[2], group)
-    dq, dk, dv, *others = head_groups.run("backward", own, spec.of_primitive(mask), operands)
-    # Not dq if there is another: the next group writes into it, and would wait for this read.
-    made = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
-    groups.gather_after((made or [dq])[0])
+    head_range = groups.heads_of(query.shape[2], group)
+    dq, dk, dv, *others = head_groups.run("backward", head_range, spec.of_primitive(mask), operands)
+    # dq only if there is no other: the next group writes into it, and would wait for the read.
+    key_gradients = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
+    groups.gather_after((key_gradients or [dq])[0])
     of_scores = others.pop(0) if spec.score_grads else None
     return dq, *groups.scatter(dk, dv), of_scores, others.pop(0) if spec.bias_grad else None
 
 
-def _extras(
+def _score_operands(
     spec: AttentionSpec,
     scores: ScoreParams,
     fixed: NonDiffOperands,
     groups: KVGatherPipeline,
     group: int,
 ) -> dict[str, jax.Array]:
-    """The operands that change scores and probabilities, for the group's heads."""
+    """`score_operands` for the heads of the group."""
     return {
         name: groups.rows(x, group, 1) if name in OF_HEADS and x.shape[1] > 1 else x
         for name, x in score_operands(spec, scores, fixed).items()
     }
 
 
-def _joined(parts: list[jax.Array], axis: int) -> jax.Array:
+def _concat(parts: list[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)

@@ -1,10 +1,10 @@
-"""What each rank of a mesh computes: its query rows with all keys that they may attend.
+"""Maps both passes over the mesh: each rank computes its query rows with the keys that they need.
 
-Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
-The rules of autodiff.py are applied outside: for the backward pass they keep each rank's pieces,
-and the backward gathers again. A group of key/value heads is gathered while the attention of the
-previous group runs, and its gradients are reduce-scattered while the next one runs.
-rank_passes.py does that if all keys are gathered, local_kv.py if only some of them are needed.
+This is context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section
+3.3.2). autodiff.py differentiates the mapped functions as a whole, so each rank keeps only its
+shards for the backward pass, which gathers again. A group of key/value heads is gathered while
+attention runs on the previous group, and its gradients are reduce-scattered while the next group
+runs. rank_passes.py does that if all keys are gathered, local_kv.py if only some are needed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from packax._src.ops import primitives
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 
-# jit, so that outside jit it is one program, not one per operation and collective.
+# jit, so that outside of jit this is one program, not one per operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def forward_pass(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """Like that of ops/primitives.py, on every rank."""
-    if spec.layout is None:  # one device with rows permuted by a plan
+    """`ops.primitives.forward_pass` on every rank."""
+    if spec.layout is None:  # one device, with a plan that permutes rows and keys
         return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
     mapped = spec.layout.shard_map(
@@ -42,7 +42,7 @@ def forward_pass(spec: AttentionSpec, query, key, value, scores, mask, fixed) ->
 def backward_pass(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """Like that of ops/primitives.py, on every rank."""
+    """`ops.primitives.backward_pass` on every rank."""
     run = functools.partial(primitives.backward_pass, spec, kernels=_kernels("backward"))
     if spec.layout is None:
         return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
@@ -72,22 +72,22 @@ def _specs(
 
 
 def _forward(spec: AttentionSpec, *operands: Any) -> list[jax.Array]:
-    """The forward on one rank."""
+    """The forward pass of one rank."""
     run: Any = functools.partial(primitives.forward_pass, spec, kernels=_kernels("forward"))
     return run(*vary_together(*operands))
 
 
 def _kernels(direction: str) -> Callable[..., Any]:
-    """The pass for keys that are all gathered, or only partly."""
-    every, some = (getattr(module, direction) for module in (rank_passes, local_kv))
+    """The pass that gathers all keys or only some, depending on the mask."""
+    gather_all, gather_some = (getattr(module, direction) for module in (rank_passes, local_kv))
 
     def kernels(spec: AttentionSpec, *operands: Any) -> Any:
         mask = next(x for x in operands if isinstance(x, AttentionMask))
         if mask.private_part is None:
-            return every(spec, *operands)
+            return gather_all(spec, *operands)
         if mask.halos_suffice is None:
-            return some(spec, *operands)
-        passes = (functools.partial(x, spec) for x in (some, every))
+            return gather_some(spec, *operands)
+        passes = (functools.partial(x, spec) for x in (gather_some, gather_all))
         return jax.lax.cond(mask.halos_suffice[0] != 0, *passes, *operands)
 
     return kernels

@@ -1,1 +1,1 @@
-"""What every layer reads: the mask's fields, sharding, precision, sizes. Imports no other layer."""
+"""What all layers share: the mask, sharding, precision, sizes. Imports no other layer."""

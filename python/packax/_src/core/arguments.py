@@ -1,5 +1,5 @@
-"""A caller's arguments: integer arrays as int32, checked or saturating, in numpy or jax.numpy, and
-how errors and reprs describe what came."""
+"""Converts the caller's arrays, those of integers to int32 in numpy or jax.numpy, checked or
+saturating, and describes arguments in error messages and reprs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 Array: TypeAlias = jax.Array | np.ndarray
-ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # or nested sequences of integers
+ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # includes nested sequences
 
 INT32 = np.iinfo(np.int32)
 
 
 def numpy_of(*arrays: Any) -> ModuleType:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def as_array(name: str, given: Any) -> jax.Array:
+    if isinstance(given, jax.Array):
+        return given
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
 def plus(x: Any, step: Any) -> Array:
@@ -34,15 +43,19 @@ def plus(x: Any, step: Any) -> Array:
 
 
 def numpy_array(name: str, given: Any) -> np.ndarray:
-    """The argument as a numpy array, which should hold integers; raises if it is not an array."""
-    if isinstance(given, np.ma.MaskedArray):  # numpy would make an array of what the mask hides
+    """The argument, expected to hold integers, as a numpy array.
+
+    Raises:
+        ValueError: not an array, or integers that do not fit any numpy dtype.
+    """
+    if isinstance(given, np.ma.MaskedArray):  # np.asarray would expose the masked values
         raise ValueError(
             f"{name} must be an array without a mask, but is a masked array: pass "
             f"{name}.filled(...)"
         )
     try:
         x = np.asarray(given)
-    except (TypeError, ValueError):  # ragged, or no array
+    except (TypeError, ValueError):  # ragged, or not an array
         rows = " whose rows differ in length" if isinstance(given, (list, tuple)) else ""
         raise ValueError(
             f"{name} must be an array of integers, but is {described(given)}{rows}"
@@ -62,26 +75,29 @@ def as_int32(
     ranks: tuple[int, ...] = (1, 2),
     shapes: str = "(batch, length) or (length,)",
 ) -> Array:
-    """x as int32 of one of these ranks; values that do not fit raise, or saturate."""
-    if is_symbolic_dim(x):  # of jax.export, such as causal(kv_len - q_len)
+    """x as an int32 array with one of the accepted `ranks` (numbers of dimensions).
+
+    Values that do not fit int32 saturate with saturate=True, and otherwise raise ValueError.
+    """
+    if is_symbolic_dim(x):  # from jax.export, as in causal(kv_len - q_len)
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
         x = numpy_array(name, x)
     if x.ndim not in ranks:
         raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
-    if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
+    if not jnp.issubdtype(x.dtype, np.integer):  # unlike np.issubdtype, jnp.issubdtype knows int4
         text = f"{name} must be integers, but has dtype {x.dtype}"
         if isinstance(x, np.ndarray) and x.dtype.kind in "USTO":  # strings and objects
             text += f": number them with np.unique({name}, return_inverse=True)[1]"
         raise ValueError(text)
     if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
-        same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change
-        return x if same else x.astype(np.int32)
+        unchanged = isinstance(x, jax.Array) and x.dtype == np.int32  # needs no copy
+        return x if unchanged else x.astype(np.int32)
     if saturate:
         clip = jnp.clip if isinstance(x, jax.Array) else np.clip
         low = max(INT32.min, np.iinfo(x.dtype).min)
         return clip(x, low, INT32.max).astype(np.int32)
-    if isinstance(x, jax.Array):  # its values may be unknown here, or cost a transfer to look at
+    if isinstance(x, jax.Array):  # values may be traced, or on a device
         raise ValueError(
             f"{name} must have an integer dtype that fits int32, but has {x.dtype}: "
             f"cast it with .astype(jnp.int32)"
@@ -117,7 +133,7 @@ def described(x: Any) -> str:
 
 
 class NotAnArray:
-    """Makes `np.asarray` raise; it would make an array of one object."""
+    """Base class that makes `np.asarray` raise instead of creating an array of one object."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError(

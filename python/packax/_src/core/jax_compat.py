@@ -1,4 +1,4 @@
-"""What jax does not export, or names differently from release to release."""
+"""Access to jax internals that are not exported, or whose names differ between releases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def _attention_of_jax_nn() -> Any:
-    """The function itself: its name in jax.nn may have been reassigned."""
+    """The original function: `jax.nn.dot_product_attention` may have been replaced."""
     try:
         from jax._src.nn.functions import dot_product_attention
     except ImportError:
@@ -22,10 +22,11 @@ jax_nn_attention = _attention_of_jax_nn()
 
 
 def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
-    """The results of a jitted function that implements a primitive outside of jit.
+    """Runs the jitted function that implements a primitive outside of jit.
 
-    It stays jitted under disable_jit, where it would call itself. jax.debug_nans and jax.debug_infs
-    check its results, except for -inf, the log-sum-exp of a row that attends to nothing.
+    The function stays jitted under jax.disable_jit, because without jit it would call itself.
+    jax.debug_nans and jax.debug_infs check the results, but accept -inf, the log-sum-exp of a row
+    that attends to nothing.
     """
     if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
         with jax.disable_jit(False):
@@ -34,12 +35,12 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
         results = function(*operands, **params)
     for x in results:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)  # jax checks the results of this
+            jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)  # jax checks the result of `where`
     return results
 
 
 def check_for_nans(primitive: Any) -> None:
-    """Makes checkify check the primitive's results for NaNs, as it does for jax's primitives."""
+    """Makes checkify check the primitive's results for NaNs, as for jax's own primitives."""
     try:
         from jax._src import checkify
 
@@ -49,7 +50,7 @@ def check_for_nans(primitive: Any) -> None:
 
 
 def lower_with_devices(primitive: Any) -> None:
-    """Makes the devices known when lowering a program with the primitive; jax hides them else."""
+    """Makes jax pass the devices to the lowering of every program that contains the primitive."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
     except ImportError:

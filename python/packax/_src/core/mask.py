@@ -1,4 +1,4 @@
-"""`AttentionMask`: a mask for all layers and both passes, and the table of its arrays."""
+"""`AttentionMask`, a mask for all layers and both passes, and `FIELDS`, the table of its arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import ONE_BLOCK, MaskMode
 
 _MOST_PAIRS = 1 << 24
-_BUILT_FROM = (  # by mask_mode
+_BUILT_FROM = (  # indexed by mask_mode
     "ranges of keys, without documents",
     "documents",
     "documents with positions that have an upper limit, as of causal",
@@ -31,8 +31,8 @@ _BUILT_FROM = (  # by mask_mode
 Axes = tuple[str, ...]
 Pass = Literal["forward", "backward"]
 BATCH, HEADS, RANK, WHOLE = "batch", "heads", "rank", "whole"
-"""The kinds of array axes: the batch or the query heads (or 1, shared by all of them), an axis of
-which each rank has its piece, and one that every rank has whole."""
+"""The kinds of array axes: the batch (size 1 if all batch rows share the array), the query heads
+(size 1 if all heads share it), an axis divided among the ranks, an axis complete on every rank."""
 
 
 class Field(NamedTuple):
@@ -40,22 +40,22 @@ class Field(NamedTuple):
 
     name: str
     axes: tuple[str, ...]
-    passes: tuple[Pass, ...]  # which read it
+    passes: tuple[Pass, ...]  # the passes that read it
 
     @property
     def block_sparse(self) -> bool:
-        """Whether only masks with a block_sparse(...) have it."""
+        """Whether only masks with block lists (block_sparse(...) and trees) have it."""
         return HEADS in self.axes
 
     def axes_at(self, mask_mode: MaskMode) -> tuple[str, ...]:
-        """The axes, with one for the two limits of positions where q_pos has both."""
+        """The kinds of the axes. With both position limits, q_pos has an axis for them."""
         two_limits = self.name == "q_pos" and mask_mode == MaskMode.BOTH_LIMITS
         return (BATCH, WHOLE, RANK) if two_limits else self.axes
 
     def dims(
         self, mask_mode: MaskMode, batch: Axes, context: Axes, heads: Axes = ()
     ) -> tuple[Axes, ...]:
-        """The mesh axes of each array axis, up to the last array axis that may be sharded."""
+        """The mesh axes of each array axis, without trailing axes that are never sharded."""
         axes = self.axes_at(mask_mode)
         over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
         last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
@@ -71,17 +71,17 @@ _OF_NO_PASS = {"passes": ()}
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class AttentionMask(NotAnArray):
-    """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory, or O(blocks).
+    """What `create_attention_mask` returns: a pytree of int32 arrays, linear in the length.
 
-    It can be passed through jit, scan, remat and shard_map, and is used by every layer, forward and
-    backward. The first axis of every leaf is the batch, or 1 (one mask for all batch rows, one
-    block map, one plan). For `vmap` over the batch of a model, pass `in_axes=mask.vmap_axes()`, or
-    0 if all leaves have the batch. For shard_map, pass the spec of the batch if the mask has a
-    batch, or `mask.sharding.mask_specs(mask)` if the mask was built with a sharding. The leaves are
-    described in docs/internals/mask_format.md; do not write them yourself.
+    (Block masks and trees also store lists of blocks.) It can be passed through jit, scan, remat
+    and shard_map. Every layer uses it, in both passes. The first axis of every leaf is the batch,
+    or 1 if all rows of the batch share the array. For `vmap` over the batch of a model, pass
+    `in_axes=mask.vmap_axes()`, or 0 if all leaves have the batch. For shard_map, pass the spec of
+    the batch if the mask has a batch, or `mask.sharding.mask_specs(mask)` if the mask was built
+    with a sharding. docs/internals/mask_format.md describes the leaves; do not modify them.
     """
 
-    # In the order of `Operands`.
+    # Arrays, in the order of `Operands`.
     kv_start: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
     kv_end: jax.Array = field(metadata=_array(BATCH, RANK))
     q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK))
@@ -93,7 +93,7 @@ class AttentionMask(NotAnArray):
     q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
     kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
     kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
-    # For block_sparse(...): its map in bits, (Bp, H, NQ, words), and the block lists of tiles.
+    # For block_sparse(...): the block map as bits, (Bp, H, NQ, words), and each tile's block list.
     block_mask: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
     q_block_lists: jax.Array | None = field(
         default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE)
@@ -101,35 +101,35 @@ class AttentionMask(NotAnArray):
     kv_block_lists: jax.Array | None = field(
         default=None, metadata=_array(BATCH, HEADS, WHOLE, RANK, only="backward")
     )
-    # The order of keys that a plan permuted: (Bp, 2, chunks). No kernel reads it.
+    # If a plan permutes the keys: their order and its inverse, (Bp, 2, chunks). No kernel reads it.
     kv_plan: jax.Array | None = field(
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
-    # For a plan that keeps documents local: the mask in parts. Each shared part is of shared rows
-    # and the shared keys of all ranks, or of a host's; the private part has all rows and the
-    # rank's private keys.
+    # The parts of the mask, for local plans and halos. With a local plan, a shared part has the
+    # rows and keys of documents that are split over all ranks, or over the ranks of a host. The
+    # private part has all rows of the rank, and the rank's keys.
     shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
-    # (B,), 1: that plan was made from other segment ids, so results are NaN. None: known to match.
+    # (B,), 1: the plan was made from other segment ids, so results are NaN. None: known to match.
     plan_mismatch: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
-    # (1,), 1: ranks fetch halos; 0: they gather all keys. None: known from `halo`.
+    # (1,), 1: ranks fetch halos; 0: they gather all keys. None: decided statically by `halo`.
     halos_suffice: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
     q_len: int
     kv_len: int
     mask_mode: MaskMode
     sharding: AttentionSharding | None = None
-    shards: int = 1  # into how many pieces the context axes of `sharding` cut its rows
-    permuted: bool = False  # whether a plan permuted its rows
+    shards: int = 1  # the pieces into which the context axes of `sharding` cut the rows
+    permuted: bool = False  # whether a plan permuted the rows
     block_size: tuple[int, int] | None = None
-    # In a part: the context axes at which the gathers of its keys begin; (): the rank's own keys.
+    # For a part: the first context axis of each gather of its keys. (): its keys are not gathered.
     gathers: tuple[int, ...] | None = None
-    # Which keys next to its chunks a rank fetches, as context.halo.Halo; None: no halos.
+    # The fields of context.halo.Halo: which keys next to its chunks a rank fetches. None: no halos.
     halo: tuple[Any, ...] | None = None
-    fetched: int = 0  # rows of keys that a rank fetches from others in a pass, for logs
+    fetched: int = 0  # keys that a rank fetches from other ranks in one pass, for logs
 
     def __repr__(self) -> str:
-        """Two lines: its sizes, and what it was built from as far as its arrays show."""
+        """Two lines: the sizes, and what the mask was built from, as far as its arrays show it."""
         if not all(hasattr(x, "shape") for x in (self.kv_start, *jax.tree.leaves(self))):
             fields = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self))
             return f"AttentionMask({', '.join(f'{name}={x!r}' for name, x in fields)})"
@@ -165,14 +165,19 @@ class AttentionMask(NotAnArray):
         )
 
     def as_array(self) -> jax.Array:
-        """Whether query row i attends to key j according to this mask's arrays: for small lengths.
+        """The mask as a dense boolean array, which is quadratic in the length: for small lengths.
 
         Returns:
-            bool, (B, Sq, Skv), with a block mask per head (B, H, Sq, Skv). Rows are in the order
-            of the query that the mask is for: permuted, if a plan permutes it.
+            bool, (B, Sq, Skv), or with a block mask per head (B, H, Sq, Skv): whether query i
+            attends to key j. If a plan permutes the queries, they are in permuted order.
 
         Raises:
-            ValueError: more than 2**24 pairs of a row and a key (4096 x 4096): it is quadratic.
+            ValueError: more than 2**24 query-key pairs (4096 x 4096).
+
+        Examples:
+            >>> packax.create_attention_mask(packax.causal(), q_len=2, kv_len=2).as_array()
+            Array([[[ True, False],
+                    [ True,  True]]], dtype=bool)
         """
         mask = self.with_batch()
         rows, keys = mask.kv_start.shape[-1], self.kv_len
@@ -218,44 +223,47 @@ class AttentionMask(NotAnArray):
         return jax.tree.map(lambda x: 0 if x.shape[0] == batch > 1 else None, self)
 
     def with_batch(self) -> AttentionMask:
-        """The mask with a batch axis of one where vmap removed the batch axis."""
-        lost: dict[str, Any] = {
+        """The mask with a batch axis of size 1 wherever vmap removed the batch axis."""
+        restored: dict[str, Any] = {
             name: array[None]
             for name, array in self._arrays()
             if array.ndim == len(FIELDS[name].axes_at(self.mask_mode)) - 1
         }
-        lost |= self._of_parts(AttentionMask.with_batch)
-        return dataclasses.replace(self, **lost) if lost else self
+        restored |= self._of_parts(AttentionMask.with_batch)
+        return dataclasses.replace(self, **restored) if restored else self
 
     def without_halos(self) -> AttentionMask:
-        """The same mask, for which all keys are gathered."""
+        """The same mask without halos: ranks gather all keys instead."""
         if self.halo is None:
             return self
-        every = self.kv_len // self.shards * (self.shards - 1)
+        all_others = self.kv_len // self.shards * (self.shards - 1)
         no_parts: dict[str, Any] = {"private_part": None, "shared_parts": (), "halo": None}
-        return dataclasses.replace(self, **no_parts, halos_suffice=None, fetched=every)
+        return dataclasses.replace(self, **no_parts, halos_suffice=None, fetched=all_others)
 
     def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
-        """The function applied to each part, if there are parts."""
+        """The fields of the parts, with the function applied to each part; empty without parts."""
         if self.private_part is None:
             return {}
         shared = tuple(map(function, self.shared_parts))
         return {"private_part": function(self.private_part), "shared_parts": shared}
 
     def operands(self, direction: Pass) -> dict[str, jax.Array]:
-        """The arrays that this pass reads, by name and in order."""
-        there = {
+        """The arrays that this pass reads, by name, in the order of `FIELDS`."""
+        arrays = {
             name: getattr(self, name) for name, field in FIELDS.items() if direction in field.passes
         }
-        # In self-attention keys have the ids and positions of the rows.
-        for name, of_rows in (("kv_ids", "q_ids"), ("kv_pos", "q_pos")):
-            there[name] = there[of_rows] if there[name] is None else there[name]
-        return {name: x for name, x in there.items() if x is not None}
+        # In self-attention, None stands for the ids and positions of the rows.
+        for name, row_name in (("kv_ids", "q_ids"), ("kv_pos", "q_pos")):
+            arrays[name] = arrays[row_name] if arrays[name] is None else arrays[name]
+        return {name: x for name, x in arrays.items() if x is not None}
 
     def specs(
         self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes
     ) -> AttentionMask:
-        """A mask of `spec(*mesh axes of each axis)` for every array; axes of size 1 have none."""
+        """A mask with `spec(*mesh axes of each array axis)` in place of every array.
+
+        Batch and head axes of size 1 are not sharded.
+        """
 
         def of(name: str, x: Any) -> Any:
             own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
@@ -264,14 +272,14 @@ class AttentionMask(NotAnArray):
                 return spec(*dims_of(name, self.gathers, self.mask_mode, own_batch, context))
             return spec(*FIELDS[name].dims(self.mask_mode, own_batch, context, own_heads))
 
-        made = {name: of(name, x) for name, x in self._arrays()}
-        made |= self._of_parts(lambda part: part.specs(spec, batch, context, heads))
-        return dataclasses.replace(self, **made)
+        specs = {name: of(name, x) for name, x in self._arrays()}
+        specs |= self._of_parts(lambda part: part.specs(spec, batch, context, heads))
+        return dataclasses.replace(self, **specs)
 
     def _arrays(self) -> list[tuple[str, Any]]:
-        """The arrays that are present."""
-        held = ((name, getattr(self, name)) for name in FIELDS)
-        return [(name, x) for name, x in held if hasattr(x, "ndim")]
+        """(name, array) for the arrays that are present."""
+        arrays = ((name, getattr(self, name)) for name in FIELDS)
+        return [(name, x) for name, x in arrays if hasattr(x, "ndim")]
 
 
 _PARTS = ("shared_parts", "private_part")
@@ -290,7 +298,11 @@ jax.tree_util.register_dataclass(
 def dims_of(
     name: str, gathers: tuple[int, ...], mask_mode: MaskMode, batch: Axes, context: Axes
 ) -> tuple[Axes, ...]:
-    """The mesh axes of each axis of an array of a part, for arrays of keys those of its gathers."""
+    """`Field.dims` for an array of a part, whose gathers begin at the context axes `gathers`.
+
+    Key arrays differ between groups of ranks that gather separately, so they are sharded over the
+    axes before the first gather, and over all context axes if nothing is gathered.
+    """
     like = {"kv_ids": "kv_start", "kv_pos": "kv_start", "kv_plan": "q_blocks"}.get(name)
     if like is None:
         return FIELDS[name].dims(mask_mode, batch, context)
@@ -298,7 +310,7 @@ def dims_of(
 
 
 def _serialized(static: Any) -> bytes:
-    """An AttentionMask's static fields, for jax.export."""
+    """The static fields of an AttentionMask as bytes, for jax.export."""
     if any(is_symbolic_dim(x) for x in static):
         raise NotImplementedError(
             "a mask of symbolic lengths cannot be an argument of an exported program, because its "
@@ -309,7 +321,7 @@ def _serialized(static: Any) -> bytes:
 
 
 def _plain(sharding: Any) -> Any:
-    """An AttentionSharding as json can store it."""
+    """An AttentionSharding as a dict that json can store."""
     if sharding.mesh is not None:
         raise NotImplementedError(
             "a mask whose sharding holds a mesh cannot be an argument of an exported program: "

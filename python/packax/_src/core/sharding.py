@@ -1,6 +1,6 @@
-"""`AttentionSharding`, the user's sharding, and `Layout`, what it means on the mesh of one call.
+"""`AttentionSharding`, the sharding that a user passes, and `Layout`, its form on a call's mesh.
 
-It says which rank has which part of an array; context/shard.py gathers keys from other ranks.
+They define which rank has which part of an array. context/shard.py gathers keys from other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Axes = tuple[str, ...]
-HeadGroups = int | tuple[int, ...] | None  # in which a rank gathers its key/value heads
+HeadGroups = int | tuple[int, ...] | None  # how a rank groups the gathers of its key/value heads
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
 
@@ -72,12 +72,12 @@ class AttentionSharding:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A sharding on the mesh of this call: hashable, so that it can be static."""
+    """A sharding resolved on the mesh of one call. Hashable, so that it can be static."""
 
     mesh: Any  # None: the mesh of the context
     sizes: tuple[tuple[str, int], ...]
-    manual: frozenset[str]  # axes over which the caller already is in a shard_map
-    explicit: bool  # whether the types of arrays include their sharding
+    manual: frozenset[str]  # the axes of the shard_map that surrounds the call
+    explicit: bool  # whether array types include the sharding
     batch: Axes
     context: Axes
     heads: Axes
@@ -94,43 +94,48 @@ class Layout:
         return math.prod(sizes[axis] for axis in axes)
 
     def several(self, axes: Axes) -> Axes:
-        """The axes of more than one device: only over these are arrays gathered or scattered.
+        """The axes of size above 1. Arrays are gathered and scattered only over these.
 
-        jax_remove_size_one_mesh_axis_from_type removes the others from types, too.
+        jax_remove_size_one_mesh_axis_from_type also removes axes of size 1 from types.
         """
         return tuple(axis for axis in axes if self.size((axis,)) > 1)
 
     def steps(self, starts: tuple[int, ...]) -> tuple[Axes, ...]:
-        """The axes of each gather of keys, for gathers that begin at these context axes."""
+        """The mesh axes of each gather of keys; `starts`: the index of the first axis of each."""
         axes = self.kv_context
         pairs = itertools.pairwise((*starts, len(axes)))
-        found = (self.several(axes[first:end]) for first, end in pairs)
-        return tuple(step for step in found if step)
+        steps = (self.several(axes[first:end]) for first, end in pairs)
+        return tuple(step for step in steps if step)
 
     def outside(self, axes: Axes) -> int:
-        """Into how many pieces the caller's shard_map cut a dimension."""
+        """The number of pieces into which the caller's shard_map cut a dimension over `axes`."""
         return self.size(tuple(axis for axis in axes if axis in self.manual))
 
     def inside(self, axes: Axes) -> int:
-        """Into how many pieces context/shard.py cuts a dimension of what the caller passes."""
+        """The number of pieces into which context/shard.py then cuts the dimension."""
         return self.size(tuple(axis for axis in axes if axis in self.mapped))
 
     def spec(self, *dims: Axes) -> P:
-        """The PartitionSpec of the axes that context/shard.py maps over."""
+        """The PartitionSpec of `dims`, without mesh axes that the caller's shard_map covers."""
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     def place(self, x: Any, *dims: Axes) -> Any:
-        """x with this sharding in its type, if types include it; otherwise shard_map moves it."""
+        """x resharded over these mesh axes if array types include the sharding.
+
+        Otherwise x is returned unchanged, and shard_map reshards it.
+        """
         if not self.explicit:
             return x
-        where = self.spec(*dims)
+        dims_spec = self.spec(*dims)
         # Without a mesh in the context a spec alone has no meaning.
-        placed = where if self.mesh is None else NamedSharding(self.mesh, where)
-        return jax.sharding.reshard(x, placed)
+        target = dims_spec if self.mesh is None else NamedSharding(self.mesh, dims_spec)
+        return jax.sharding.reshard(x, target)
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """The function on every rank's piece, over all axes that the caller has not mapped: XLA
-        cannot partition a custom call."""
+        """Maps the function over all mesh axes that the caller's shard_map does not cover.
+
+        XLA itself cannot partition a custom call.
+        """
         if not self.mapped:
             return function
         return jax.shard_map(
@@ -142,13 +147,13 @@ class Layout:
         )
 
     def own_part(self, x: jax.Array, axis: int) -> jax.Array:
-        """This rank's part of x, if the caller's shard_map is over the context axes."""
+        """This rank's piece of a complete x, if the caller's shard_map covers the context axes."""
         pieces = self.outside(self.context)
         if pieces == 1:
             return x
-        own = x.shape[axis] // pieces
-        x, first = vary_together(x, jax.lax.axis_index(self.context) * own)
-        return jax.lax.dynamic_slice_in_dim(x, first, own, axis=axis)
+        size = x.shape[axis] // pieces
+        x, first = vary_together(x, jax.lax.axis_index(self.context) * size)
+        return jax.lax.dynamic_slice_in_dim(x, first, size, axis=axis)
 
     def place_tensors(
         self, query: jax.Array, key: jax.Array, value: jax.Array
@@ -160,17 +165,19 @@ class Layout:
     def gathers(
         self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """How many of a rank's key/value heads each gather brings, for each attended group.
+        """The gathers of a rank's key/value heads: for each, the heads of every attended group.
 
-        The default for eight heads is 1, 3 and 4 in the forward: the first gather is not
+        In the forward pass, the default for eight heads is 1, 3 and 4. The first gather is not
         overlapped, so it is small, and each attention overlaps with the next, larger gather. In the
-        backward it is 2, then 6, attended as 4 and 2: XLA runs one collective at a time, so a third
-        gather would make attention wait for the gradients in flight, and the last gradients are not
-        overlapped. `ranks`: among how many keys are gathered, if not among all.
+        backward pass it is 2, then 6, attended as 4 and 2. XLA runs one collective at a time, so
+        with a third gather attention would wait for the gradients in flight. The reduce-scatter of
+        the last gradients is not overlapped, so the last group is small.
+
+        `ranks`: the number of ranks among which keys are gathered. None: all.
         """
         ranks = self.size(self.kv_context) if ranks is None else ranks
         if ranks == 1:
-            return ((kv_heads,),)  # there is nothing to gather
+            return ((kv_heads,),)  # nothing to gather
         if isinstance(groups, tuple):
             return tuple((heads,) for heads in groups)
         if groups is not None:
@@ -200,7 +207,7 @@ def typed_axes(x: Any) -> tuple[Axes, ...]:
 
 
 def typed_mesh(x: Any) -> Any:
-    """The mesh of the type of x, or of x's devices if it has any, as outside jit."""
+    """The mesh of x's devices outside of jit, and the mesh of its type inside."""
     typed = jax.typeof(x).sharding.mesh
     return typed if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", typed)
 
@@ -208,9 +215,9 @@ def typed_mesh(x: Any) -> Any:
 def over_auto_axes(
     function: Callable[..., Any], arrays: Sequence[Any], dims: Sequence[Axes]
 ) -> Any:
-    """function(*arrays), also where types of arrays are sharded over mesh axes of type Explicit.
+    """function(*arrays), run with mesh axes of type Explicit changed to Auto.
 
-    jax has no rule for many operations on such arrays, so these axes are of type Auto inside.
+    jax has no sharding rule for many operations on arrays with explicit sharding.
     `dims`: the mesh axes of each dimension of the results.
     """
     typed = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)]
@@ -218,22 +225,23 @@ def over_auto_axes(
     if sharded is None:
         return function(*arrays)
 
-    def merged(*some: Any) -> Any:
-        every = list(arrays)
-        for n, x in zip(typed, some, strict=True):
-            every[n] = x
-        return function(*every)
+    def merged(*typed_arrays: Any) -> Any:
+        all_arrays = list(arrays)
+        for n, x in zip(typed, typed_arrays, strict=True):
+            all_arrays[n] = x
+        return function(*all_arrays)
 
-    to = NamedSharding(jax.typeof(sharded).sharding.mesh, spec(*dims))
-    return jax.sharding.auto_axes(merged, out_sharding=to)(*(arrays[n] for n in typed))
+    out_sharding = NamedSharding(jax.typeof(sharded).sharding.mesh, spec(*dims))
+    return jax.sharding.auto_axes(merged, out_sharding=out_sharding)(*(arrays[n] for n in typed))
 
 
 def with_types(
     sharding: Any, query: Any, key: Any, value: Any, name_of_it: str = "sharding"
 ) -> Any:
-    """`sharding`, completed by the types of the tensors where it has None.
+    """`sharding`, with its None entries filled in from the types of the tensors.
 
-    None without a sharding if no type shards a sequence: batch and heads need no sharding.
+    Returns None if there is no sharding and no type shards a sequence: batch and heads need none.
+    `name_of_it` is the name of the sharding in error messages.
 
     Raises:
         ValueError: types that disagree with `sharding`, or with each other.
@@ -247,7 +255,7 @@ def with_types(
     elif not isinstance(sharding, AttentionSharding) or not any(map(any, types.values())):
         return sharding
     mesh = jax.typeof(query).sharding.mesh
-    several = {  # the axes that types may name
+    several = {  # the axes over which types may shard
         name
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
         if size > 1 and kind == AxisType.Explicit
@@ -276,11 +284,11 @@ def with_types(
 
 
 def layout_of(sharding: Any) -> Layout:
-    """The layout of a sharding on the mesh in use.
+    """The layout of a sharding on the current mesh.
 
     Raises:
         ValueError: specs that do not match, no mesh, or axes that the mesh does not have.
-        NotImplementedError: one dimension over both manual and other axes.
+        NotImplementedError: a dimension that is sharded over both manual and other axes.
     """
     if not isinstance(sharding, AttentionSharding):
         raise ValueError(
@@ -344,7 +352,7 @@ def shown(axes: Axes) -> str:
 
 
 def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
-    """The axes of batch, sequence and heads."""
+    """The checked mesh axes of batch, sequence and heads."""
     if not isinstance(given, P):
         raise ValueError(
             f"sharding.{name} must be a PartitionSpec of (batch, sequence, heads, head dim), but "
@@ -376,7 +384,7 @@ def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
 
 
 def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
-    """(the mesh argument of shard_map, the mesh whose axes count)."""
+    """(the mesh argument of shard_map, the mesh that defines names, sizes and types of axes)."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return None, context
@@ -395,8 +403,8 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
 
 
 def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -> None:
-    """Raises ValueError unless `axes` cut `size`, as the caller sees it, evenly."""
-    if not isinstance(size, numbers.Integral):  # jax crashes when it compiles such a program
+    """Raises ValueError unless the mesh axes divide `size`, the size of the caller's array."""
+    if not isinstance(size, numbers.Integral):  # jax crashes when compiling such a program
         raise NotImplementedError(
             f"with sharding, the {what} of {name} must be a constant, but is the symbolic "
             f"dimension {size} of jax.export"
@@ -410,7 +418,7 @@ def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -
 
 
 def checked_head_groups(groups: Any) -> HeadGroups:
-    """flash_attention's gather_head_groups, checked except against the number of heads."""
+    """The checked gather_head_groups argument; `check_tensors` compares it with the heads."""
     numbers = groups if isinstance(groups, tuple) and groups else (groups,)
     if groups is not None and any(
         not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
@@ -423,7 +431,7 @@ def checked_head_groups(groups: Any) -> HeadGroups:
 
 
 def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> None:
-    """Raises ValueError unless the layout, and the groups of heads, cut the tensors evenly."""
+    """Raises ValueError unless the layout and the groups of heads divide the tensors evenly."""
     check_divides(layout, "query", "batch size", query.shape[0], layout.batch)
     check_divides(layout, "query", "length", query.shape[1], layout.context)
     check_divides(layout, "query", "number of heads", query.shape[2], layout.heads)
@@ -436,7 +444,7 @@ def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> N
             "that it needs"
         )
     if groups is not None and layout.kv_context:
-        own = own_kv_heads(layout, query.shape[2], key.shape[2])
+        own = kv_heads_per_rank(layout, query.shape[2], key.shape[2])
         if sum(map(sum, layout.gathers(own, groups, backward=False))) != own:
             raise ValueError(
                 f"gather_head_groups must divide the key/value heads of a rank, {own}, or be "
@@ -444,8 +452,8 @@ def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> N
             )
 
 
-def own_kv_heads(layout: Layout, heads: int, kv_heads: int) -> int:
-    """How many of the key/value heads that the caller sees a rank's attention reads."""
+def kv_heads_per_rank(layout: Layout, heads: int, kv_heads: int) -> int:
+    """The number of the caller's key/value heads that the attention of one rank reads."""
     local = heads // layout.inside(layout.heads)
     if layout.heads == layout.kv_heads:
         return kv_heads // layout.inside(layout.kv_heads)
@@ -457,7 +465,7 @@ def own_kv_heads(layout: Layout, heads: int, kv_heads: int) -> int:
 
 
 def entered_mesh() -> Any:
-    """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
+    """The mesh of a `with mesh:` block, which older programs use instead of jax.set_mesh."""
     try:
         from jax._src.mesh import thread_resources
 
@@ -467,18 +475,18 @@ def entered_mesh() -> Any:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
+    """The mesh axes over which a value varies in shard_map; jax renamed the attribute."""
     manual = getattr(aval, "manual_axis_type", None)
     return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
 
 
 def vary_together(*trees: Any) -> tuple[Any, ...]:
-    """The arrays, each marked as varying over every axis that any of them varies over.
+    """The trees, with every array marked as varying over each axis over which any array varies.
 
-    The transpose of the marking is the psum that the gradient of a replicated operand needs.
+    The transpose of this marking is the psum that the gradient of a replicated operand needs.
     """
     union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
-    if not union:  # as outside of shard_map
+    if not union:  # for example outside of shard_map
         return trees
 
     def mark(x):

@@ -1,6 +1,7 @@
-"""One attention as the layers pass it on: `AttentionSpec`, its static part, and `Operands`, its
-arrays by name. Before them the sizes and dtypes that every layer uses; sizes may be symbolic, as in
-jax.export."""
+"""One attention call: `AttentionSpec`, its static part, and `Operands`, its arrays by name.
+
+Also the sizes and dtypes that all layers share. Sizes may be symbolic dimensions of jax.export.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +19,30 @@ BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys per entry of q_order and kv_order
 TILE_192 = 192  # rows per entry of q_order_192
 INT_MAX = 2**31 - 1
-MAX_LENGTH = 1 << 29  # of a sequence, as in csrc/call/sizes.h
+MAX_LENGTH = 1 << 29  # of a sequence; the same number is in csrc/call/sizes.h
 ONE_BLOCK = (1 << 30, 1 << 30)
-"""The block size of a mask with block lists whose elements are checked by segment alone: its block
-mask is one block, which is attended."""
+"""The block size of a mask that has block lists but no block mask, such as a tree: elements are
+checked only by the segment check, as if the block mask were a single block that is attended."""
 
 FP8 = "float8_e4m3fn"
-"""The dtype of 8 bits that a cache of keys and values may have."""
+"""The 8-bit dtype that a cache of keys and values may have."""
 
 PADDING_SEGMENT_ID = -1
 """The segment id of padding: its rows attend to nothing and no row attends to its keys."""
 
 
 def ceil_div(size: Any, by: int) -> Any:
-    """size / by, rounded up; size may be a symbolic dimension of jax.export."""
+    """size / by, rounded up. size may be a symbolic dimension."""
     return -(-size // by)
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether the size is known only when an exported program runs."""
+    """Whether the size is a symbolic dimension, known only when an exported program runs."""
     return not isinstance(size, int)
 
 
 def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
-    """x padded at the end of the axis with `value` up to the size."""
+    """x padded with `value` at the end of the axis, to the given size."""
     missing = size - x.shape[axis]
     if not is_symbolic(missing) and missing == 0:
         return x
@@ -54,19 +55,19 @@ def is_fp8(x: Any) -> bool:
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype in which values of this dtype are summed: float64 for float64, else float32."""
+    """The dtype of sums of values of this dtype: float64 for float64, otherwise float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def is_exact(precision: jax.lax.Precision) -> bool:
-    """Whether products of float32 operands must be computed in float32, not TF32."""
+    """Whether products of float32 operands must be computed in float32, not in TF32."""
     return precision == jax.lax.Precision.HIGHEST
 
 
 # --- A call
 
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "scales", "slopes", "bias")
-"""The operands that may have a gradient, in this order."""
+"""The operands that may have a gradient, in the order of their gradients."""
 TENSORS = {
     "query": "bsh.",
     "key": "bkg.",
@@ -76,51 +77,54 @@ TENSORS = {
     "dout": "b.h.",
     "dlse": "bh",
 }
-"""The operands with a batch axis, and the kinds of their axes, as in partitioning.py."""
+"""The operands that always have a batch axis, and the letters of their axes (partitioning.py)."""
 OF_HEADS = (
     *("block_mask", "q_block_lists", "kv_block_lists"),
     *("slopes", "bias", "dropout_streams", "sinks"),
 )
-"""The operands whose axis 1 is the query's heads, or 1."""
+"""The operands whose axis 1 is the query heads, or has size 1."""
 LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
 ARRAYS = ("bias", "dropout_streams", "dropout_rows")
 OPTIONAL_OPERANDS = (*LINEAR_BIAS, *ARRAYS)
-"""Operands that change scores and probabilities. Slopes come with scales, and without positions
-where positions are indices; the two of dropout come together."""
+"""Operands that change scores and probabilities. Slopes are accompanied by scales. Slopes without
+positions mean that positions are indices. The two dropout operands come together."""
 
 
 class MaskMode(enum.IntEnum):
-    """What segment-checked rows compare with keys. Each mode compares what those before it do."""
+    """What segment-checked rows compare with keys. Each mode includes the previous one."""
 
     NO_CHECK = 0
     IDS = 1
-    UPPER_LIMIT = 2  # of positions
+    UPPER_LIMIT = 2  # the highest position
     BOTH_LIMITS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Static and hashable. An operand's presence, shape and dtype are in `Operands`, not here."""
+    """The static parameters of one attention call, hashable.
 
-    scale: float = 1.0  # used without `scales`
-    soft_cap: float = 0.0  # 0: none
+    It does not contain which operands are present, or their shapes and dtypes: see `Operands`.
+    """
+
+    scale: float = 1.0  # used if `scales` is absent
+    soft_cap: float = 0.0  # 0: no cap
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     mask_mode: MaskMode = MaskMode.NO_CHECK
-    block_size: tuple[int, int] | None = None  # of the mask's block map
-    dropout_threshold: int = 0  # out of 2^32: probabilities whose random word is below are dropped
-    max_logits: bool = False  # whether the forward also returns them
+    block_size: tuple[int, int] | None = None  # of the block mask
+    dropout_threshold: int = 0  # out of 2^32: smaller random words drop
+    max_logits: bool = False  # whether the forward also returns each row's largest logit
     deterministic: bool = False
-    needs_grad: tuple[str, ...] = ()  # from DIFFERENTIABLE: the gradients the backward returns
+    needs_grad: tuple[str, ...] = ()  # names from DIFFERENTIABLE
     implementation: Literal["cuda", "xla"] | None = None
-    # Not read by any primitive.
+    # The fields below are not read by any primitive.
     layout: Layout | None = None
     gather_head_groups: HeadGroups = None
-    bias_dims: tuple[Any, ...] = ()  # the mesh axes that a bias has
+    bias_dims: tuple[Any, ...] = ()  # the mesh axes of the bias
     checkpoint_name: str | None = None
 
     @property
     def score_grads(self) -> bool:
-        """Whether a backward returns each row's part of the gradients of scales and slopes."""
+        """Whether the backward returns each row's part of the gradients of scales and slopes."""
         return "scales" in self.needs_grad or "slopes" in self.needs_grad
 
     @property
@@ -128,7 +132,10 @@ class AttentionSpec:
         return "bias" in self.needs_grad
 
     def of_primitive(self, mask: Any) -> AttentionSpec:
-        """The fields that primitives read, with the mask's: equal for calls that run the same."""
+        """The spec for primitives: with the mask's fields, without those that no primitive reads.
+
+        Calls that run the same program have equal specs.
+        """
         return dataclasses.replace(
             self,
             mask_mode=mask.mask_mode,
@@ -142,19 +149,19 @@ class AttentionSpec:
 
 
 class Operands(NamedTuple):
-    """The operands of forward_p, backward_p and decode_p by name, or one value for each (avals,
-    MLIR values, letters). None: absent. A primitive takes those that are present, in order.
+    """The operands of forward_p, backward_p and decode_p by name, or a value for each of them (its
+    aval, MLIR value or letters). None: absent. A primitive takes the present ones, in this order.
     """
 
     query: Any  # (B, Sq, H, Dqk)
     key: Any  # (B, Skv, Hkv, Dqk)
     value: Any  # (B, Skv, Hkv, Dv)
-    # Of the backward only: results of the forward, and their cotangents; dlse may be absent.
+    # Only for the backward: the results of the forward, and their cotangents. dlse may be absent.
     out: Any = None  # (B, Sq, H, Dv)
-    lse: Any = None  # (B, H, Sq), or with `lse_in_two` (B, H, Sq, 2)
+    lse: Any = None  # (B, H, Sq), or (B, H, Sq, 2) with `lse_in_two`
     dout: Any = None
     dlse: Any = None  # (B, H, Sq)
-    # The mask's, as in core/mask.py.
+    # The arrays of the mask, as in core/mask.py.
     kv_start: Any = None
     kv_end: Any = None
     q_ids: Any = None
@@ -175,13 +182,13 @@ class Operands(NamedTuple):
     q_bias_pos: Any = None  # (Bp, Sq)
     kv_bias_pos: Any = None  # (Bp, Skv)
     bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
-    dropout_streams: Any = None  # (B, H, 4) uint32, and
-    dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of dropout.py
-    # For some of the query heads (head_groups.py): out or dq, which holds those of the others.
+    dropout_streams: Any = None  # (B, H, 4) uint32; with dropout_rows,
+    dropout_rows: Any = None  # (1 or B, Sq) int32, the counters of dropout.py
+    # If a call computes only some query heads (head_groups.py): out or dq with the other heads.
     init: Any = None
-    # Of decode_p only, whose key and value are caches, (B, Skv, Hkv, D) or (pages, keys, Hkv, D).
-    block_table: Any = None  # (B, blocks): which pages a sequence has
-    key_scale: Any = None  # of a cache in FP8, (1, Hkv), (B, Hkv) or (pages, Hkv)
+    # Only for decode_p, whose key and value are caches, (B, Skv, Hkv, D) or (pages, keys, Hkv, D).
+    block_table: Any = None  # (B, blocks): the pages of each sequence
+    key_scale: Any = None  # for a cache in FP8: (1, Hkv), (B, Hkv) or (pages, Hkv)
     value_scale: Any = None
     sinks: Any = None  # (1, H)
 
@@ -203,15 +210,15 @@ class Operands(NamedTuple):
 
     @property
     def lse_in_two(self) -> bool:
-        """Whether lse is two numbers per row (row_sums.py), here and in the kernels for ARRAYS."""
+        """Whether lse has two numbers per row (row_sums.py): with a bias array or dropout."""
         return self.bias is not None or self.dropout_streams is not None
 
     @property
     def bias_of_indices(self) -> bool:
-        """Whether there are slopes, and positions are indices."""
+        """Whether there is an ALiBi bias whose positions are the indices of rows and keys."""
         return self.slopes is not None and self.q_bias_pos is None
 
 
 def differentiable(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of a primitive's operands that may have a tangent, in order."""
+    """The operands among `names` that may have a tangent, in order."""
     return tuple(x for x in names if x in DIFFERENTIABLE or x in TENSORS)

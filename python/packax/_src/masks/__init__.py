@@ -1,1 +1,1 @@
-"""Mask expressions and the builder that makes an AttentionMask of them."""
+"""Mask expressions, and the builder that turns them into an `AttentionMask`."""

@@ -20,9 +20,9 @@ from packax._src.masks.expressions import MaskExpression, Positions, pytree
 class BlockSparse(MaskExpression):
     """See `block_sparse`."""
 
-    block_mask: Array  # (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK), or what vmap leaves of it
+    block_mask: Array  # (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK); vmap may remove leading axes
     block_size: tuple[int, int]
-    per_head: bool  # whether it was given with heads
+    per_head: bool  # whether block_mask has an axis of heads
 
     of_rows = False
     once = "combine the arrays into one with the smaller blocks (jnp.repeat), as in first & second"
@@ -38,7 +38,7 @@ class BlockSparse(MaskExpression):
         return [("block_mask", self.of_heads(), "batch")]
 
     def of_heads(self) -> Array:
-        """The map as (B or 1, H or 1, NQ, NK)."""
+        """The block mask as (B or 1, H or 1, NQ, NK)."""
         shape = self.block_mask.shape
         heads = shape[-3:-2] if self.per_head else (1,)
         batch = shape[:1] if len(shape) > 2 + self.per_head else (1,)
@@ -64,21 +64,23 @@ class BlockSparse(MaskExpression):
 
 
 def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
-    """Row i attends to key j if the block mask is True for their block:
-    block_mask[b, h, i // m, j // n].
+    """Query i attends to key j if block_mask[b, h, i // m, j // n] is True.
 
-    For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), an
-    indexer's choice of keys, any boolean map. The attention is exact, and visits only blocks of 64
-    keys in which a tile of 128 rows attends to something, in both passes. Blocks are counted in row
-    and key indices, even if documents(...) has positions.
+    For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), the keys
+    that an indexer selects, or any boolean map. Attention is exact. In both passes, a block of 64
+    keys is visited only if some query of a tile of 128 attends to a key in it. Blocks are counted
+    by indices of queries and keys, even if documents(...) has positions.
 
     Args:
         block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), where H is the number
             of query heads, NQ = ceil(Sq / m) and NK = ceil(Skv / n). Traced or not; it has no
             gradient.
-        block_size: (m, n), rows and keys of a block, or one number for both; any positive integers.
-            Only tiles without an attended pair are skipped, so neighbouring rows should attend to
-            similar blocks.
+        block_size: (m, n), the numbers of queries and keys in a block, or one number for both; any
+            positive integers. Only blocks without an attended pair are skipped, so it is fast if
+            neighboring queries attend to similar blocks.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a shape, dtype or size that is not as above.
@@ -94,7 +96,7 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
                [1, 1, 1, 1]])
     """
     if not isinstance(block_mask, jax.Array):
-        block_mask = np.asarray(block_mask)
+        block_mask = np.array(block_mask)
     if block_mask.ndim not in (2, 3, 4) or 0 in block_mask.shape:
         raise ValueError(
             "block_mask must have shape (query blocks, key blocks), optionally after (batch,) or "

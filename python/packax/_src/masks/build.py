@@ -1,4 +1,4 @@
-"""From a mask expression to the arrays of docs/internals/mask_format.md: ranges, then bounds."""
+"""`create_attention_mask`: computes the arrays of docs/internals/mask_format.md."""
 
 from __future__ import annotations
 
@@ -62,17 +62,18 @@ def create_attention_mask(
             joined by `&` and `|`.
         q_len: number of query rows; needed only if no array of the expression determines it.
         kv_len: number of keys; needed only if no array of the expression determines it.
-        sharding: how the attention is sharded. The arrays of the mask that describe query rows are
-            sharded as these rows are. The mask stores the sharding, so do not pass it to
-            `flash_attention` again. With windows and chunks whose sizes are known when
-            tracing, ranks fetch only the keys next to their rows.
-        plan: the `ContextPlan` by which the query rows were permuted. The expression and its arrays
-            are in the order of the sequence: this function permutes the rows. With a plan of kind
+        sharding: how attention is sharded. The arrays of the mask that describe queries are sharded
+            like the queries. The mask stores the sharding, so do not pass it to `flash_attention`
+            again. With windows and chunks whose sizes are known when tracing, ranks fetch only the
+            keys next to their tokens.
+        plan: the `ContextPlan` that permuted the queries. Pass the expression with its arrays in
+            the original order: this function permutes them. With a plan of kind
             "local", only shared keys are gathered. All keys are gathered if the expression has a
             block_sparse(...) or separate ids of keys, if it has no documents(...), or if
             permuted_keys is False. If a "local" plan was made from other segment ids, and
             ids and plan are numpy arrays, all keys are gathered, too. If either is a jax array, the
-            program compares a checksum of the ids. If it differs, outputs and gradients are NaN.
+            program compares checksums of the ids. If they differ for a row of the batch, its
+            log-sum-exp, all gradients and the first element of every head of its output are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
         implementation: None: kernels when lowered for CUDA, and XLA elsewhere, or if no GPU of this
@@ -177,7 +178,7 @@ def create_attention_mask(
 
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
-    """The sharding of the query and output if the type of an array shards the sequence."""
+    """The sharding of attention if the type of an array shards its sequence axis."""
     found: Any = None
     for name, x, side in expression.arrays():
         if side != "q" or not isinstance(x, jax.Array) or not typed_axes(x)[-1]:
@@ -198,8 +199,8 @@ def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
 
 
 def _layout_of_types(expression: MaskExpression) -> Layout | None:
-    """The layout if types of arrays shard the batch or the heads of a block mask: jax has no rule
-    for some operations on such arrays, so every rank builds its part."""
+    """The layout if the types of arrays shard the batch, or the heads of a block mask. jax has no
+    sharding rule for some operations on such arrays, so each rank builds its part of the mask."""
     batch: Axes = ()
     heads: Axes = ()
     mesh: Any = None
@@ -249,13 +250,14 @@ def _build(
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
     halos,
 ) -> AttentionMask:  # fmt: skip
-    """document: the arrays of `Document`; interval: the And of all intervals; of_plan: see
-    `made_of`.
+    """Computes all arrays of the mask.
 
-    A tree narrows the row ranges; the remaining check uses that of documents with positions. Its
-    ids are those of documents, or all equal, and a row attends to a key if the index after the row
-    is at most the end of the key's subtree. Both are stored negated, so that the check is "key at
-    most row". Rows may be permuted: their values still refer to the sequence in order.
+    document: the arrays of `Document`; interval: the And of all intervals; of_plan: see `made_of`.
+
+    A tree narrows the row ranges, and reuses the position check of documents for the rest. The ids
+    are those of documents(...), or all equal, and a row attends to a key if row index + 1 <= end of
+    the key's subtree. Both sides are stored negated, because kernels check key position <= row
+    position. Permuted rows keep the values that they have in the original order.
     """
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.is_unsharded:
@@ -275,12 +277,12 @@ def _build(
         document = Document(ids, document.kv_ids, after, -end)
         low, high, mode = None, after, MaskMode.UPPER_LIMIT
     kv_ids, kv_pos = document.keys()
-    # In self-attention with rows in order, ids and positions of keys are those of rows, and are not
-    # stored twice. The limits of causal() are the positions themselves.
+    # In self-attention without a permutation, keys share the ids and positions of rows, which are
+    # then stored once. The limits of causal() are the positions themselves.
     shared_ids = ranks.is_unsharded and document.kv_ids is None
     causal = mode == MaskMode.UPPER_LIMIT and high is document.q_pos
     shared_pos = ranks.is_unsharded and document.kv_pos is None and causal
-    held = Rows(
+    row_values = Rows(
         ids=None if document.q_ids is None else ranks.rows(document.q_ids),
         low=None if low is None else ranks.rows(low),
         high=None if high is None else ranks.rows(high),
@@ -292,11 +294,11 @@ def _build(
     if block_mask is not None:
         block_mask, block_size, axes = ranks.block_mask(block_mask, block_size)
 
-    def arrays(numbers: Any, held: Rows, kv_ids: Any, *others: Any) -> dict[str, Any]:
+    def arrays(numbers: Any, row_values: Rows, kv_ids: Any, *others: Any) -> dict[str, Any]:
         parts = None
         if halos is not None:
-            parts = halo_parts(halos, ranks, numbers, held.ids, kv_ids, implementation)
-        return whole(held, kv_ids, *others, parts=parts)
+            parts = halo_parts(halos, ranks, numbers, row_values.ids, kv_ids, implementation)
+        return whole(row_values, kv_ids, *others, parts=parts)
 
     whole: Any = functools.partial(
         row_ranges_and_bounds,
@@ -333,7 +335,7 @@ def _build(
 
     computed: dict[str, Any] = {"q_pos": None}
     numbers = None if halos is None else ranks.chunks()
-    computed |= ranks.shard_mapped(arrays, specs)(numbers, held, kv_ids, kv_pos, block_mask)
+    computed |= ranks.shard_mapped(arrays, specs)(numbers, row_values, kv_ids, kv_pos, block_mask)
     if halos is not None:
         computed |= masks_of(halos, computed.pop("parts"), mode, q_len, sharding, ranks)
     if ranks.plan is not None and permuted_keys:
@@ -359,7 +361,7 @@ def _build(
     without_pos = kv_pos is None or mode < MaskMode.UPPER_LIMIT or shared_pos
     return AttentionMask(
         **computed,
-        q_ids=held.ids,
+        q_ids=row_values.ids,
         kv_ids=None if without_ids else ranks.replicated(kv_ids, ranks.mask_batch),
         kv_pos=None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
         q_len=q_len,

@@ -1,4 +1,4 @@
-"""documents(...) and ranges(...): the expressions that hold arrays of rows and keys."""
+"""documents(...) and ranges(...): expressions given by arrays with one value per row or key."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def documents(
     positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
 ) -> MaskExpression:
-    """Query row i attends to the keys with its segment id; -1 is padding and attends to nothing.
+    """Query i attends to the keys with its segment id; -1 is padding and attends to nothing.
 
-    Ids and positions may hold any values: ids in any order, negative, hashed, an id that reappears
-    later in the row (it is the same document), positions that restart or decrease. All of these
-    are exact; rows whose keys are contiguous (ordinary packing) cost least.
+    Ids and positions may have any values: ids in any order, negative or hashed, an id that
+    reappears later in the sequence (it is the same document), positions that restart or decrease.
+    The result is exact in all of these cases; queries whose keys are contiguous (ordinary packing)
+    are the fastest.
 
     Args:
         segment_ids: (B, Sq) or (Sq,), any integer dtype that fits int32. Only -1
@@ -59,6 +60,9 @@ def documents(
             effect.
         kv_positions: like kv_segment_ids; None: the same as positions. Must be passed if both
             positions and kv_segment_ids are.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above.
@@ -89,12 +93,13 @@ def documents(
     return expression
 
 
-_LIKE_PADDING = (0, -100)  # the padding of 0/1 masks and packers that number from 1; of labels
+# Padding values of other formats: 0 in 0/1 masks and ids that start at 1, -100 in labels.
+_LIKE_PADDING = (0, -100)
 
 
 def _warn_of_padding(name: str, ids: Array | None) -> None:
-    """Warns if rows end with an id that other libraries use for padding. Checks only numpy arrays:
-    reading values of jax arrays would wait for the device."""
+    """Warns if rows end with an id that other libraries use for padding. Only for numpy arrays:
+    reading the values of a jax array would wait for the device."""
     if not isinstance(ids, np.ndarray) or 0 in ids.shape or np.any(ids == PADDING_SEGMENT_ID):
         return
     rows = np.atleast_2d(ids)
@@ -103,7 +108,7 @@ def _warn_of_padding(name: str, ids: Array | None) -> None:
         if not np.any(tail[:, -1]):
             continue
         before = np.where(tail, 0, rows)
-        # Documents numbered from 1 upwards, then only padding, in all rows that have any.
+        # In every row: ids from 0 that do not decrease, then only this value.
         packed = np.all(before[:, 1:] >= before[:, :-1], axis=1, where=~tail[:, 1:])
         packed &= np.all(tail[:, 1:] >= tail[:, :-1], axis=1) & ~tail[:, 0] & (before.min(1) >= 0)
         if np.all(packed):
@@ -117,10 +122,13 @@ def _warn_of_padding(name: str, ids: Array | None) -> None:
 
 
 def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
-    """Query row i attends to the keys lo[i] <= j < hi[i]: an empty range attends to nothing.
+    """Query i attends to the keys lo[i] <= j < hi[i]. With an empty range it attends to nothing.
 
     Args:
         lo, hi: (B, Sq) or (Sq,), any integer dtype: key indices. Values are clipped to [0, Skv].
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a rank or dtype that is not as above, or lengths that differ.

@@ -1,8 +1,8 @@
-"""Mask expressions: frozen values. `as_array` defines what each means, as a dense boolean array.
+"""Mask expressions: immutable values whose meaning `as_array` defines as a dense boolean array.
 
-This file has their algebra, `&` and `|`, the checks that their arrays agree on sizes, and how they
-pass through jit. The leaves are in documents.py, intervals.py, spans.py, tree.py and
-block_sparse.py. Nothing here computes row ranges (build.py does) or depends on kernels.
+This file defines `&` and `|`, checks that the arrays of an expression agree on sizes, and registers
+expressions as pytrees. The leaf expressions are in documents.py, intervals.py, spans.py, tree.py
+and block_sparse.py. Row ranges are computed in build.py; nothing in this file depends on kernels.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from packax._src.core.arguments import Array, NotAnArray, described, numpy_of, s
 from packax._src.core.spec import PADDING_SEGMENT_ID
 
 Reach: TypeAlias = tuple[int | None, int | None]
-Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded
+Limits: TypeAlias = tuple[Any, Any]  # lowest, highest position a row attends to; None: unbounded
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(*arrays: str, static: tuple[str, ...] = ()) -> Callable[[type], Any]:
-    """A frozen dataclass that is a pytree of these fields, also in exported programs."""
+    """Makes a class a frozen dataclass and a pytree with these fields, serializable by
+    jax.export."""
 
     def decorate(cls: type) -> type:
         cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
@@ -49,7 +50,7 @@ def _static_fields(written: bytes) -> Any:
 
 
 def static_value(expression: Any) -> Any:
-    """The value by which expressions without arrays are compared; None for others."""
+    """A hashable value that identifies an expression without arrays; None if it has arrays."""
     leaves, structure = jax.tree.flatten(expression)
     if any(not isinstance(x, (np.ndarray, np.generic)) or x.ndim for x in leaves):
         return None
@@ -57,23 +58,23 @@ def static_value(expression: Any) -> Any:
 
 
 def offset_value(offset: Any) -> Any:
-    """A value by which to compare offsets: equal only for offsets that are certainly equal. The
-    elements of a jax array may be unknown, so a jax array is equal only to itself.
+    """A value for comparing offsets, equal only if the offsets are certainly equal. The elements of
+    a jax array may be unknown, so a jax array is equal only to itself.
     """
     return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()
 
 
 class Positions(NamedTuple):
-    """What intervals compare: the positions of documents(...), otherwise indices. All int32."""
+    """What intervals compare: positions if a part defines them, otherwise indices. All int32."""
 
     q: Array  # (Sq,) or (B, Sq)
     kv: Array  # (Skv,) or (B, Skv)
-    ids: tuple[Array, ...]  # (Sq,) or (B, Sq) each: of documents, of a tree; spans do not cross ids
-    by_position: bool
+    ids: tuple[Array, ...]  # segment ids, (Sq,) or (B, Sq) each; spans end where one changes
+    by_position: bool  # positions, not indices
 
 
 class MaskExpression(NotAnArray):
-    """What `causal()`, `documents(...)` and the others return, and what `&` and `|` make of them.
+    """The type of `causal()`, `documents(...)` and so on, and of their combinations by `&` and `|`.
 
     It is a pytree of its arrays: it may be an argument of jit, and vmap may map it. An expression
     without arrays, such as `causal() & chunked(8192)`, compares equal to others of the same meaning
@@ -81,40 +82,53 @@ class MaskExpression(NotAnArray):
     """
 
     once = ""
-    """For expressions of which `&` can have only one: what to do instead of having two."""
+    """Not empty if `&` accepts only one such expression: what the user should do instead."""
     of_rows = True
-    """Whether intervals that it is intersected with compare indices, and only ids are checked for
-    each element."""
+    """Whether the intervals joined with it compare indices, and equal ids are the only check per
+    element. `And.reach` is unknown otherwise."""
 
     @property
     def name(self) -> str:
-        """The name of the function that makes it."""
+        """The name of the public function that returns this expression."""
         return type(self).__name__.lower()
 
     def arguments(self) -> list[str]:
-        """The arguments of that function, as `repr` prints them."""
+        """The arguments of that function, as text for `repr`."""
         return []
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(self.arguments())})"
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
-        """Whether query row i attends to key j: a boolean array (q_len, kv_len), with axes of the
-        batch and of the heads in front if the expression has them.
+        """The expression as a dense boolean array, quadratic in the length: for tests and plots.
 
-        It defines the meaning of the expression. It is quadratic: for tests, plots, small inputs.
+        It defines the meaning of the expression.
+
+        Args:
+            q_len: number of queries.
+            kv_len: number of keys.
+
+        Returns:
+            bool, (q_len, kv_len), after a batch axis and an axis of heads if the expression has
+            them: whether query i attends to key j.
 
         Raises:
             ValueError: if the expression's arrays have other lengths.
+
+        Examples:
+            >>> packax.sliding_window(1).as_array(2, 2).astype(int)
+            array([[1, 0],
+                   [1, 1]])
         """
         check_lengths(self, q_len, kv_len)
-        return self._as_array(places_of(self, q_len, kv_len))
+        with jax.numpy_rank_promotion("allow"):
+            return self._as_array(places_of(self, q_len, kv_len))
 
     def _as_array(self, at: Positions) -> Array:
         raise NotImplementedError
 
     def arrays(self) -> list[tuple[str, Array, str]]:
-        """(name, array, side) of its arrays.
+        """(name, array, side) for each array.
 
         The side is "q" if the last axis is the query rows, "kv" if it is the keys (a batch axis may
         come first), and "batch" if the array has one value for each batch row.
@@ -122,37 +136,36 @@ class MaskExpression(NotAnArray):
         return []
 
     def parts(self) -> tuple[MaskExpression, ...]:
-        """The expressions that are intersected."""
+        """The members of an `&`, or the expression itself."""
         return (self,)
 
     def walk(self) -> Iterator[MaskExpression]:
-        """Itself and all of its subexpressions."""
+        """The expression and all of its subexpressions."""
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """The positions that this expression defines for intervals joined with it; None: it defines
-        none. See `places_of`.
+        """The positions that this expression defines for the intervals joined with it, or None. See
+        `places_of`.
         """
         return None
 
     def check_others(self, both: And) -> None:
-        """Raises ValueError if it cannot be intersected with the other members."""
+        """Raises ValueError if `both` cannot contain this expression."""
 
     def warn_with(self, document: Documents | None) -> None:
-        """Warns if its meaning with these documents is not, or probably not, the intended one."""
+        """Warns if, with these documents, the meaning is certainly or probably not intended."""
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
-        """Raises ValueError if it is for other lengths; None: unknown."""
+        """Raises ValueError if the expression is for other lengths; None: unknown."""
 
     def reach(self, chunk: int) -> Reach:
-        """Bounds on how far rows attend beyond their chunk in self-attention: the number of keys
-        before it, and the number of keys behind it; None: not known. A chunk has `chunk` rows, and
-        the first one starts at row 0. If the first bound is n, only the first n rows of a chunk
-        attend to keys before it."""
+        """Upper bounds on how many keys before and after its own chunk a row attends to, in
+        self-attention; None: unknown. Chunks have `chunk` rows, and the first starts at row 0. If
+        the first bound is n, only the first n rows of a chunk attend to keys before it."""
         return None, None
 
     def without_positions(self) -> MaskExpression:
-        """The same, of documents without positions."""
+        """The same expression with documents(...) that has no positions."""
         return self
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
@@ -206,24 +219,24 @@ class MaskExpression(NotAnArray):
 
 
 class Interval(MaskExpression):
-    """Row i attends to an interval of positions that depends only on i, not on the keys.
+    """Row i attends to one interval of positions, which depends only on i.
 
-    It is a pytree and may be an argument of jit. The first axis of its arrays is the batch, or 1.
+    The first axis of the arrays is the batch, or 1.
     """
 
     def limits(self, at: Positions) -> Limits:
-        """The lowest and the highest position of each row, (B or 1, Sq) int32; None: unbounded.
+        """The lowest and the highest position that each row attends to, (B or 1, Sq) int32; None:
+        unbounded.
 
-        Saturating a limit loses nothing: all positions fit int32.
+        Limits saturate at the range of int32, which is exact because all positions are int32.
         """
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets n for which position + n is certainly in the interval of a row at that position,
-        for every row; None: all offsets.
+        """The offsets n for which every row at position p certainly attends to position p + n;
+        None: all offsets.
 
-        `|` uses this and `unbounded` to make sure that a union is one interval, and refuses most
-        other unions.
+        With this and `unbounded`, `|` makes sure that a union is one interval.
         """
         return frozenset()
 
@@ -234,7 +247,7 @@ class Interval(MaskExpression):
 
 @pytree("q_ids", "kv_ids", "q_pos", "kv_pos")
 class Documents(MaskExpression):
-    """See `documents`. The key side is None where it is the same as the query side."""
+    """See `documents`. kv_ids and kv_pos are None if they equal those of the queries."""
 
     once = (
         "combine the ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
@@ -296,7 +309,7 @@ class _Joined(Interval):
 
 @pytree("members")
 class And(_Joined):
-    """A pair is attended if every member allows it. If all members are intervals, so is this."""
+    """A pair is attended if every member allows it. It is an interval if all members are."""
 
     members: tuple[Any, ...]
 
@@ -337,7 +350,7 @@ class And(_Joined):
 
 @pytree(static=("number",))
 class Shared:
-    """A placeholder for one of the offsets that a union holds."""
+    """A placeholder for one of the offsets that an `Or` stores."""
 
     number: int
 
@@ -346,12 +359,12 @@ class Shared:
 class Or(_Joined):
     """A pair is attended if any member allows it. All members and their union are intervals.
 
-    The union may be an interval only because offsets are equal. Each offset is therefore stored
-    once and shared by the members, so that they stay equal when a transformation replaces it.
+    The union may be an interval only because offsets of members are equal. Each offset is therefore
+    stored once, so that the members still share it after a transformation replaces the array.
     """
 
-    sides: tuple[Any, ...]  # the members, with Shared in place of their offsets
-    offsets: tuple[Any, ...]  # (): none, or an outer union holds them
+    sides: tuple[Any, ...]  # the members, with each offset replaced by a Shared
+    offsets: tuple[Any, ...]  # (): there are none, or an outer union stores them
 
     @property
     def members(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -414,7 +427,7 @@ def _check_and(both: And) -> None:
 
 
 def _union(members: tuple[MaskExpression, ...]) -> Or:
-    """`|` of the members, if it is one range for every row, whatever the values of the arrays."""
+    """The `|` of two members. Raises unless it is one range per row for any array values."""
     both = Or(members, ())
     for part in both.walk():
         if not isinstance(part, Interval):
@@ -447,7 +460,7 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
 
 
 def _with_offsets(expression: Any, function: Any) -> Any:
-    """The interval with each offset x in it replaced by function(x)."""
+    """The expression with each offset x replaced by function(x)."""
     if isinstance(expression, And):
         return And(tuple(_with_offsets(x, function) for x in expression.members))
     if isinstance(expression, Or):
@@ -471,7 +484,7 @@ def intervals_of(expression: MaskExpression) -> And:
 
 
 def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
-    """What the intervals of the expression compare: positions that one part has, or indices."""
+    """What the intervals of the expression compare: positions of a part, or indices."""
     q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
     said = (part.places(q_len, kv_len) for part in expression.parts())
     places = next((x for x in said if x is not None), Positions(q, kv, (), False))
@@ -489,9 +502,9 @@ def check_lengths(
     *,
     said: tuple[str, str] = ("q_len says", "kv_len says"),
 ) -> tuple[int | None, int | None]:
-    """q_len and kv_len, on which the arguments and all arrays must agree; None if undetermined.
+    """Infers q_len and kv_len from the arguments and all arrays; None if nothing determines them.
 
-    `said`: where q_len and kv_len come from, for the text of errors.
+    `said`: the origin of q_len and kv_len, for error messages.
 
     Raises:
         ValueError: if they do not agree.
@@ -521,9 +534,9 @@ def check_lengths(
 
 
 def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
-    """The batch size of the arrays, 1 if none has a batch.
+    """The batch size of the arrays, or 1 if none has a batch axis.
 
-    `batch`, `said`: a batch size known before, and where it comes from, for the text of errors.
+    `batch`, `said`: a batch size that is already known, and its origin, for error messages.
 
     Raises:
         ValueError: if two arrays have different batch sizes, neither of them 1.
@@ -559,7 +572,7 @@ def _length(name: str, length: Any) -> Any:
 
 
 def not_joined(operator: str, other: Any) -> str:
-    """The error for joining an expression with something else."""
+    """The error message for joining an expression with something else."""
     text = f"`{operator}` joins mask expressions, but one side is {described(other)}"
     if hasattr(other, "q_blocks"):
         return f"{text}: join the expressions, then build one mask from the result"
@@ -567,7 +580,7 @@ def not_joined(operator: str, other: Any) -> str:
 
 
 def instead_of_array(x: Any) -> str:
-    """What to use instead of an array of segment ids or a dense mask."""
+    """A hint for an array passed as an expression: segment ids or a dense mask."""
     if not hasattr(x, "ndim") or x.ndim < 1:
         return ""
     return (
@@ -578,7 +591,7 @@ def instead_of_array(x: Any) -> str:
 
 
 def instead_of_ids(x: Any) -> str:
-    """What to use instead of an array that may be segment ids, (length,) or (batch, length)."""
+    """A hint for an array that may be segment ids, (length,) or (batch, length)."""
     if x.ndim not in (1, 2) or not np.issubdtype(x.dtype, np.integer):
         return ""
     return (

@@ -1,8 +1,9 @@
-"""The masks of a rank that fetches halos: of rows that attend to its own keys, and of the others.
+"""The masks of a rank that fetches halos: one for rows that need only local keys, one for the rest.
 
-Row ranges are those of whole sequences, moved: a row's keys are all of one stretch of the rank's.
-If windows compare positions of documents, that is so for documents in order, whose positions do not
-decrease or repeat; other documents need all keys. The device decides which they are.
+All keys of a row are in one stretch of the rank's keys, so its range is that of the whole sequence,
+shifted. If windows compare the positions of documents, this holds only if positions neither
+decrease nor repeat inside a document; otherwise all keys are needed. The program checks this at run
+time.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from packax._src.ops.primitives import BLOCK_ARRAYS
 
 
 class Halos(NamedTuple):
-    """The keys that ranks fetch for a mask."""
+    """The halos of a mask."""
 
     halo: Halo
-    known: bool  # to hold all keys that rows attend
+    known: bool  # whether the halos certainly contain all attended keys, else checked at run time
 
 
 def halos_of(
     expression: MaskExpression, plan: ContextPlan | None, layout: Layout | None,
     q_len: Any, kv_len: Any, permuted_keys: Any,
 ) -> Halos | None:  # fmt: skip
-    """The halos for such a mask; None: all keys."""
+    """The halos for a mask with these arguments; None: ranks gather all keys."""
     if layout is None or layout.size(layout.kv_context) == 1 or q_len != kv_len:
         return None
     if not isinstance(q_len, int) or (plan is not None and not permuted_keys):
@@ -56,8 +57,10 @@ def halos_of(
 def halo_parts(
     halos: Halos, ranks: RankRows, numbers: jax.Array, ids: Any, kv_ids: Any, implementation: Any
 ) -> Callable[..., dict[str, Any]]:
-    """What makes the arrays of a rank's parts, from the ranges of its rows. numbers: of its
-    chunks, (1 or B, chunks)."""
+    """A function from the ranges of a rank's rows to the arrays of its parts.
+
+    numbers: the indices in the sequence of the rank's chunks, (1 or B, chunks).
+    """
     halo = halos.halo
 
     def of(stretch: Stretch, lo: Any, hi: Any, checked: Any) -> tuple[dict[str, Any], Any]:
@@ -69,32 +72,32 @@ def halo_parts(
             return x.reshape(len(x), halo.chunks, halo.chunk)[:, :, : stretch.rows]
 
         lo, hi, checked = rows(lo) - first, rows(hi) - first, rows(checked)
-        own = (lo < hi) & (jnp.arange(stretch.rows)[None, None] >= stretch.first)
-        outside = own & ((lo < 0) | (hi > stretch.keys) | (checked != 0))
+        attends = (lo < hi) & (jnp.arange(stretch.rows)[None, None] >= stretch.first)
+        outside = attends & ((lo < 0) | (hi > stretch.keys) | (checked != 0))
         lo, hi = (jnp.clip(x, 0, stretch.keys) for x in (lo, hi))
-        moved = (jnp.where(own & (lo < hi), x, 0) for x in (lo + slot, hi + slot, checked))
+        moved = (jnp.where(attends & (lo < hi), x, 0) for x in (lo + slot, hi + slot, checked))
         lo, hi, checked = (x.reshape(len(x), -1) for x in moved)
-        made = {"kv_start": lo, "kv_end": hi}
+        arrays = {"kv_start": lo, "kv_end": hi}
         if halos.known and ids is not None:
-            made["q_ids"] = rows(ids).reshape(len(ids), -1)
-            made["kv_ids"] = take_each(kv_ids, index(halo, stretch, numbers))
+            arrays["q_ids"] = rows(ids).reshape(len(ids), -1)
+            arrays["kv_ids"] = take_each(kv_ids, index(halo, stretch, numbers))
         kv_len = halo.chunks * stretch.keys
-        return made | bounds_of(lo, hi, checked, kv_len, implementation), outside.any()
+        return arrays | bounds_of(lo, hi, checked, kv_len, implementation), outside.any()
 
     def parts(*ranges: Any) -> dict[str, Any]:
-        made, outside = zip(*(of(stretch, *ranges) for _, stretch in halo.parts), strict=True)
-        found: dict[str, Any] = {"parts": list(made)}
+        arrays, outside = zip(*(of(stretch, *ranges) for _, stretch in halo.parts), strict=True)
+        computed: dict[str, Any] = {"parts": list(arrays)}
         if not halos.known:
             suffice = 1 - functools.reduce(jnp.logical_or, outside).astype(jnp.int32)
             axes = ranks.mask_batch + ranks.context
-            found["halos_suffice"] = jax.lax.pmin(suffice, axes)[None]
-        return found
+            computed["halos_suffice"] = jax.lax.pmin(suffice, axes)[None]
+        return computed
 
     return parts
 
 
 def specs_of(halos: Halos, ranks: RankRows, mode: MaskMode) -> dict[str, Any]:
-    """Of those arrays."""
+    """The PartitionSpecs of the arrays that `halo_parts` computes."""
     assert ranks.layout is not None
     names = ["kv_start", "kv_end", *BLOCK_ARRAYS]
     if halos.known and mode >= MaskMode.IDS:
@@ -113,7 +116,7 @@ def masks_of(
     sharding: Any,
     ranks: RankRows,
 ) -> dict[str, Any]:
-    """`private_part`, `shared_parts` and `halo` of a mask."""
+    """The fields `private_part`, `shared_parts` and `halo` of a mask."""
     halo = halos.halo
     private, *shared = (
         AttentionMask(

@@ -1,7 +1,7 @@
-"""Mask expressions that are one interval of key positions for every row: causal() and others.
+"""causal(), sliding_window(), chunked(), prefix() and full(): one interval of keys for each row.
 
-Positions are those of `documents(..., positions=...)` if given. Otherwise, the position of a row is
-its index among the rows, and the position of a key its index among the keys.
+They compare the positions of `documents(..., positions=...)` if given, otherwise the indices of
+rows and keys.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from packax._src.masks.expressions import (
 
 
 class _Offset(Interval):
-    """Intervals around the row's own position, to which the offset is added."""
+    """Intervals relative to the position of the row plus an offset."""
 
-    offset: Any  # None: 0; a number, () or (B,)
+    offset: Any  # None: 0; otherwise () or (B,)
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [] if np.ndim(self.offset) == 0 else [("offset", self.offset, "batch")]
@@ -53,7 +53,7 @@ class _Offset(Interval):
         return [] if self.offset is None else [f"offset={shown(self.offset)}"]
 
     def offsets(self) -> tuple[int, int] | None:
-        """The least and the largest; None: not known when tracing."""
+        """The smallest and the largest offset; None: unknown when tracing."""
         if isinstance(self.offset, jax.Array):
             return None
         offset = np.asarray(0 if self.offset is None else self.offset)
@@ -66,11 +66,10 @@ class _Offset(Interval):
 
 
 def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None:
-    """Warns if offsets are wrong, or probably wrong, for rows that follow a cache.
+    """Warns about offsets that are certainly or probably wrong for rows after a cache.
 
     Each interval has a separate offset: in causal(n) & sliding_window(w), that of the window is 0.
-    If there are fewer rows than keys and no offset, the rows are the first of the sequence, not the
-    last.
+    Without an offset, fewer rows than keys are the first tokens of the sequence, not the last.
     """
     members = [part for part in expression.walk() if isinstance(part, _Offset)]
     for part in expression.walk():
@@ -86,7 +85,7 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
     sizes = q_len, kv_len
     if not all(isinstance(n, int) for n in sizes) or not 0 < q_len < kv_len:
         return
-    # Positions say where the rows are, and keys with separate ids are another sequence.
+    # With positions, no offset is needed; keys with separate ids are another sequence.
     placed = any(part.places(*sizes) is not None for part in expression.parts())
     sides = {side for x in expression.parts() for _, _, side in x.arrays()}
     causal = any(isinstance(x, Causal) for x in members)
@@ -100,7 +99,7 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
 
 
 def _may_be_equal(offsets: list[Any]) -> bool:
-    """False if they certainly differ; an array of unknown values counts as unequal to offset 0."""
+    """False if the offsets certainly differ. A jax array counts as different from no offset."""
     known = [x for x in offsets if not isinstance(x, jax.Array)]
     numbers = [np.asarray(0 if x is None else x) for x in known]
     if any(np.any(x != numbers[0]) for x in numbers[1:]):
@@ -170,7 +169,7 @@ class SlidingWindow(_Offset):
         return result if high is None else result & (key <= high[..., :, None])
 
     def limits(self, at: Positions) -> Limits:
-        # In this order a limit saturates at most once: indices and left are not negative.
+        # Indices and left are not negative, so in this order a limit saturates at most once.
         low = None if self.left is None else self.shifted(plus(at.q, -self.left))
         return low, None if self.right is None else plus(self.shifted(at.q), self.right)
 
@@ -211,7 +210,7 @@ class Chunked(_Offset):
         offsets = self.offsets()
         if offsets is None:
             return None, None
-        # The first row of a chunk is at a multiple of this in its own.
+        # The first row of each rank chunk is at a multiple of `common` inside its mask chunk.
         common = math.gcd(self.size, chunk, *offsets)
         inside = self.size - (common if offsets[0] == offsets[1] else 1)
         return max(0, inside - offsets[0]), max(0, inside + offsets[1])
@@ -221,8 +220,8 @@ class Chunked(_Offset):
 class Prefix(Interval):
     """See `prefix`."""
 
-    lengths: Any  # a number, (), (B,) or (B, Sq), or (Sq,) where vmap removed the batch of that
-    per_row: bool  # whether every query row has its own length
+    lengths: Any  # (), (B,) or (B, Sq), or (Sq,) if vmap removed the batch axis of (B, Sq)
+    per_row: bool  # whether each query row has a length
 
     def arguments(self) -> list[str]:
         return [shown(self.lengths)]
@@ -284,7 +283,10 @@ class Prefix(Interval):
 
 
 def full() -> MaskExpression:
-    """Every query row attends to every key.
+    """Every query attends to every key.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Examples:
         >>> packax.full().as_array(2, 3)
@@ -295,14 +297,17 @@ def full() -> MaskExpression:
 
 
 def causal(offset: ArrayLike = 0) -> MaskExpression:
-    """Query row i attends to the keys j <= i + offset, counted from the first row and first key.
+    """Query i attends to the keys j <= i + offset; queries and keys are both counted from 0.
 
-    With `documents(..., positions=...)` positions are compared instead of indices: row i attends
-    to key j if the row's position is at least the key's.
+    With `documents(..., positions=...)`, positions are compared instead of indices: a query attends
+    to a key if the query's position is at least the key's.
 
     Args:
-        offset: an integer, or (B,) integers, int32: how many keys come before the first row, as
-            when a cache holds the keys of earlier rows. With positions it must be 0.
+        offset: an integer, or (B,) integers, int32: the number of keys before the first query, as
+            with a cache of earlier tokens. With positions it must be 0.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: an offset of another rank, dtype or size, or together with positions.
@@ -318,14 +323,17 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
 def sliding_window(
     left: int | None, right: int | None = 0, *, offset: ArrayLike = 0
 ) -> MaskExpression:
-    """Query row i attends to the keys from i - left to i + right, both included.
+    """Query i attends to the keys from i - left to i + right, both included.
 
-    A window of w keys that ends with the row's own, as in Mistral and Gemma, is
+    A model's window of w keys includes the token itself (Mistral, Gemma), so it is
     `sliding_window(w - 1)`. With `documents(..., positions=...)` it compares positions.
 
     Args:
         left, right: integers from 0; None: no limit on that side.
         offset: as in `causal`.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a size that is not from 0 to 2**31 - 1; an offset as in `causal`.
@@ -342,14 +350,17 @@ def sliding_window(
 
 
 def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
-    """Query row i attends to the keys j of its chunk: floor(j / size) == floor(i / size).
+    """Query i attends to the keys j of its chunk: floor(j / size) == floor(i / size).
 
     Llama 4's local layers are `causal() & chunked(8192)`. With `documents(..., positions=...)` it
     compares positions, so that a document's first chunk begins at its position 0.
 
     Args:
-        size: rows of a chunk, from 1.
+        size: the number of tokens in a chunk, at least 1.
         offset: as in `causal`.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a size that is not from 1 to 2**31 - 1; an offset as in `causal`.
@@ -364,13 +375,16 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
 
 
 def prefix(lengths: ArrayLike) -> MaskExpression:
-    """Query row i attends to the keys j <= i, and all keys j < length: a prefix-LM.
+    """Query i attends to the keys j <= i, and to all keys j < length: a prefix-LM.
 
-    With `documents(..., positions=...)` it compares positions. Every document may then have its
-    own prefix, given by one length per row.
+    With `documents(..., positions=...)` it compares positions. Each document may then have a
+    different prefix: pass `lengths` of shape (B, Sq).
 
     Args:
-        lengths: an integer, (B,), or (B, Sq) with the length for each row; int32.
+        lengths: an integer, (B,), or (B, Sq) with the prefix length for each query; int32.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: another rank or dtype, values that do not fit int32, or axes of `lengths` whose
@@ -388,7 +402,7 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
 
 
 def _offset(offset: ArrayLike) -> Any:
-    """None for 0; else an int32 array of rank 0 or 1."""
+    """None for 0, otherwise an int32 array of rank 0 or 1."""
     array = as_int32("offset", offset, ranks=(0, 1), shapes="() or (batch,)")
     zero = isinstance(array, np.ndarray) and array.ndim == 0 and array == 0
     return None if zero else array

@@ -1,11 +1,11 @@
-"""The masks of a plan that keeps documents local: of each rank's private keys, and of shared ones.
+"""The masks of a "local" plan: one for each rank's private keys, and one for each shared part.
 
-A row is in one part, that of the ranks which have rows of its document. A limit that is an index
-into the sequence becomes the number of the part's keys before it, so an interval stays an interval
-and holds those of its keys that are in the part. In the mask of a part, other keys and rows have no
-id. The keys of a shared part are in the order of the sequence, with each document ending at the end
-of a tile, as its rows do: a tile of rows then reads as few tiles of keys as possible. Private keys
-are in the order of the rows.
+A row belongs to one part: the one shared by the ranks that have rows of its document, or the
+private part. A limit that is an index into the sequence becomes the number of the part's keys
+before that index, so an interval stays an interval, restricted to the part's keys. In the mask of a
+part, rows and keys outside the part have the padding id. The keys of a shared part are in the order
+of the sequence, and each document ends at the end of a tile, as its rows do, so that a tile of rows
+reads as few tiles of keys as possible. Private keys have the order of the rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from packax._src.ops.primitives import BLOCK_ARRAYS
 class _Keys(NamedTuple):
     """The keys of a part."""
 
-    index: Any  # (B, n) into the sequence
-    ids: Any  # -1: not in the part
-    number: Callable[[Any], Any]  # how many of the part's keys are before an index of the sequence
-    orders: Any = None  # (B, 2, n): where each goes to, and comes from
+    index: Any  # (B, n): indices into the sequence
+    ids: Any  # segment ids; -1: not in the part
+    number: Callable[[Any], Any]  # from an index into the sequence to the number of keys before it
+    orders: Any = None  # (B, 2, n): the permutation of the gathered keys, and its inverse
 
 
 def keeps_local(ranks: RankRows, document: Document) -> bool:
-    """Whether it is enough to gather the shared keys: not without documents, with separate ids of
-    keys, or where every rank has all keys."""
+    """Whether ranks gather only the shared keys. Needs a "local" plan, keys that are sharded, and
+    documents without separate ids for keys."""
     plan, layout = ranks.plan, ranks.layout
     if plan is None or plan.checksum is None or layout is None:
         return False
@@ -53,14 +53,17 @@ def local_parts(
     ranks: RankRows, document: Document, low: Any, high: Any, ranges: Any, *,
     mode: MaskMode, implementation: Any, sharding: Any, checked: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`, which says
-    that the plan is known to match these documents. Arguments are of whole sequences."""
+    """The fields `shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`.
+
+    checked: whether the plan is known to match these documents. Array arguments are for whole
+    sequences.
+    """
     plan, layout = ranks.plan, ranks.layout
     assert plan is not None and layout is not None
     pieces, own = plan.ranks, plan.length // plan.ranks
     context = layout.context
-    # For each part its index among the levels, in how many groups its keys are gathered, its rows,
-    # and the context axes at which its gathers begin.
+    # For each part: its index, the number of groups in which its keys are gathered, its rows per
+    # rank, and the first context axis of each of its gathers.
     parts = [
         (n, groups, rows, gathers_of(layout, plan, groups))
         for n, (groups, rows) in enumerate(plan.parts)
@@ -78,7 +81,7 @@ def local_parts(
         order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
         begin = jnp.concatenate([jnp.zeros_like(split[..., :1]), split], axis=2)
         place = jnp.arange(own, dtype=jnp.int32)
-        made = []
+        masks = []
         mine, first = (piece(x, context, layout) for x in (order, begin))
         mine, first = mine[:, 0], first[:, 0]
         my_ids = take_each(ids, mine)
@@ -89,15 +92,15 @@ def local_parts(
             inside = (ends[..., n, None] <= place[:rows]) & (place[:rows] < ends[..., n + 1, None])
             of_group, inside = (as_gathered(x, layout, starts) for x in (of_group, inside))
             keys = _in_order(ids, of_group, inside)
-            held = (first[:, n, None] <= place[:rows]) & (place[:rows] < first[:, n + 1, None])
-            row_ids = jnp.where(held, my_ids[:, :rows], PADDING_SEGMENT_ID)
-            made.append(of_part(row_ids, mine[:, :rows], keys))
+            in_part = (first[:, n, None] <= place[:rows]) & (place[:rows] < first[:, n + 1, None])
+            row_ids = jnp.where(in_part, my_ids[:, :rows], PADDING_SEGMENT_ID)
+            masks.append(of_part(row_ids, mine[:, :rows], keys))
         private = jnp.broadcast_to(place >= first[:, -1:], my_ids.shape)
         my_ids = jnp.where(private, my_ids, PADDING_SEGMENT_ID)
         before = _number_before(mine, private, ids.shape[1]) + first[:, -1:]
         number = functools.partial(_number, before)
-        made.append(of_part(my_ids, mine, _Keys(mine, my_ids, number)))
-        return made
+        masks.append(of_part(my_ids, mine, _Keys(mine, my_ids, number)))
+        return masks
 
     def specs() -> Any:
         axes = ranks.mask_batch
@@ -112,8 +115,8 @@ def local_parts(
             }
 
         whole, orders = layout.spec(axes), layout.spec(ranks.plan_batch)
-        made = [of(starts, True) for *_, starts in parts] + [of((), False)]
-        return (whole, whole, whole, whole, orders, orders), made
+        part_specs = [of(starts, True) for *_, starts in parts] + [of((), False)]
+        return (whole, whole, whole, whole, orders, orders), part_specs
 
     ranges = tuple((ranks.keys(lo), ranks.keys(hi)) for lo, hi in ranges)
     operands = document, low, high, ranges, plan.order, plan.split
@@ -142,7 +145,7 @@ def local_parts(
 
 
 def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...]:
-    """At which of the context axes the gathers of a part begin, the outermost first."""
+    """The index of the first context axis of each gather of a part, the outermost first."""
     axes = layout.context
     before = [layout.size(axes[:n]) for n in range(len(axes))]
     outside = [plan.ranks // (step.size * step.stride) for step in plan.steps(groups)]
@@ -155,8 +158,8 @@ def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...
 
 
 def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
-    """Whether the plan was made from these segment ids, (B or 1, length); None: the program must
-    check it, because the ids or the plan are not numpy arrays."""
+    """Whether the plan was made from these segment ids, (B or 1, length). None: the program must
+    check it, because ids or plan are not numpy arrays."""
     if plan is None or not isinstance(plan.checksum, np.ndarray) or not isinstance(ids, np.ndarray):
         return None
     return bool((checksum(np.atleast_2d(ids)) == plan.checksum).all())
@@ -166,14 +169,16 @@ def _of_part(
     limits: tuple[Document, Any, Any, Any], mode: MaskMode, implementation: Any,
     ids: jax.Array, rows: jax.Array, keys: _Keys,
 ) -> dict[str, Any]:  # fmt: skip
-    """The mask of the rows with these ids at the indices `rows`; limits: document, low, high,
-    ranges."""
+    """The arrays of a part's mask, for the rows with these ids at the indices `rows`.
+
+    limits: (document, low, high, ranges) of whole sequences.
+    """
     document, low, high, ranges = limits
     low, high = (None if x is None else take_each(x, rows) for x in (low, high))
     if mode < MaskMode.UPPER_LIMIT:  # positions are indices
         low = None if low is None else keys.number(low)
         high = None if high is None else keys.number(plus(high, 1)) - 1
-    held = Rows(
+    row_values = Rows(
         ids=ids,
         low=low,
         high=high,
@@ -181,16 +186,16 @@ def _of_part(
             (keys.number(take_each(x, rows)), keys.number(take_each(y, rows))) for x, y in ranges
         ),
     )
-    made: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
+    computed: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
     if keys.orders is not None:
-        made["kv_plan"] = keys.orders
+        computed["kv_plan"] = keys.orders
     if mode >= MaskMode.UPPER_LIMIT:
         assert document.q_pos is not None
-        made["kv_pos"] = take_each(document.q_pos, keys.index)
-    return made | row_ranges_and_bounds(
-        held,
-        made["kv_ids"],
-        made.get("kv_pos"),
+        computed["kv_pos"] = take_each(document.q_pos, keys.index)
+    return computed | row_ranges_and_bounds(
+        row_values,
+        computed["kv_ids"],
+        computed.get("kv_pos"),
         mode=mode,
         batch=ids.shape[0],
         q_len=ids.shape[1],
@@ -200,41 +205,42 @@ def _of_part(
 
 
 def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
-    """Keys at these indices, of which those `inside` are the part's.
+    """Orders the gathered keys at these indices; those `inside` are the part's.
 
-    The others are placed before a document, so that it ends with a tile, and at the end.
+    The other keys pad documents at their start, so that each ends at the end of a tile, and come
+    last.
     """
     size = index.shape[1]
     before = _number_before(index, inside, ids.shape[1])
     number = inside.sum(axis=1, keepdims=True, dtype=jnp.int32)
     rest = jnp.cumsum(~inside, axis=1, dtype=jnp.int32) - 1
-    # First the part's keys in order, then the others.
+    # First the part's keys in the order of the sequence, then the others.
     sorted_ = _inverse(jnp.where(inside, take_each(before, index), number + rest))
     place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), sorted_.shape)
-    there = place < number
+    in_part = place < number
     of_key = take_each(ids, take_each(index, sorted_))
-    begins = there & jnp.concatenate(
-        [jnp.ones_like(there[:, :1]), of_key[:, 1:] != of_key[:, :-1]], axis=1
+    begins = in_part & jnp.concatenate(
+        [jnp.ones_like(in_part[:, :1]), of_key[:, 1:] != of_key[:, :-1]], axis=1
     )
     next_begin = jnp.where(begins, place, jnp.broadcast_to(number, place.shape))
     next_begin = jnp.concatenate([next_begin[:, 1:], number], axis=1)
     end = jax.lax.cummin(next_begin, axis=1, reverse=True)
     gaps = jnp.cumsum(jnp.where(begins, (place - end) % TILE, 0), axis=1, dtype=jnp.int32)
     most = jnp.where(begins & (gaps <= size - number), gaps, 0)
-    gaps = jax.lax.cummax(most, axis=1)  # no more than there are others
+    gaps = jax.lax.cummax(most, axis=1)  # at most the number of other keys
     slot = place + gaps
-    taken, slot, yes = vary_together(jnp.zeros_like(place), slot, there.astype(jnp.int32))
-    drop = jnp.where(there, slot, size)
-    taken = jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop"))(taken, drop, yes)
+    taken, slot, ones = vary_together(jnp.zeros_like(place), slot, in_part.astype(jnp.int32))
+    drop = jnp.where(in_part, slot, size)
+    taken = jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop"))(taken, drop, ones)
     part = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
     order = jnp.where(taken > 0, part - 1, number + place - part)
     order = take_each(sorted_, order)
     orders = jnp.stack([_inverse(order), order], axis=1)
     index = take_each(index, order)
     end = number + gaps[:, -1:]
-    slot = jnp.concatenate([jnp.where(there, slot, end), end], axis=1)
-    found = jnp.where(taken > 0, take_each(ids, index), PADDING_SEGMENT_ID)
-    return _Keys(index, found, functools.partial(_number, take_each(slot, before)), orders)
+    slot = jnp.concatenate([jnp.where(in_part, slot, end), end], axis=1)
+    key_ids = jnp.where(taken > 0, take_each(ids, index), PADDING_SEGMENT_ID)
+    return _Keys(index, key_ids, functools.partial(_number, take_each(slot, before)), orders)
 
 
 def _number(before: jax.Array, x: Any) -> jax.Array:
@@ -242,7 +248,7 @@ def _number(before: jax.Array, x: Any) -> jax.Array:
 
 
 def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Array:
-    """(B, length + 1): how many of the indices `inside`, all distinct, are less than each."""
+    """(B, length + 1): for each n, how many of the distinct indices `inside` are less than n."""
     zeros, index, inside = vary_together(
         jnp.zeros((index.shape[0], length + 1), jnp.int32), index, inside.astype(jnp.int32)
     )

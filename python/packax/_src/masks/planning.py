@@ -1,4 +1,4 @@
-"""`context_plan`, `shard_batch`: from a mask expression to a balanced order of rows."""
+"""`context_plan` and `shard_batch`: assign rows to ranks so that their work is balanced."""
 
 from __future__ import annotations
 
@@ -68,18 +68,20 @@ def context_plan(
 ) -> ContextPlan:
     """Assigns chunks of query rows to ranks: the same number to each, with balanced work.
 
-    "balanced": chunks are dealt by the number of attended pairs in their rows, longest processing
-    time first (Graham 1969), in rounds: chunks are sorted by that number, and in each round the
-    largest of the next `ranks` chunks goes to the rank with the least work so far. Deterministic,
-    with the same result on the host and on the device. "zigzag": rank r gets the chunks r and 2 *
-    ranks - 1 - r of 2 * ranks (Llama 3, arXiv 2407.21783, section 3.3.2). This does not depend on
-    the expression, and gives equal work for one causal document. "local": documents stay whole
-    on a rank, which then needs no keys from other ranks for them; only documents that would
-    unbalance the ranks are split. A rank's rows are a shared part, whose keys all ranks gather, and
-    a private part. Several context axes, such as (host, GPU), are levels: documents are split
-    inside a host first, one shared part spans all ranks, and another spans the ranks of a host.
-    Without `documents(...)`, or with separate ids of keys, all rows are shared, as in "balanced". A
-    "local" plan is made on the host, from values: not inside jit.
+    - "balanced": chunks are sorted by work, the number of attended query-key pairs, and assigned in
+      rounds. In each round every rank gets one chunk, and the largest goes to the rank with the
+      least work so far (longest processing time first, Graham 1969). The result is the same on the
+      host and on the device.
+    - "zigzag": rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv
+      2407.21783, section 3.3.2). It does not depend on the expression, and gives equal work for
+      one causal document.
+    - "local": a document stays on one rank, which then needs no keys from other ranks for it. Only
+      documents that would unbalance the ranks are split. The tokens of a rank are a shared part,
+      whose keys all ranks gather, and a private part. Several context axes, such as (host, GPU),
+      are levels: documents are split inside a host first, one shared part spans all ranks, and
+      another spans the ranks of a host. Without `documents(...)`, or with separate ids for the
+      keys, all tokens are shared, as in "balanced". A "local" plan is computed on the host, from
+      values, so not inside jit.
 
     Args:
         expression: the expression of the mask, in the order of the sequence. If all its arrays are
@@ -206,8 +208,8 @@ def shard_batch(
     sequences, replicated along those axes, and the results have this rank's rows.
 
     Returns:
-        NamedTuple of batch (permuted, and sharded over the batch and context axes), mask and plan.
-        `plan.unpermute(x)` puts outputs back into the order of the sequence.
+        ShardedBatch, a named tuple (batch, mask, plan): the batch is permuted, and sharded over the
+        batch and context axes. `plan.unpermute(x)` returns outputs to the original order.
 
     Raises:
         ValueError: arrays of another length; plan= together with kind=, chunk= or shared=; or what
@@ -248,7 +250,7 @@ def shard_batch(
 
 
 def _own_rows(layout: Layout, x: Any) -> jax.Array:
-    """x cut along the context axes: by jax, or explicitly if the caller is in a shard_map."""
+    """x sharded over the batch and context axes. In a shard_map over them, this rank's rows."""
     x = layout.own_part(jnp.asarray(x), 1)
     spec: Any = layout.spec(layout.batch, layout.context)
     if layout.explicit:  # other axes keep their sharding
@@ -265,7 +267,7 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
 def _levels(
     sharding: AttentionSharding | None, ranks: int | tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Sizes of the context axes, leaving out those of 1; at least one."""
+    """The sizes of the context axes that are larger than 1, or (1,)."""
     if (sharding is None) == (ranks is None):
         raise ValueError(
             "pass either sharding=, whose context axes determine the number of ranks, or ranks=, "
@@ -280,7 +282,7 @@ def _levels(
 
 
 def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
-    """(B or 1, length) int32: how many keys each row attends, or its tile visits."""
+    """(B or 1, length) int32: how many keys each row attends to, or its tile visits."""
     document = documents_of(expression)
     cross = kv_len != length or (document is not None and document.kv_ids is not None)
     parts, tree = expression.parts(), tree_of(expression)
@@ -307,7 +309,7 @@ def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
 
 
 def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> Any:
-    """For self-attention, where a document is a run of one id and its positions increase by one."""
+    """`_keys` for self-attention if a document is a run of one id with consecutive positions."""
     batch = batch_of(expression)
     tree = tree_of(expression)
     if tree is not None:
@@ -329,7 +331,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         by_position = positions is not index
         of_rows = () if ids is None else (ids,)
         low, high = interval.limits(Positions(positions, positions, of_rows, by_position))
-        if by_position:  # from a position to the index of the key at it in the row's document
+        if by_position:  # from a position in the row's document to the index of that key
             ahead = index - positions
             low, high = (None if x is None else plus(x, ahead) for x in (low, high))
         first = first if low is None else _in_place(xp.maximum, first, low)
@@ -347,7 +349,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
 
 
 def _in_place(operation: Any, x: Any, y: Any) -> Any:
-    """operation(x, y), in place if x is a numpy array: allocating costs more than computing."""
+    """operation(x, y), in place for numpy arrays: allocation costs more than the operation."""
     fits = isinstance(x, np.ndarray) and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
     return operation(x, y, out=x) if fits else operation(x, y)
 
@@ -360,11 +362,11 @@ _keys_on_device = jax.jit(
 
 
 def _keys_of_mask(mask: AttentionMask) -> jax.Array:
-    """The keys in each row's range, or in the blocks visited, averaged over heads."""
+    """The number of keys in each row's range, or in the visited blocks, averaged over heads."""
     if mask.q_block_lists is None:
         lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.kv_start, mask.kv_end))
         return hi - lo
     counts = whole_rows(mask.q_block_lists[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
     blocks, heads = counts.sum(axis=2, dtype=jnp.int32), counts.shape[2]
     keys = blocks // heads * BLOCK + blocks % heads * BLOCK // heads
-    return jnp.repeat(keys, TILE, axis=1)  # rows come in whole chunks, so in whole tiles
+    return jnp.repeat(keys, TILE, axis=1)  # plans have whole chunks, which are whole tiles

@@ -1,4 +1,4 @@
-"""`plot_mask` and `plot_plan`: pictures of what a mask attends, and of what each rank computes."""
+"""`plot_mask` and `plot_plan`: draw the pairs that a mask attends, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ def plot_mask(
     block_size: int | tuple[int, int] = (128, 64),
     ax: Any = None,
 ) -> Any:
-    """Draw which keys each query row attends, with matplotlib.
+    """Draw which keys each query attends to, with matplotlib.
 
-    Attended pairs have the colour of the row's document (of a tree without documents: of its
-    segment or group), and rows and keys of padding are grey. A built mask does not store the
-    segments or groups of its trees: draw the expression instead. A frame is drawn around each block
-    that is visited: solid if all of its pairs are attended (the kernels check nothing there),
-    dashed if only some are. Blocks without a frame are skipped. A mask of permuted rows is drawn in
-    permuted order.
+    Attended pairs have the color of the query's document (for a tree without documents: of its
+    segment or group), and padding is gray. A built mask does not store the segments or groups of
+    its trees: draw the expression instead. Each visited block has a frame: solid if all of its
+    pairs are attended (the kernels compare nothing there), dashed if only some are. Blocks without
+    a frame are skipped. If a plan permuted the queries, they are drawn in permuted order.
 
     Args:
         mask: an expression, or the result of `create_attention_mask`, of at most 4096 rows and
@@ -112,12 +111,12 @@ def plot_plan(
     batch: int = 0,
     ax: Any = None,
 ) -> Any:
-    """Draw which rows of the sequence each rank computes, with matplotlib.
+    """Draw which tokens of the sequence each rank computes, with matplotlib.
 
-    Each rank has a lane: its rows are coloured, in the order of the sequence, with a line at each
-    border between chunks. With an expression, a lane above them shows its documents, and the load
-    of each rank is written after its lane: the number of row-key pairs that its rows attend,
-    divided by the mean of all ranks.
+    Each rank has a lane in which its tokens are colored, in the order of the sequence, with a line
+    between chunks. With an expression, a lane above them shows the documents, and each lane ends
+    with the load of its rank: the number of attended query-key pairs, divided by the average over
+    all ranks.
 
     Args:
         plan: from `context_plan`.
@@ -170,7 +169,7 @@ def plot_plan(
     limits = {"vmin": -1, "vmax": len(_DOCUMENTS), "interpolation": "nearest"}
     ax.imshow(np.stack(lanes), cmap=colours, extent=extent, aspect="auto", **limits)
     for lane, rows in enumerate(own, len(lanes) - plan.ranks):
-        inside = rows[1:] & rows[:-1]  # a border inside a coloured range
+        inside = rows[1:] & rows[:-1]  # both sides of the border belong to the rank
         chunk_ends = (np.arange(1, plan.length) % plan.chunk == 0) & (plan.chunk > 1)
         borders = 1 + np.flatnonzero(inside & chunk_ends)
         ax.vlines(borders, lane + 0.05, lane + 0.95, color=_NOTHING, linewidth=0.8)
@@ -203,7 +202,7 @@ def _colormap(palette: list[str]) -> Any:
 
 
 def _set_title(ax: Any, title: str, *lines: str) -> None:
-    """Sets a title whose lines are at most as wide as the axes, so that plots do not overlap."""
+    """Sets a title, wrapped to the width of the axes so that plots do not overlap."""
     width_in_points = ax.get_window_extent().width / ax.figure.dpi * 72
     letters = max(20, int(width_in_points / (0.6 * _FONT_SIZE)))
     ax.set_title("\n".join([*textwrap.wrap(title, letters), *lines]), fontsize=_FONT_SIZE)
@@ -223,7 +222,7 @@ def _of_one_row(
         document, tree = documents_of(mask), tree_of(mask)
         q_ids = None if document is None else document.q_ids
         kv_ids = None if document is None else document.kv_ids
-        if tree is not None:  # for self-attention; padding in either is padding
+        if tree is not None:  # padding of the tree or of the documents is padding
             padding = np.asarray(tree.ids) == PADDING_SEGMENT_ID
             q_ids = np.where(padding, -1, tree.groups() if q_ids is None else q_ids)
     elif isinstance(mask, AttentionMask):
@@ -256,7 +255,7 @@ def _of_one_row(
 
 
 def _colours(dense: np.ndarray, q_ids: Any, kv_ids: Any) -> np.ndarray:
-    """0: nothing, 1: padding, from 2: the colours of documents in their order."""
+    """Indices into the palette: 0 nothing, 1 padding, from 2 the document of the query."""
     number = np.zeros(dense.shape[0], int)
     image = np.zeros(dense.shape, int)
     if q_ids is not None:
@@ -267,13 +266,13 @@ def _colours(dense: np.ndarray, q_ids: Any, kv_ids: Any) -> np.ndarray:
 
 
 def _numbers(ids: np.ndarray) -> np.ndarray:
-    """Numbers ids in the order of their first appearance, for colours."""
+    """Numbers the ids in the order of their first appearance, modulo the number of colors."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse] % len(_DOCUMENTS)
 
 
 def _blocks(dense: np.ndarray, rows: int, keys: int) -> list[tuple[str, int, int]]:
-    """("full" or "partial", first row, first key) of the blocks in which a pair is attended."""
+    """("full" or "partial", first row, first key) for each block with an attended pair."""
     found = []
     for top in range(0, rows * ceil_div(dense.shape[0], rows), rows):
         for left in range(0, keys * ceil_div(dense.shape[1], keys), keys):

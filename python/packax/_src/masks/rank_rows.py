@@ -1,8 +1,8 @@
-"""Which rows of a sequence a rank holds: permuted by a plan, divided by a mesh, or all in order.
+"""`RankRows`: from arrays for whole sequences to the rows of each rank.
 
-An expression is about whole sequences in order. `RankRows` permutes and cuts arrays of one value
-per row, and runs functions on each rank's piece (docs/guide/context_parallelism.md, "Masks").
-Without a layout and a plan there is one piece, and nothing moves.
+An expression describes whole sequences in their original order. `RankRows` applies the plan's
+permutation and the mesh's sharding to arrays with one value per row, and maps functions over the
+ranks (docs/guide/context_parallelism.md, "Masks"). Without a layout and a plan it changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packax._src.masks.tree import Tree, tree_rows
 
 @dataclasses.dataclass(frozen=True)
 class RankRows:
-    """The rows of a mask: a batch size of `batch` (1: shared by all rows), of `q_len` rows each."""
+    """The rows of a mask: (batch, q_len); batch is 1 if all batch rows share the mask."""
 
     layout: Layout | None
     plan: ContextPlan | None
@@ -36,7 +36,7 @@ class RankRows:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether there is one piece: all rows, in the order of the sequence."""
+        """Whether all rows are in one piece, in the original order."""
         return self.layout is None and self.plan is None
 
     @property
@@ -56,7 +56,7 @@ class RankRows:
         return 1 if self.layout is None else self.layout.size(self.context)
 
     def sizes(self) -> tuple[Any, Any]:
-        """Batch size and number of query rows in each piece of `shard_mapped`."""
+        """Batch size and number of query rows per rank inside `shard_mapped`."""
         batch = self.batch
         if self.layout is not None:
             batch //= self.layout.inside(self.mask_batch)
@@ -77,26 +77,26 @@ class RankRows:
         return x if self.layout is None else self.layout.place(x, *dims)
 
     def replicated(self, x: Any, *dims: Axes) -> Any:
-        """Replicated on every rank: otherwise XLA may shard it, and every attention gathers it."""
+        """x replicated on all ranks. XLA might shard it otherwise, and gather it in every layer."""
         if self.layout is None or not self.layout.mapped:
             return x
         spec = self.layout.spec(*dims)
         return self.shard_mapped(lambda x: x, lambda: ((spec,), spec))(x)
 
     def keys(self, x: Any) -> Any:
-        """An array of whole sequences in order, for every row of the batch."""
+        """Whole sequences in the original order, broadcast to the batch size."""
         return self.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
 
     def rows(self, x: Any) -> Any:
-        """From whole sequences to rows in the plan's order; inside a shard_map this rank's."""
+        """Whole sequences to rows in the plan's order; inside a shard_map, this rank's rows."""
         x = self.keys(x)
         if self.plan is not None:
             x = self.plan.permute(x)
         return self.place(self._own_part(x, 1), self.mask_batch, self.context)
 
     def chunks(self) -> Any:
-        """(1 or B, chunks): where in the sequence each place has its chunk from; one chunk a rank
-        without a plan. This rank's, where manual."""
+        """(1 or B, chunks): the original index of each chunk in the plan's order; without a plan,
+        one chunk per rank. Inside a shard_map, only this rank's chunks."""
         if self.plan is None:
             order = jnp.arange(self.pieces, dtype=jnp.int32)[None]
         else:
@@ -109,23 +109,23 @@ class RankRows:
         return self.layout.spec(self.plan_batch, self.context)
 
     def limits(self, document: Document, interval: And) -> Limits:
-        """`limits_of` for whole sequences, to whose indices and spans intervals refer."""
+        """`limits_of` for whole sequences: intervals refer to their indices and spans."""
         function = functools.partial(limits_of, q_len=self.q_len)
         low, high = self._of_sequences(function, document, interval)
         return low, high
 
     def tree_rows(self, tree: Tree, ids: Any, interval: And) -> list[Any]:
-        """`tree_rows` for whole sequences, to whose order trees refer."""
+        """`tree_rows` for whole sequences: trees refer to the original order."""
         tree = jax.tree.map(lambda x: self.keys(jnp.atleast_2d(x)), tree)
         return self._of_sequences(tree_rows, (tree, ids), interval)
 
-    def _of_sequences(self, function: Callable[..., Any], held: Any, interval: And) -> Any:
-        """function(held, interval) on every rank: arrays with a value for each row, or None.
+    def _of_sequences(self, function: Callable[..., Any], operands: Any, interval: And) -> Any:
+        """function(operands, interval) on every rank: arrays with a value per row, or None.
 
-        held: arrays returned by `keys`.
+        operands: arrays returned by `keys`.
         """
         if self.layout is None:
-            return function(held, interval)
+            return function(operands, interval)
 
         def of_leaf(x: Any) -> tuple[Axes, ...]:
             return (self._batch_axes(x),) if jnp.ndim(x) else ()
@@ -134,15 +134,15 @@ class RankRows:
         layout = self.layout
         shape = self.sizes()[0], self.q_len
 
-        def of_rank(held: Any, interval: And) -> list[Any]:
-            made = function(held, interval)
-            return [None if x is None else jnp.broadcast_to(x, shape) for x in made]
+        def of_rank(operands: Any, interval: And) -> list[Any]:
+            values = function(operands, interval)
+            return [None if x is None else jnp.broadcast_to(x, shape) for x in values]
 
         def specs() -> tuple[Any, Any]:
             keys = layout.spec(self.mask_batch)
             return (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)), keys
 
-        return self.shard_mapped(of_rank, specs)(held, interval)
+        return self.shard_mapped(of_rank, specs)(operands, interval)
 
     def block_mask(
         self, block_mask: jax.Array, block_size: tuple[int, int]
@@ -167,7 +167,7 @@ class RankRows:
     def shard_mapped(
         self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
     ) -> Callable[..., Any]:
-        """The function on every rank's piece; `specs()` returns those of arguments and results."""
+        """The function mapped over ranks; `specs()` returns the specs of arguments and results."""
         return function if self.layout is None else self.layout.shard_map(function, *specs())
 
     def _own_part(self, x: Any, axis: int) -> Any:
@@ -183,7 +183,8 @@ class RankRows:
 def _kept_together(
     block_mask: jax.Array, block_size: tuple[int, int], q_len: int, together: int
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """A block mask, and its block size, with blocks that no rank or chunk of a plan cuts."""
+    """The block mask and its block size, with rows per block reduced so that no block crosses the
+    boundary of a rank or chunk."""
     rows = block_size[0]
     if together == q_len or together % rows == 0:
         return block_mask, block_size

@@ -1,6 +1,6 @@
 """From the arrays of an expression to those of a mask: row ranges, then bounds of blocks.
 
-rank_rows.py decides which rows these are, and in which order; nothing here depends on that.
+Nothing here depends on which rows these are or on their order: rank_rows.py decides that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Document(NamedTuple):
-    """The two sides of documents(...), each (1 or batch, length), or None."""
+    """The ids and positions of documents(...), each (1 or batch, length), or None."""
 
     q_ids: jax.Array | None
     kv_ids: jax.Array | None  # None: same as the query's
@@ -38,16 +38,16 @@ class Document(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What row ranges are computed from: one value per row, (batch, rows) each."""
+    """The inputs of row ranges: one value per row, (batch, rows) each."""
 
     ids: jax.Array | None
-    low: jax.Array | None  # the lowest and the highest position that the row attends
+    low: jax.Array | None  # low, high: the lowest and the highest position the row attends to
     high: jax.Array | None
     ranges: tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def limits_of(document: Document, interval: And, q_len: int) -> Limits:
-    """The interval of every row of the sequence: (low, high), each (1 or batch, q_len) or None."""
+    """The interval of each row of the sequence: (low, high), each (1 or batch, q_len) or None."""
     if not interval.members:
         return None, None
     by_position = document.q_pos is not None
@@ -58,7 +58,7 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
         index, *leaves = vary_together(index, *leaves)
     ids, interval = structure.unflatten(leaves)
     positions: Any = document.q_pos if by_position else index
-    # No interval reads the positions of keys, except that of spans, whose keys are the rows.
+    # Only spans(...) read the positions of keys, and their keys are the rows.
     of_rows = () if ids is None else (ids,)
     return interval.limits(Positions(positions, positions, of_rows, by_position))
 
@@ -72,31 +72,36 @@ def mask_mode_of(document: Document, low: Any, high: Any) -> MaskMode:
 
 
 def row_ranges_and_bounds(
-    held: Rows, kv_ids, kv_pos, block_mask=None, *,
+    row_values: Rows, kv_ids, kv_pos, block_mask=None, *,
     mode, batch, q_len, kv_len, implementation, block_size=None, tree=None, parts=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The computed arrays of a mask, for these rows and all keys in order.
+    """The computed arrays of a mask, for these rows and all keys in their order.
 
-    tree: None, or whether there are documents too. With a tree, `held.high` is -1 minus the row,
-    and kv_pos minus the end of the key's subtree (tree.py). parts: None, or a function from row
-    ranges, and the rows that are segment-checked, to the arrays of parts.
+    tree: None without a tree, otherwise whether there are documents, too. With a tree,
+    `row_values.high` is -1 - row index, and kv_pos is minus the end of the key's subtree (tree.py).
+    parts: None, or a function from row ranges and the rows that need a segment check to the arrays
+    of parts.
     """
     structure: Any
-    # Not the block mask, which may vary by heads.
-    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
-    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
-    q_pos = held.ids
+    # Without the block mask, which may vary over the axes of heads.
+    leaves, structure = jax.tree.flatten((row_values, kv_ids, kv_pos))
+    row_values, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
+    q_pos = row_values.ids
     if mode == MaskMode.UPPER_LIMIT:
-        q_pos = held.high
+        q_pos = row_values.high
     elif mode == MaskMode.BOTH_LIMITS:
-        assert held.low is not None
-        high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
-        q_pos = jnp.stack([high, held.low], axis=1)
+        assert row_values.low is not None
+        high = (
+            jnp.full_like(row_values.low, _INT32.max)
+            if row_values.high is None
+            else row_values.high
+        )
+        q_pos = jnp.stack([high, row_values.low], axis=1)
     if mode >= MaskMode.IDS and tree is not False:
         lo, hi, segment_checked = documents_p.bind(
-            require_device_info(held.ids),
+            require_device_info(row_values.ids),
             kv_ids,
-            q_pos if tree is None else held.ids,
+            q_pos if tree is None else row_values.ids,
             kv_pos if mode >= MaskMode.UPPER_LIMIT and tree is None else kv_ids,
             compare_positions=max(mode - 1, 0) if tree is None else 0,
             implementation=implementation,
@@ -107,11 +112,11 @@ def row_ranges_and_bounds(
         segment_checked = lo
 
     if mode < MaskMode.UPPER_LIMIT:  # positions are indices
-        if held.high is not None:
-            hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
-        if held.low is not None:
-            lo = jnp.maximum(lo, held.low)
-    for first, last in held.ranges:
+        if row_values.high is not None:
+            hi = jnp.minimum(hi, jnp.minimum(row_values.high, kv_len - 1) + 1)
+        if row_values.low is not None:
+            lo = jnp.maximum(lo, row_values.low)
+    for first, last in row_values.ranges:
         lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
         hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))
     empty = lo >= hi
@@ -122,7 +127,7 @@ def row_ranges_and_bounds(
         computed["q_pos"] = q_pos
     if parts is not None:
         computed |= parts(lo, hi, segment_checked)
-    if tree is not None:  # before its rows are marked, as a marked block has no full part
+    if tree is not None:  # before rows are marked as checked: a marked block has no full part
         lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
         q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
         assert q_pos is not None
@@ -140,7 +145,7 @@ def row_ranges_and_bounds(
         bounds = vary_together(block_mask, computed["q_blocks"])
         q_lists, kv_lists, _ = entries(bounds[0], block_size, bounds[1], q_len, kv_len)
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
-    # An array shared by all rows of the batch stays so.
+    # The block mask is not broadcast: all batch rows may share it.
     words = jnp.ones((1, 1, 1, 1), jnp.int32) if block_mask is None else packed(block_mask)
     return computed | {"block_mask": words}
 
@@ -148,7 +153,7 @@ def row_ranges_and_bounds(
 def bounds_of(
     lo: Any, hi: Any, segment_checked: Any, kv_len: Any, implementation: Any
 ) -> dict[str, jax.Array]:
-    """BLOCK_ARRAYS by name, of these row ranges."""
+    """The arrays BLOCK_ARRAYS of these row ranges, by name."""
     blocks = blocks_p.bind(
         *vary_together(require_device_info(lo), hi, segment_checked),
         kv_len=kv_len,
@@ -157,18 +162,18 @@ def bounds_of(
     return dict(zip(BLOCK_ARRAYS, blocks, strict=True))
 
 
-def _subtrees(q_pos: jax.Array, some: jax.Array, kv_pos: jax.Array) -> Subtrees:
-    """Bounds of blocks, of rows that are not empty and of keys."""
+def _subtrees(q_pos: jax.Array, not_empty: jax.Array, kv_pos: jax.Array) -> Subtrees:
+    """The bounds of subtrees in each block of rows, ignoring empty rows, and of keys."""
 
-    def bounds(x: jax.Array, there: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def bounds(x: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         count = ceil_div(x.shape[1], BLOCK)
         least, most = x, x
-        if there is not None:
-            least, most = jnp.where(there, x, INT_MAX), jnp.where(there, x, 0)
+        if valid is not None:
+            least, most = jnp.where(valid, x, INT_MAX), jnp.where(valid, x, 0)
         least, most = (
             fill_up(y, 1, count * BLOCK, value).reshape(x.shape[0], count, BLOCK)
             for y, value in ((least, INT_MAX), (most, 0))
         )
         return least.min(axis=2), most.max(axis=2)
 
-    return Subtrees(*bounds(-q_pos, some), *bounds(-kv_pos, None))
+    return Subtrees(*bounds(-q_pos, not_empty), *bounds(-kv_pos, None))

@@ -1,4 +1,4 @@
-"""spans(...): rows that attend to their whole span, as the tokens of an image do."""
+"""spans(...): the tokens of a span, such as an image, attend to the whole span."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Spans(Interval):
             )
 
     def _changes(self, at: Positions) -> Any:
-        """(B or 1, S): where a run of span ids or of segment ids begins."""
+        """bool, (B or 1, S): whether a run of span ids or of segment ids begins here."""
         xp = numpy_of(self.ids, at.q, at.kv, *at.ids)
         begins = [begins_of(ids, xp) for ids in (self.ids, *at.ids)]
         return functools.reduce(operator.or_, begins)
@@ -69,8 +69,8 @@ class Spans(Interval):
         inside = xp.broadcast_to(self.ids != NO_SPAN, run.shape)
         same = (run[..., :, None] == run[..., None, :]) & inside[..., None]
         key = at.kv[..., None, :]
-        first = xp.where(same, key, INT32.max).min(axis=-1, keepdims=True)
-        last = xp.where(same, key, INT32.min).max(axis=-1, keepdims=True)
+        first = xp.where(same, key, INT32.max).min(axis=-1, keepdims=True, initial=INT32.max)
+        last = xp.where(same, key, INT32.min).max(axis=-1, keepdims=True, initial=INT32.min)
         result = self.text._as_array(at) | ((first <= key) & (key <= last))
         flat = not self.batched and all(x.ndim == 1 for x in (at.q, *at.ids))
         return result[0] if flat and result.shape[0] == 1 else result
@@ -95,17 +95,17 @@ class Spans(Interval):
 
 
 def begins_of(ids: Any, xp: Any) -> Any:
-    """(B or 1, S): where a run of one id begins."""
+    """bool, (B or 1, S): whether a run of equal ids begins here."""
     ids = xp.atleast_2d(ids)
     return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 
 
 def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
-    """The smallest and the largest position in the run of each row, (B or 1, S)."""
+    """The smallest and the largest position in each row's run, (B or 1, S)."""
     xp = numpy_of(begins, positions)
-    if not by_position:  # positions are indices: where the run begins, and where the next one does
+    if not by_position:  # positions are indices: the first and the last index of the run
         length = begins.shape[1]
-        if xp is np:  # per run, as runs are few
+        if xp is np:  # computed per run, because there are few runs
             at = np.flatnonzero(begins).astype(np.int32)
             sizes = np.diff(at, append=np.int32(begins.size))
             begin = at % np.int32(length)
@@ -135,18 +135,21 @@ def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
 
 
 def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
-    """Rows of a span attend to the whole span and what `text` allows; other rows follow `text`.
+    """Tokens of a span attend to the whole span and to what `text` allows; others follow `text`.
 
     A span is a maximal run of equal ids other than -1, such as the tokens of an image within text
-    (Gemma 3). With documents(...) or a tree it also ends where the segment id changes. If positions
-    are compared, a row of a span attends to everything from the smallest to the largest position of
-    its span, in addition to `text`.
+    (Gemma 3). With documents(...) or a tree, a span also ends where the segment id changes. If
+    positions are compared, a token of a span attends to everything from the smallest to the largest
+    position of its span, in addition to what `text` allows.
 
     Args:
-        span_ids: (B, S) or (S,), any integer dtype that fits int32. For self-attention only: a row
-            and a key of the same index are the same token. -1 is text.
-        text: what rows attend to without spans: `causal()` if None, or any expression in which
-            every row attends to itself, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
+        span_ids: (B, S) or (S,), any integer dtype that fits int32; -1 is text. For self-attention
+            only: query i and key i are the same token.
+        text: the mask without spans: `causal()` if None, or any expression in which every token
+            attends to itself, such as `sliding_window(1023)` or `causal() & chunked(8192)`.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,8 +49,8 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
     """Stacks masks of one sequence, so that layers with different masks share one compiled body.
 
     For models whose layers alternate, for example between a window and all keys, in one `scan` over
-    layers. Masks with and without documents, positions, or limits on both sides hold different
-    arrays; here all get those of the most general mask. Attention is bit-identical. Under context
+    layers. Masks of different kinds hold different arrays; in a stack, every mask gets the arrays
+    of the most general one. The results of attention do not change, bit for bit. Under context
     parallelism, layers with a window fetch only halos (the keys next to a rank's rows), and other
     layers gather all keys. If windows differ in size, only the halos of one size are used, and
     layers with another window gather all keys, too.
@@ -63,7 +63,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
         MaskStack: `stack[kind]` is the mask of a layer, also inside `scan`.
 
     Raises:
-        ValueError: no masks, or masks that differ in any of the above.
+        ValueError: not a sequence, no masks, or masks that differ in any of the above.
 
     Examples:
         >>> document = packax.documents(segment_ids)
@@ -73,6 +73,8 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
         ...     return x + packax.flash_attention(x, x, x, stack[kind]), None
         >>> out, _ = jax.lax.scan(layer, query, jnp.array([0, 0, 1, 0, 0, 1]))
     """
+    if not isinstance(masks, Iterable):
+        raise ValueError(f"masks must be a sequence of masks, but is {described(masks)}")
     masks = list(masks)
     if not masks:
         raise ValueError("masks must hold at least one mask, but is empty")
@@ -103,37 +105,39 @@ def _difference(one: AttentionMask, other: AttentionMask) -> str:
 
 
 def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
-    """The masks, all with ids and positions of rows and keys if one of them has them. A mask
-    without ids gets one document; one without positions gets limits that allow every position."""
+    """Adds to all masks the ids and positions of rows and keys that any of them has. A mask without
+    ids gets one document, and one without positions gets limits that allow every position."""
     mode = max(mask.mask_mode for mask in masks)
     if any(mask.mask_mode != mode for mask in masks):
         mode = max(mode, MaskMode.IDS)
         masks = [_with_mode(mask, mode) for mask in masks]
-    own_ids = any(mask.kv_ids is not None for mask in masks)
-    own_positions = any(mask.kv_pos is not None for mask in masks)
-    made = []
+    any_kv_ids = any(mask.kv_ids is not None for mask in masks)
+    any_kv_pos = any(mask.kv_pos is not None for mask in masks)
+    changed = []
     for mask in masks:
         changes: dict[str, Any] = {}
-        if own_ids and mask.kv_ids is None:
+        if any_kv_ids and mask.kv_ids is None:
             changes["kv_ids"] = mask.q_ids
-        if own_positions and mask.kv_pos is None:
+        if any_kv_pos and mask.kv_pos is None:
             changes["kv_pos"] = mask.q_pos
-        made.append(dataclasses.replace(mask, **changes))
-    if any(mask.private_part is None for mask in made):
-        return made
-    private = _with_same_arrays([_part(mask) for mask in made])
-    if len({len(mask.shared_parts) for mask in made}) > 1:
-        return made
-    shared = [_with_same_arrays(list(x)) for x in zip(*(m.shared_parts for m in made), strict=True)]
+        changed.append(dataclasses.replace(mask, **changes))
+    if any(mask.private_part is None for mask in changed):
+        return changed
+    private = _with_same_arrays([_part(mask) for mask in changed])
+    if len({len(mask.shared_parts) for mask in changed}) > 1:
+        return changed
+    shared = [
+        _with_same_arrays(list(x)) for x in zip(*(m.shared_parts for m in changed), strict=True)
+    ]
     return [
         dataclasses.replace(mask, private_part=part, shared_parts=tuple(x[n] for x in shared))
-        for n, (mask, part) in enumerate(zip(made, private, strict=True))
+        for n, (mask, part) in enumerate(zip(changed, private, strict=True))
     ]
 
 
 def _with_same_halos(masks: list[AttentionMask]) -> list[AttentionMask]:
-    """The masks, all with parts for halos of one size, the one for which they fetch the fewest keys
-    together. A mask without halos, or with others, gets parts that no layer reads."""
+    """Gives all masks parts for halos of one size: the size that saves the most fetched keys in
+    total. A mask without halos, or with another size, gets parts that are never read."""
     sizes = [mask.halo and (mask.halo, _part(mask).mask_mode) for mask in masks]
     of_plan = any(mask.halo is None and mask.private_part is not None for mask in masks)
     known = {mask.halos_suffice is None for mask in masks}
@@ -171,7 +175,7 @@ def _part(mask: AttentionMask) -> AttentionMask:
 
 
 def _with_mode(mask: AttentionMask, mode: MaskMode) -> AttentionMask:
-    """The same mask in this mode, which compares no less than its own."""
+    """The same mask in `mode`, which compares at least as much as the mask's mode."""
     own = mask.mask_mode
     if own == mode:
         return mask

@@ -1,5 +1,7 @@
-"""tree(...) and shared_prefix(...): tokens that attend to their ancestors in a packed tree; the
-depth of each token, and the token before it on its path."""
+"""tree(...) and shared_prefix(...): tokens attend to their ancestors in a packed tree.
+
+Also the depth of each token, and the token before it on its path.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ _ARGUMENTS = {_TREE: ("segment_ids", "parents"), _SHARED_PREFIX: ("group_ids", "
 class Tree(MaskExpression):
     """See `tree` and `shared_prefix`."""
 
-    ids: Array  # (B, S) or (S,): of segments, or of groups
-    others: Array  # parents, (B, N) or (N,), or the answer ids of tokens, like ids
-    form: str
+    ids: Array  # (B, S) or (S,): segment ids of a tree, group ids of shared_prefix
+    others: Array  # parents of a tree, (B, N) or (N,); answer ids of shared_prefix, like ids
+    form: str  # the name of the function
 
     of_rows = False
     once = "pass all trees of a row in one call, with one root after another"
@@ -84,7 +86,7 @@ class Tree(MaskExpression):
         if number == 0:  # groups without tokens
             return np.zeros((*ids.shape[:-1], 0, 0), bool)
         name = np.arange(number)
-        # From each segment to itself and those above it: by squaring, for any numbering.
+        # above[n, m]: segment m is n or an ancestor of n. Repeated squaring, for any numbering.
         above = (parents[..., :, None] == name) | (name[:, None] == name)
         for _ in range(levels_of(number)):
             above = (above[..., :, :, None] & above[..., None, :, :]).any(-2)
@@ -95,7 +97,7 @@ class Tree(MaskExpression):
         at_segment = xp.broadcast_to(at_segment, (*lead, ids.shape[-1]))
         of_rows = xp.take_along_axis(above, at_segment[..., :, None], axis=-2)
         attended = xp.take_along_axis(of_rows, at_segment[..., None, :], axis=-1)
-        # A segment comes before those below it, and these are contiguous.
+        # Depth-first order: a segment comes before its descendants, which are contiguous.
         last = xp.where(above, name[:, None], -1).max(-2)
         orders = (
             (last - name + 1 == above.sum(-2, dtype=np.int32)) & (parents < name) & (parents >= -1)
@@ -109,16 +111,17 @@ class Tree(MaskExpression):
         return attended & both & valid[..., None, None]
 
     def segments(self) -> tuple[Array, Array]:
-        """The segments of tokens and their parents, as in the arguments of `tree`."""
+        """The segment ids of tokens and the parents of segments, as the arguments of `tree`."""
         if self.name == _TREE:
             return self.ids, self.others
         return _segments_of_groups(self.ids, self.others)
 
     def groups(self) -> Array:
-        """What a plot colours: segments of tokens, or the groups of shared prefixes."""
+        """The id that determines a token's color in a plot: its segment or group."""
         if self.name == _TREE:
             return self.ids
-        # A group is a run of ids: an id that reappears is another group. Paths begin at its prompt.
+        # An id that reappears is another group, so use the index of the first token of the path,
+        # which is in the prompt.
         first = self.nodes().first
         return first[0] if self.ids.ndim == self.others.ndim == 1 else first
 
@@ -129,24 +132,27 @@ class Tree(MaskExpression):
 
 
 def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
-    """Row i attends to the keys of its segment and of the segments above it in a tree.
+    """Each token attends to its segment and to the ancestors of that segment in a tree.
 
-    For rows that hold a prompt and many answers, a conversation with branches, or a search tree:
-    tokens shared by branches are stored once. Segments are the pieces between branches, numbered in
-    depth-first order: a segment, then everything below it. A row may hold several trees, one after
-    another. The attention is exact, and blocks of siblings are skipped in both passes.
+    For a prompt with many answers, a conversation with branches, or a search tree: tokens shared by
+    branches are stored once. A segment is the text between two branch points. Segments are numbered
+    in depth-first order: a segment, then all of its descendants. A packed row may contain several
+    trees, one after another. Attention is exact, and blocks of siblings are skipped in both passes.
 
     Expressions joined with a tree compare depths instead of indices, except documents(...),
     ranges(...) and block_sparse(...). A token's depth is the number of tokens before it on its
-    path, as RoPE needs (`tree_positions`). Language models train on `tree(...) & causal()`;
-    `sliding_window` and `chunked` follow the path; with `prefix(lengths)` every row also attends to
-    the first tokens of its path.
+    path, as RoPE needs (`tree_positions`). For language models, use `tree(...) & causal()`.
+    `sliding_window` and `chunked` count along the path. With `prefix(lengths)`, every token also
+    attends to the first tokens of its path.
 
     Args:
         segment_ids: (B, S) or (S,), the segment of each token, from 0; they do not decrease. -1 is
             padding, and may be anywhere.
         parents: (B, N) or (N,), the parent of each segment, which comes before it, or -1 for the
             root of a tree. Segments may have no tokens, for example to pad a batch.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above; numpy arrays that are not
@@ -171,7 +177,7 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 
 
 def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression:
-    """Row i attends to its group's prompt and to its answer: a `tree` with one prompt per group.
+    """A token attends to its group's prompt and to its answer: a `tree` with a prompt per group.
 
     For packed reinforcement learning (GRPO): each group is a prompt, then its answers one after
     another. The prompt is stored once. The rules of `tree` apply.
@@ -182,6 +188,9 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
         answer_ids: like group_ids. -1 marks the tokens of the prompt, which come before the answers
             of their group; a group may have no prompt. All tokens of an answer have one id, which
             differs from those of the answers before and after it in the group.
+
+    Returns:
+        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     A group, and an answer within it, is a run of equal ids, ignoring padding: an id that reappears
     later is another group or answer.
@@ -249,7 +258,7 @@ def path_predecessors(expression: MaskExpression) -> Array:
 
 
 def _of_tokens(expression: Any, function: Callable[[Nodes], Any]) -> Any:
-    """function(the nodes of the tree in it), (B, S), without a batch if the tree has none."""
+    """function(nodes of the expression's tree), (B, S), or (S,) if the tree has no batch."""
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
@@ -276,7 +285,7 @@ def tree_of(expression: MaskExpression) -> Tree | None:
 def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
     """The lowest and the highest depth on its path that each row attends to; None: unbounded.
 
-    ids: those of documents(...), or None.
+    ids: the segment ids of documents(...), or None.
     """
     of_rows = (nodes.node,) if ids is None else (nodes.node, ids)
     at = Positions(nodes.position, nodes.position, of_rows, True)
@@ -284,17 +293,18 @@ def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
 
 
 def tree_rows(
-    held: tuple[Tree, jax.Array | None], interval: And
+    operands: tuple[Tree, jax.Array | None], interval: And
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lo, hi, end) of the tokens of whole sequences, (B, S) each. `held` is the tree, and the ids
-    of documents(...) or None.
+    """(lo, hi, end) for each token of whole sequences, (B, S) each.
 
     Row i attends to key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
-    subtree of the key's segment. In depth-first order a subtree's tokens are contiguous, so
-    i < end[j] says that row i is below the key or in its segment. Keys of one path are in the order
-    of their depths, so limits of depths are limits of indices.
+    subtree of the key's segment. In depth-first order the tokens of a subtree are contiguous, so
+    i < end[j] means that row i is in the key's segment or below it. The keys of a path are ordered
+    by depth, so limits on depths are limits on indices.
+
+    operands: the tree, and the segment ids of documents(...) or None.
     """
-    tree, ids = held
+    tree, ids = operands
     nodes = tree.nodes()
     low, high = position_limits(nodes, ids, interval)
     causal = high is nodes.position
@@ -317,7 +327,7 @@ def tree_rows(
 
 
 def tree_keys(tree: Tree, interval: And) -> Any:
-    """(B or 1, S): how many keys each row attends to; its path has one key per depth."""
+    """(B or 1, S): how many keys each row attends to: one per depth of its path."""
     nodes = tree.nodes()
     xp = numpy_of(nodes.position)
     low, high = position_limits(nodes, None, interval)
@@ -328,9 +338,9 @@ def tree_keys(tree: Tree, interval: And) -> Any:
 
 
 def _segments_of_groups(groups: Any, answers: Any) -> tuple[Any, Any]:
-    """Runs of one answer of one group as segments: (the segment of each token, parents).
+    """Makes each prompt and each answer a segment: (segment id of each token, parents).
 
-    Where a prompt comes after an answer, segments are invalid.
+    If a prompt comes after an answer of its group, all segment ids of the row are invalid.
     """
     flat = groups.ndim == answers.ndim == 1
     groups, answers = _two(groups), _two(answers)
@@ -347,12 +357,12 @@ def _segments_of_row(groups: Any, answers: Any, xp: ModuleType) -> tuple[Any, An
         groups, answers, index = vary_together(groups, answers, index)
     real = groups != PADDING_SEGMENT_ID
     seen = greatest_yet(xp.where(real, index, -1), xp)
-    before = xp.concatenate([xp.full_like(index[:1], -1), seen[:-1]])  # the token before it
+    before = xp.concatenate([xp.full_like(index[:1], -1), seen[:-1]])  # the previous real token
     at = xp.maximum(before, 0)
     new_group = real & ((before < 0) | (groups[at] != groups))
     begins = new_group | (real & (answers[at] != answers))
     segment = xp.cumsum(begins, dtype=np.int32) - 1
-    group = greatest_yet(xp.where(new_group, index, 0), xp)  # its first token
+    group = greatest_yet(xp.where(new_group, index, 0), xp)  # the first token of the group
     below = ~new_group & (answers[group] == PROMPT)
     parent = xp.where(below, segment[group], -1)
     parents = scattered(
@@ -368,7 +378,7 @@ def _two(x: Any) -> Any:
 
 
 def _checked(expression: Tree) -> Tree:
-    """Checks sizes, and for numpy arrays the values."""
+    """Returns the tree after checking sizes and, for numpy arrays, values."""
     check_lengths(expression)
     batch_of(expression)
     if isinstance(expression.ids, jax.Array) or isinstance(expression.others, jax.Array):
@@ -420,44 +430,44 @@ def _checked(expression: Tree) -> Tree:
     return expression
 
 
-# --- What each token of a packed tree attends: its path from the root, by arithmetic on segments.
+# --- The path of each token from the root, computed from segments.
 #
 # Segments are numbered in depth-first order, so the tokens of a subtree are contiguous, and the
-# keys of a path are in the order of their depths. Ancestors are found by doubling (binary lifting):
-# step k looks 2^k segments up. Nothing loops over tokens.
+# keys of a path are ordered by depth. Ancestors are found by binary lifting: step k goes 2^k
+# segments up. Nothing loops over tokens.
 
 
 class Nodes(NamedTuple):
-    """One or several trees; arrays are (B, ...). An additional last segment is that of padding.
+    """The tokens and segments of packed trees. One more segment, the last, is that of padding.
 
-    Where `valid` is False the input is not trees in depth-first order, and all tokens are padding.
+    If `valid` is False, the row is not trees in depth-first order and attends to nothing.
     """
 
     valid: Any  # (B,)
     node: Any  # (B, S): the segment of a token
-    position: Any  # (B, S): how many tokens come before it on its path
+    position: Any  # (B, S): the number of tokens before it on its path
     last: Any  # (B, S): the position of the last token of its segment
     first: Any  # (B, S): the index of the first token of its path
-    own_end: Any  # (B, S): one after the last token of its segment
-    end: Any  # (B, S): one after the last token of its segment's subtree; 0: padding
-    ups: Any  # (B, levels, N + 1): the segment 2^k above
+    own_end: Any  # (B, S): the index after the last token of its segment
+    end: Any  # (B, S): the index after the last token of its segment's subtree; 0: padding
+    ups: Any  # (B, levels, N + 1): the ancestor 2^k levels above a segment
     start: Any  # (B, N + 1): the position of a segment's first token
-    rank: Any  # (B, N + 1): how many tokens come before that first token in the row
-    token: Any  # (B, S): the index of the n-th token of the row
+    rank: Any  # (B, N + 1): the number of non-padding tokens before a segment's first token
+    token: Any  # (B, S): the index of the n-th non-padding token of the row
 
 
 def levels_of(number: Any) -> int:
-    """How many levels of binary lifting reach the root from any of `number` segments."""
+    """The levels of binary lifting that reach the root from any of `number` segments."""
     return 31 if is_symbolic(number) else max(1, (number - 1).bit_length())
 
 
 def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
-    """From ids (B or 1, S), the segments of tokens, and parents (B or 1, N), -1 for a root."""
+    """The nodes for segment ids (B or 1, S) and parents (B or 1, N), -1 for a root."""
     return _by_row(functools.partial(_nodes_of_row, levels), ids, parents)
 
 
 def index_at(nodes: Nodes, position: Any) -> Any:
-    """(B, S): the index of the token at a position (from 0 to `last`) of each token's path."""
+    """(B, S): the index of the token at a position, from 0 to `last`, on each token's path."""
     return jax.vmap(_index_at)(nodes, position)
 
 
@@ -493,7 +503,7 @@ def _nodes_of_row(levels: int, ids: Any, parents: Any, xp: ModuleType) -> Nodes:
     of_subtree = own_end, name, none + 1
     carry, ups = _repeat(double, (up, *of_subtree, size, first), levels, xp)
     _, end, last, count, total, lead = carry
-    # Depth-first: the segments of every subtree are contiguous.
+    # Depth-first order: the segments of every subtree are contiguous.
     valid = valid & ((count == last - name + 1) | ~given).all()
     end = xp.where(given & valid, end, 0)
     start = total - size
@@ -520,18 +530,21 @@ def _nodes_of_row(levels: int, ids: Any, parents: Any, xp: ModuleType) -> Nodes:
 
 
 def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
-    """function(*arrays of a row, numpy or jax.numpy) for each batch row; arrays: (B or 1, ...)."""
+    """Maps function(*arrays of one row, np or jnp) over the batch; arrays: (B or 1, ...)."""
     xp = numpy_of(*arrays)
-    batch = max(x.shape[0] for x in arrays)
+    (batch,) = np.broadcast_shapes(*(x.shape[:1] for x in arrays))
     arrays = tuple(xp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays)
     if xp is jnp:
         return jax.vmap(lambda *row: function(*row, jnp))(*vary_together(*arrays))
+    if batch == 0:  # one row, for the shapes of the results
+        arrays = tuple(np.zeros((1, *x.shape[1:]), x.dtype) for x in arrays)
     rows = [function(*row, np) for row in zip(*arrays, strict=True)]
-    return jax.tree.map(lambda *x: np.stack(x), *rows)
+    return jax.tree.map(lambda *x: np.stack(x)[:batch], *rows)
 
 
 def _index_at(nodes: Nodes, position: Any, xp: ModuleType = jnp) -> Any:
-    """Climbs while the segment above begins after the position, then once more if necessary."""
+    """Binary lifting to the highest ancestor that begins after `position`, then its parent; no
+    step if the token's own segment contains the position."""
     if nodes.token.shape[0] == 0:
         return position
     padding = nodes.start.shape[0] - 1
@@ -559,11 +572,10 @@ def _all_predecessors(nodes: Nodes) -> Any:
 
 
 def _predecessors(nodes: Nodes, xp: ModuleType) -> Any:
-    """A token's predecessor is in its segment, or is the last of the nearest non-empty one above:
-    the token of its path one position before it."""
+    """The index of the token one position before each token on its path, or -1."""
     position = nodes.position - 1
-    there = nodes.valid & (nodes.end > 0) & (position >= 0)
-    return xp.where(there, _index_at(nodes, position, xp), -1).astype(np.int32)
+    has_predecessor = nodes.valid & (nodes.end > 0) & (position >= 0)
+    return xp.where(has_predecessor, _index_at(nodes, position, xp), -1).astype(np.int32)
 
 
 def greatest_yet(x: Any, xp: ModuleType) -> Any:
@@ -571,15 +583,15 @@ def greatest_yet(x: Any, xp: ModuleType) -> Any:
 
 
 def scattered(onto: Any, at: Any, x: Any, how: str, xp: ModuleType) -> Any:
-    """`onto` with x added, or combined by minimum or maximum, at the indices `at`. Indices past the
-    end of `onto` are ignored.
+    """A copy of `onto`, combined with x at the indices `at` by "add", "min" or "max". Indices past
+    the end are ignored.
     """
     if xp is jnp:
         return getattr(onto.at[at], how)(x, mode="drop")
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
-    made, there = onto.copy(), at < onto.shape[0]
-    function.at(made, at[there], x[there])
-    return made
+    result, in_bounds = onto.copy(), at < onto.shape[0]
+    function.at(result, at[in_bounds], x[in_bounds])
+    return result
 
 
 def _repeat(step: Callable[[Any], tuple[Any, Any]], carry: Any, times: int, xp: ModuleType) -> Any:

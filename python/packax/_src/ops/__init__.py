@@ -1,1 +1,1 @@
-"""One attention call as JAX primitives: shapes, batching, lowering to CUDA kernels and to XLA."""
+"""Attention as JAX primitives: shapes, batching, partitioning, lowering to CUDA and XLA."""

@@ -1,4 +1,4 @@
-"""How vmap folds into the batch: for every primitive, the mapped axis is merged with the batch."""
+"""The vmap rules of the primitives: they merge the mapped axis with the batch."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ P = jax.sharding.PartitionSpec
 
 
 class BatchingRule(NamedTuple):
-    """Merges the mapped axis into the batch, which is every operand's first axis.
+    """Merges the mapped axis with the batch, the first axis of every operand.
 
-    It goes before the batch, or after it if the type of the operand shards the batch over a mesh of
-    explicit axes, because jax cannot merge such axes in the other order.
+    The mapped axis comes before the batch. If an operand's type shards the batch over explicit mesh
+    axes, it comes after the batch, because jax cannot merge such axes in the other order.
     """
 
     size: Any
-    behind: bool
+    after_batch: bool
 
     def place(self, x: jax.Array, dim: int | None) -> jax.Array:
-        """x with the mapped axis next to the batch, of size 1 if x is not mapped."""
-        to = int(self.behind)
+        """x with the mapped axis next to the batch; the axis has size 1 if x is not mapped."""
+        to = int(self.after_batch)
         return jnp.expand_dims(x, to) if dim is None else jnp.moveaxis(x, dim, to)
 
     def merged(self, x: jax.Array, batch: Any) -> jax.Array:
-        """The result of `place` with both axes merged, repeated where an axis is 1."""
-        shape = (batch, self.size) if self.behind else (self.size, batch)
+        """The result of `place` with both axes merged, after broadcasting axes of size 1."""
+        shape = (batch, self.size) if self.after_batch else (self.size, batch)
         x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
         return self._reshape(x, (shape[0] * shape[1], *x.shape[2:]))
 
     def fold(self, x: jax.Array, dim: int | None) -> jax.Array:
         x = self.place(x, dim)
-        return self.merged(x, x.shape[0 if self.behind else 1])
+        return self.merged(x, x.shape[0 if self.after_batch else 1])
 
     def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
-        """For operands that all have the batch or all 1: those with 1 keep it unless mapped."""
+        """Folds operands of which all have the batch, or all have a batch of 1.
+
+        A batch of 1 is kept if none of them is mapped.
+        """
         if operands[0].shape[batch_axis(dims[0])] == 1 and all(d is None for d in dims):
             return list(operands)
         placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
         return [self.merged(x, batch) for x in placed]
 
     def unfold(self, results: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int]]:
-        shape = (-1, self.size) if self.behind else (self.size, -1)
+        shape = (-1, self.size) if self.after_batch else (self.size, -1)
         apart = [self._reshape(x, (*shape, *x.shape[1:])) for x in results]
-        return apart, [int(self.behind)] * len(apart)
+        return apart, [int(self.after_batch)] * len(apart)
 
     def _reshape(self, x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
-        """Reshapes with the sharding of the batch: jax 0.7 cannot infer it next to an axis of 1."""
-        if not self.behind:
+        """Keeps the sharding of the batch, which jax 0.7 cannot infer next to an axis of size 1."""
+        if not self.after_batch:
             return x.reshape(shape)
         given = jax.typeof(x).sharding
         batch, *rest = (*given.spec, *[None] * x.ndim)[: x.ndim]
@@ -90,13 +93,15 @@ _TOGETHER = {
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
     **dict.fromkeys((*TENSORS, "init"), "tensors"),
 }
-"""Groups of operands that either all have the batch or all have 1. Tensors and dropout_streams
-always have the batch."""
+"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1.
+Tensors and dropout_streams always have the batch."""
 
 
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
-    """Operands are those of `names`, possibly followed by tangents of those that may have one
-    (tangents.py), which are folded in the same way.
+    """The rule for attention primitives.
+
+    The operands are those of `names`. In the primitives of tangents.py, tangents of the
+    differentiable ones follow, which are folded in the same way.
     """
     every = [*names, *(differentiable(names) if len(operands) > len(names) else ())]
     values = list(zip(operands, dims, strict=True))
@@ -106,7 +111,7 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     shared = [x.shape[batch_axis(d)] == 1 for x, d in biases]
     apart = bias_grad or any(d is not None for _, d in biases)
     if batch != 1 and any(shared) and apart and not sharded:
-        # folding would repeat the bias for the batch
+        # folding would repeat the bias for every row of the batch
         return _one_by_one(primitive, operands, dims, names=names, **params)
     folding = batching_rule(operands, dims)
     expanded = bias_grad and shared[0]
@@ -117,24 +122,25 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     for group, numbers in groups.items():
         of_group = [values[n] for n in numbers]
         if group == "tensors":
-            made = [folding.fold(x, d) for x, d in of_group]
+            group_folded = [folding.fold(x, d) for x, d in of_group]
         elif group == "dropout_streams" or (group == "bias" and expanded):
-            # Every batch row has its own dropout bits, and every element of the bias its gradient.
-            made = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
+            # Dropout bits differ between batch rows. Gradients of the bias differ between mapped
+            # elements.
+            group_folded = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
         else:
             arrays, axes_of = zip(*of_group, strict=True)
-            made = folding.fold_shared(arrays, axes_of, batch)
-        for n, x in zip(numbers, made, strict=True):
+            group_folded = folding.fold_shared(arrays, axes_of, batch)
+        for n, x in zip(numbers, group_folded, strict=True):
             folded[n] = x
     results = primitive.bind(*folded, names=names, **params)
     unfolded, axes = folding.unfold(results)
-    if expanded:  # its gradient is now of all batch rows
-        unfolded[-1] = _sum_of_batch(unfolded[-1], 0 if folding.behind else 1)
+    if expanded:  # sum the gradients of the batch rows
+        unfolded[-1] = _sum_of_batch(unfolded[-1], 0 if folding.after_batch else 1)
     return unfolded, axes
 
 
 def _one_by_one(primitive: Primitive, operands, dims, **params):
-    """A loop over the mapped axis, which repeats nothing."""
+    """A loop over the mapped axis, so that nothing is repeated."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
 
     def one(some):
@@ -151,22 +157,25 @@ def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:
-    """rule(primitive, whether the mapped axis is divided over a mesh, operands, dims, **params)."""
+    """Registers rule(primitive, sharded, operands, dims, **params).
+
+    `sharded`: whether the mapped axis is sharded over a mesh.
+    """
 
     def batched(axis_data, operands, dims, **params):
         if all(d is None for d in dims):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         if not is_symbolic(axis_data.size) and axis_data.size == 0:
-            return _of_no_element(primitive, operands, dims, **params)
+            return _empty_results(primitive, operands, dims, **params)
         names = axis_data.spmd_name, getattr(axis_data, "explicit_mesh_axis", None)
         return rule(primitive, any(x is not None for x in names), operands, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batched
 
 
-def _of_no_element(primitive: Primitive, operands, dims, **params):
-    """vmap over an axis of size 0: nothing is computed."""
+def _empty_results(primitive: Primitive, operands, dims, **params):
+    """vmap over an axis of size 0: empty results, without computing anything."""
     one = [
         jax.ShapeDtypeStruct([n for axis, n in enumerate(x.shape) if axis != d], x.dtype)
         for x, d in zip(operands, dims, strict=True)

@@ -1,9 +1,9 @@
-"""Dropout of the softmax's probabilities: the check of its key, and the counters of its bits.
+"""Dropout of the softmax's probabilities: checks its random key, and prepares the counters.
 
-Bits are Philox4x32-10 (Salmon et al., 2011) of the random key and the indices of batch row, head,
-row and key. So nothing is stored, and the bits do not depend on mesh, tile or pass. `streams` holds
-the random key and the indices of batch row and head, `rows` those of rows; they are sharded like
-batch, heads and rows.
+The random bits are Philox4x32-10 (Salmon et al., 2011) of the random key and the indices of batch
+row, head, row and key. So no bits are stored, and they do not depend on the mesh, the tile or the
+pass. `streams` contains the random key and the indices of batch row and head, and is sharded like
+batch and heads. `rows` contains the indices of rows, and is sharded like rows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 
 
 class OneForAll(NamedTuple):
-    """As dropout_key it makes all batch rows and heads drop the same pairs of row and key."""
+    """A dropout_key with which all batch rows and heads drop the same pairs of row and key."""
 
     key: Any
 
 
 def inverse_keep(threshold: int) -> float:
-    """1 / the fraction of elements that is kept; C++ computes the same (csrc/ffi/attention.cc)."""
+    """1 / (fraction of elements kept); csrc/ffi/attention.cc computes the same number."""
     return 1.0 / (1.0 - threshold / WORDS)
 
 
 def check_key(key: Any) -> None:
-    """Raises ValueError unless it is a single random key of jax."""
+    """Raises ValueError unless `key` is a single random key of jax."""
     key = key.key if isinstance(key, OneForAll) else key
     if key is None:
         raise ValueError(
@@ -53,12 +53,12 @@ def check_key(key: Any) -> None:
 
 
 def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
-    """(B, H, 4) uint32: two words of the key, the index of the batch row and that of the head."""
+    """(B, H, 4) uint32: two words of the key, the index of the batch row, the index of the head."""
     one_for_all = isinstance(key, OneForAll)
     key = key.key if one_for_all else key
     try:
         words = jax.random.bits(key, (2,), jnp.uint32)
-    except TypeError as error:  # a raw key that is not of jax's default implementation
+    except TypeError as error:  # a raw key of an implementation other than jax's default
         raise ValueError(f"dropout_key is not a key of jax.random: {error}") from None
     batch, _, heads, _ = query.shape
     axes = ((), ()) if layout is None else (layout.batch, layout.heads)
@@ -74,7 +74,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
-    """(1 or B, Sq) int32: the index of every query row in the sequence."""
+    """(1 or B, Sq) int32: the index in the sequence of every query row."""
     if mask.private_part is not None:
         raise NotImplementedError(
             "dropout cannot be used with a plan of kind 'local': make a plan of another kind, such "
@@ -98,7 +98,7 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
 
 
 def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
-    """Indices into the whole array, also where the caller's shard_map is over some of the axes."""
+    """Indices into the global array, even if the caller's shard_map covers some of `axes`."""
     index = jnp.arange(size, dtype=jnp.int32)
     manual = () if layout is None else tuple(axis for axis in axes if axis in layout.manual)
     if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
@@ -107,7 +107,7 @@ def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
 
 
 def philox(counters: Any, keys: Any) -> list[jax.Array]:
-    """Philox4x32-10: four words of uint32 for four counters and two keys, arrays of uint32."""
+    """Philox4x32-10: four uint32 words from four counters and two keys, which are uint32 arrays."""
     c0, c1, c2, c3 = counters
     k0, k1 = keys
     for _ in range(10):
@@ -119,7 +119,7 @@ def philox(counters: Any, keys: Any) -> list[jax.Array]:
 
 
 def _product(x: jax.Array, y: np.uint32) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower 32 bits of a product, without 64-bit integers."""
+    """The high and low 32 bits of a product, without 64-bit integers."""
     half, low = np.uint32(16), np.uint32(0xFFFF)
     x1, x0, y1, y0 = x >> half, x & low, y >> half, y & low
     middle = x1 * y0 + (x0 * y0 >> half)

@@ -1,8 +1,8 @@
 """Calls into C++: which kernels this build has, and the FFI calls of both passes.
 
-C++ looks kernels up by the device (csrc/runtime/variants.cc). Here they are looked up while a
-program is lowered, when it is not yet known which GPU will run it. Absent operands and results of a
-call have shape (0,): docs/internals/ffi.md.
+C++ selects kernels for the device at run time (csrc/runtime/variants.cc). This module looks them up
+while a program is lowered, when the GPU that will run it is not yet known. Absent operands and
+results of a call have shape (0,) (docs/internals/ffi.md).
 """
 
 from __future__ import annotations
@@ -36,85 +36,81 @@ from packax._src.ops.partitioning import plain
 ext: ModuleType | None
 try:
     ext = importlib.import_module("packax._ext")
-except ImportError as error:  # a source tree or a broken install: XLA works, `info` reports it
+except ImportError as error:  # source tree or broken install: XLA still works, `info` reports it
     ext, ext_error = None, str(error)
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-FP8 = "e4m3"  # of keys and values
-_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are computed in float32
+FP8 = "e4m3"  # for keys and values
+_FLOAT32 = {False: "tf32", True: "f32"}  # keyed by whether products are computed in float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
-MULTIPLE = 8  # of head dims: rows of 16 bytes
+MULTIPLE = 8  # head dims are multiples of it, so that rows are multiples of 16 bytes
 
 
 def for_export(ctx: Any) -> bool:
-    """Whether jax.export lowers it, for a machine that may not be this one."""
+    """Whether the program is lowered by jax.export, possibly for another machine."""
     return ctx.module_context.lowering_parameters.for_export
 
 
 def kernel_here(
-    kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
+    kernel: str, dtype: str = "any", qk_dim: int = 0, v_dim: int = 0, *, for_export: bool = False
 ) -> bool:
-    """Whether this build has the kernel and, as far as is known, this process a GPU for it."""
-    asked = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
-    keys = ("kernel", "dtype", "qk_dim", "v_dim")
-    rows = [row for row in variants() if tuple(row[key] for key in keys) == asked]
-    return _any_serves(rows, for_export)
+    """Whether a GPU that may run the program has the kernel.
+
+    A mask kernel has no dtype and no head dims.
+    """
+    wanted = _DTYPES.get(dtype, dtype), qk_dim, v_dim
+    return any(_find(kernel, cc, *wanted) for cc in _capabilities(for_export))
 
 
 def common_dims(
     kernels: tuple[str, ...], dtype: str, *, for_export: bool = False
 ) -> set[tuple[int, int]]:
-    """The head dims of query and value for which every GPU that may run the program has one of
-    these kernels. GPUs that have them for no head dims do not count."""
-    short = _DTYPES.get(dtype)
+    """The head dims (query, value) for which every GPU that may run the program has one of these
+    kernels. GPUs for which there is none of these kernels are ignored."""
+    short = _DTYPES.get(dtype, dtype)
     rows = [row for row in variants() if row["kernel"] in kernels and row["dtype"] == short]
-    capabilities = None if for_export else local_capabilities()
+    built = {(row["kernel"], row["qk_dim"], row["v_dim"]) for row in rows}
     of_gpus = [
-        {(row["qk_dim"], row["v_dim"]) for row in rows if _serves(row, cc)}
-        for cc in capabilities or {row["cc"] for row in rows}
+        {(qk, v) for kernel, qk, v in built if _find(kernel, cc, short, qk, v)}
+        for cc in _capabilities(for_export)
     ]
     return set.intersection(*filter(None, of_gpus)) if any(of_gpus) else set()
 
 
-def serves_here(kernel: str, *, for_export: bool = False) -> bool:
-    """kernel_here for a kernel of masks, which has neither dtype nor head dims."""
-    return _any_serves([row for row in variants() if row["kernel"] == kernel], for_export)
-
-
 def whole_table() -> tuple[Any, ...]:
-    """The kernels of a full build."""
+    """The kernels of a full build, as rows of the table."""
     assert ext is not None
-    return _made(getattr(ext, "whole_table", ext.variants))
+    return _cached_rows(ext.whole_table)
 
 
 def variants() -> tuple[Any, ...]:
-    """Every kernel in this build."""
+    """The kernels of this build, as rows of the table."""
     assert ext is not None
-    return _made(ext.variants)
+    return _cached_rows(ext.variants)
 
 
 @functools.lru_cache(4)
-def _made(table: Callable[[], Any]) -> tuple[Any, ...]:
-    return tuple(table())  # cached: 1,600 rows take milliseconds, and a lowering asks many times
+def _cached_rows(table: Callable[[], Any]) -> tuple[Any, ...]:
+    return tuple(table())  # cached: 1,600 rows take milliseconds, and each lowering reads it often
 
 
-def _any_serves(rows: Any, for_export: bool) -> bool:
-    capabilities = None if for_export else local_capabilities()
-    if capabilities is None:
-        return bool(rows)
-    return any(_serves(row, cc) for row in rows for cc in capabilities)
+def _find(kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int) -> str | None:
+    """The variant that C++ would choose on this GPU, with the newest driver."""
+    assert ext is not None
+    return ext.find(kernel, cc, dtype, qk_dim, v_dim)
 
 
-def _serves(row: Any, cc: int) -> bool:
-    """The same rule as Find() in csrc/runtime/variants.cc."""
-    if row["arch_specific"]:
-        return row["cc"] == cc
-    return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
+def _capabilities(for_export: bool) -> set[int]:
+    """Those of the GPUs that may run the program: this process's, or all that this build is for."""
+    local = None if for_export else local_capabilities()
+    return local or {row["cc"] for row in variants()}
 
 
 def local_capabilities() -> set[int] | None:
-    """Compute capabilities of this process's CUDA devices (90 is 9.0); None: there are none, so it
-    compiles for another machine."""
+    """The compute capabilities of this process's CUDA devices (90 for 9.0).
+
+    None: it has none, so it compiles for another machine.
+    """
     try:
         devices = jax.local_devices(backend="cuda")
         return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
@@ -125,11 +121,10 @@ def local_capabilities() -> set[int] | None:
 def has_kernels(
     query: Any, key: Any, value: Any, *, options: bool = False, with_bias: bool = False
 ) -> bool:
-    """Whether packax has both passes for the dtype and head dims, in a full build; True without a
-    build.
+    """Whether a full build has kernels of both passes for the dtype and head dims.
 
-    `options`: with a block mask, or anything else that only the fallback kernels take; `with_bias`:
-    with a bias array or dropout.
+    True if the extension is not built. `options`: with a block mask, or another option that only
+    the fallback kernels support. `with_bias`: with a bias array or dropout.
     """
     precisions = (False, True) if str(query.dtype) == "float32" else (True,)
     sets = (True,) if options or with_bias else (False, True)
@@ -144,7 +139,7 @@ def has_kernels(
 
 
 def _names(direction: str, fallback: bool, with_bias: bool) -> list[str]:
-    """The kernels of a direction. With a bias array or dropout the backward has one more."""
+    """The names of the kernels of a pass. With bias or dropout the backward has one more."""
     suffix = "_bias" if with_bias else "_fallback" if fallback else ""
     names = [name + suffix for name in _KERNELS[direction]]
     return [*names, "backward_dbias"] if with_bias and direction == "backward" else names
@@ -159,10 +154,10 @@ def found(
     with_bias: bool = False,
     rows: tuple[Any, ...] | None = None,
 ) -> bool:
-    """Whether this build, or these rows of the table, have all kernels of a direction: for exactly
-    these head dims, or for any up to a maximum.
+    """Whether this build has all kernels of a pass for these head dims.
 
-    `float32_products` is for float32.
+    Fallback kernels support all head dims up to a maximum, other kernels exactly one pair.
+    `float32_products` matters only for float32. `rows`: the table to search instead.
     """
     dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
     if fallback and any(dim % MULTIPLE for dim in dims):
@@ -180,13 +175,13 @@ def found(
 
 
 def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
-    """The dtype's name in the table, for float32 by precision; None: no kernel has it."""
+    """The dtype's name in the table; for float32 it depends on the precision. None: no kernel."""
     name = str(dtype)
     return _FLOAT32[float32_products] if name == "float32" else _DTYPES.get(name)
 
 
 def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
-    """Raises if no GPU has the kernels. C++ checks the GPU that runs it, which is unknown here."""
+    """Raises if this build has no kernels for the call. C++ checks for the GPU that runs it."""
     require_extension()
     query, value, with_bias = of.query, of.value, of.lse_in_two
     if direction == "backward" and choose_algorithm(of, spec) != "portable":
@@ -211,19 +206,20 @@ def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
 
 
 def _with_arguments(of: Operands) -> str:
-    """The caller's arguments for which only the kernels with a bias array or dropout are made."""
+    """The arguments for which the call needs the kernels with a bias array or dropout, as text."""
     given = (("bias=", of.bias), ("dropout_rate=", of.dropout_streams))
     names = [name for name, x in given if x is not None]
     return f"{' and '.join(names)} in " if names else ""
 
 
 def whole_build() -> str:
-    """How to build all kernels if only some were built; the same text as in variants.cc."""
-    part = getattr(ext, "part", str)()
+    """How to build all kernels if this build has only some; variants.cc has the same text."""
+    assert ext is not None
+    part = ext.part()
     if not part:
         return ""
     return (
-        f"; this build has a part of packax's kernels ({part}): "
+        f"; this build has only some of packax's kernels ({part}): "
         "PACKAX_ARCHS=all pip install ./ builds all"
     )
 
@@ -237,7 +233,7 @@ def require_extension() -> None:
 
 
 def _largest(rows: Any) -> list[Any]:
-    """Those whose head dims no other row of the same dtype covers."""
+    """The rows whose head dims are not covered by another row of the same dtype."""
     return [
         row
         for row in rows
@@ -265,9 +261,9 @@ def ffi_call(
     ctx, target: str, operands, workspace: tuple[Any, ...] = (),
     same_memory: dict[int, int] | None = None, **attributes: Any,
 ):  # fmt: skip
-    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs.
+    """The FFI call. Workspaces are extra results, whose memory stays valid under CUDA graphs.
 
-    `same_memory`: operands by index, and the results that reuse their memory.
+    `same_memory`: from the index of an operand to the index of the result that reuses its memory.
     """
     results = len(ctx.avals_out)
     ctx = ctx.replace(
@@ -279,11 +275,11 @@ def ffi_call(
 
 
 def run_once(ctx, results):
-    """The results of a call, after an optimization barrier.
+    """The results of a call, after an optimization barrier, so that the kernel does not run twice.
 
-    If `scan` stores a result for the backward pass that other operations read too, XLA copies the
-    call into a fusion that writes the stored array, and keeps the call itself for the others: the
-    kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). XLA does not look through a
+    If `scan` stores a result for the backward pass, and other operations read that result too, XLA
+    copies the call into the fusion that writes the stored array, and also keeps the original call:
+    the kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). XLA does not look through a
     barrier.
     """
     avals = [plain(x) for x in ctx.avals_out]
@@ -295,24 +291,24 @@ def array(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
-COUNTER = array(1, dtype=jnp.int32)  # from which kernel programs take their next tile
-ABSENT = array(0)  # stands for an absent operand or result
+COUNTER = array(1, dtype=jnp.int32)  # from which the programs of a kernel take their next tile
+ABSENT = array(0)  # an absent operand or result
 
 
-def made_constant(ctx, function, aval):
+def lower_constant(ctx, function, aval):
     make = mlir.lower_fun(lambda: function(aval), multiple_results=False)
-    (made,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
-    return made
+    (constant,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
+    return constant
 
 
 def zeros(ctx, aval):
-    return made_constant(ctx, lambda x: jnp.zeros(x.shape, x.dtype), aval)
+    return lower_constant(ctx, lambda x: jnp.zeros(x.shape, x.dtype), aval)
 
 
 def in_order(
     ctx, names: tuple[str, ...], avals: Operands, values: Operands
 ) -> tuple[list[Any], list[Any]]:
-    """The avals and the values of a call's operands, with ABSENT for absent ones."""
+    """The avals and the values of the operands `names`, with ABSENT for absent operands."""
 
     def listed(of: Operands, absent: Any) -> list[Any]:
         return [absent if getattr(of, x) is None else getattr(of, x) for x in names]
@@ -324,8 +320,10 @@ def in_order(
 
 
 def call_names(direction: Pass) -> tuple[str, ...]:
-    """The names of all operands of a call: first those of both passes, then those of this one.
-    `init` is out or dq."""
+    """The names of all operands of a call: those of both passes, then those of this pass.
+
+    `init` is out or dq.
+    """
     mask = {name: field.passes for name, field in FIELDS.items() if direction in field.passes}
     common = (name for name, passes in mask.items() if len(passes) > 1)
     own = (name for name, passes in mask.items() if len(passes) == 1)
@@ -334,7 +332,7 @@ def call_names(direction: Pass) -> tuple[str, ...]:
 
 
 class HeadGroup(NamedTuple):
-    """The query heads that a call computes."""
+    """The query heads that a call computes; `heads` 0: all."""
 
     first: int
     heads: int
@@ -351,7 +349,7 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
-    """The results of backward_p. Those of dq, dk and dv that no kernel writes are absent."""
+    """The results of backward_p. In the FFI call, gradients that no kernel writes are absent."""
     avals = Operands.of(values.names, ctx.avals_in)
     query, of_keys = avals.query, "key" in spec.needs_grad or "value" in spec.needs_grad
     if group.heads:
@@ -359,7 +357,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     algorithm = choose_algorithm(avals._replace(query=query), spec, for_export(ctx))
     elements = workspace_size(algorithm, query, avals.kv_start.shape[0], avals.bias is not None)
 
-    # The kernel of dq computes score_grads, and the fused one writes dk and dv with dq's sum.
+    # The dq kernel also computes score_grads. The fused kernel always writes dk and dv.
     nothing = array(0, dtype=query.dtype)
     of_query = "query" in spec.needs_grad
     dkv = algorithm == "sm90_fused" or of_keys
@@ -367,7 +365,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     tensors = [x if w else nothing for x, w in zip(ctx.avals_out, written, strict=False)]
     others = list(ctx.avals_out[3:])
     dbias = others.pop() if spec.bias_grad else ABSENT
-    made = _call(
+    call_results = _call(
         ctx.replace(avals_out=[*tensors, dbias, *(others or [ABSENT])]),
         "backward",
         avals,
@@ -380,10 +378,10 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     )
     results = [
         x if w else zeros(ctx, plain(aval))  # unused, so never computed
-        for x, w, aval in zip(made, written, ctx.avals_out, strict=False)
+        for x, w, aval in zip(call_results, written, ctx.avals_out, strict=False)
     ]
-    results += made[4:] if spec.score_grads else []
-    return [*results, *(made[3:4] if spec.bias_grad else [])]
+    results += call_results[4:] if spec.score_grads else []
+    return [*results, *(call_results[3:4] if spec.bias_grad else [])]
 
 
 def _call(
@@ -391,12 +389,12 @@ def _call(
     workspace, **attributes: Any,
 ):  # fmt: skip
     bias_of_indices = avals.bias_of_indices
-    if bias_of_indices:  # sm90 kernels need no positions, the fallback kernels need arrays
+    if bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need arrays
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):
             of_name = array(avals.slopes.shape[0], rows.shape[1], dtype=jnp.int32)
             avals = avals._replace(**{name: of_name})
-            values = values._replace(**{name: made_constant(ctx, _indices, of_name)})
-    # For ids and positions that the mask's check does not read, any int32 array will do.
+            values = values._replace(**{name: lower_constant(ctx, _indices, of_name)})
+    # Ids and positions that the segment check does not read may be any int32 array.
     unread = {
         x: "kv_start" for x in ("q_ids", "kv_ids", "q_pos", "kv_pos") if getattr(avals, x) is None
     }
@@ -406,8 +404,8 @@ def _call(
     )
     names = call_names(direction)
     q_block, kv_block = spec.block_size or (0, 0)
-    there = values.names
-    unknown = [x for x in there if x not in names]
+    present = values.names
+    unknown = [x for x in present if x not in names]
     assert not unknown, f"packax_{direction}_v1 does not take {unknown}: no kernel would read them"
     avals_in, buffers = in_order(ctx, names, avals, values)
     return ffi_call(
@@ -415,8 +413,8 @@ def _call(
         f"packax_{direction}_v1",
         buffers,
         workspace,
-        # The first result reuses the memory of `init`, so the other heads are not copied.
-        {names.index("init"): 0} if "init" in there else None,
+        # The first result reuses the memory of `init`, so that the other heads are not copied.
+        {names.index("init"): 0} if "init" in present else None,
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
         dropout_threshold=np.int64(spec.dropout_threshold),
@@ -432,11 +430,13 @@ def _call(
 
 
 def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False) -> str:
-    """The backward algorithm for which the workspace is sized. If the GPU that runs it has no
-    kernels for it, C++ uses the previous one in the list (csrc/call/operands.h).
+    """The backward algorithm that determines the workspace size.
+
+    If the GPU that runs the program has no kernels for it, C++ uses the previous algorithm in the
+    list in csrc/call/operands.h.
     """
     suffix = suffix_of(of, spec)
-    # The kernels count rows in 32 bits. For an exported program C++ checks that when it runs.
+    # The kernels count rows in 32 bits. For symbolic sizes C++ checks that at run time.
     rows = _padded_rows(of.query)
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return "portable"
@@ -447,14 +447,14 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
     if everything:
         fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)
-    # Separate kernels are deterministic, or compute only what is needed.
+    # Separate kernels are deterministic, and can compute only the gradients that are needed.
     if separate and (spec.deterministic or not everything or not fused):
         return "sm90_separate"
     return "sm90_fused" if fused and not spec.deterministic else "portable"
 
 
 def workspace_size(algorithm: str, query: Any, mask_batch: Any, with_bias: bool) -> Any:
-    """In elements of 4 bytes, as in ReadWorkspace of csrc/ffi/backward.cc."""
+    """The workspace size in 4-byte elements, as in ReadWorkspace in csrc/ffi/backward.cc."""
     rows = _padded_rows(query)
     if algorithm == "portable":
         return rows
@@ -468,7 +468,7 @@ def _padded_rows(query: Any) -> Any:
 
 
 def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
-    """The suffix of the names of the kernels for this option alone; None: there are none."""
+    """The name suffix of the dedicated kernels for the call's only option; None: there are none."""
     if spec.score_grads:
         return None
     suffixes: dict[Any, str] = {
@@ -487,7 +487,7 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
 def takes_fallback(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
 ) -> bool:
-    """Whether a GPU may use the fallback kernels: for other scores, or other head dims."""
+    """Whether a GPU may use the fallback kernels: for options, or for uncommon head dims."""
     if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
     dtype, dims = str(of.query.dtype), (of.query.shape[3], of.value.shape[3])

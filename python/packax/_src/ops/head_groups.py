@@ -1,10 +1,11 @@
-"""forward_p and backward_p for some of the query heads, so that groups of heads need no slices of
-query and output, and no concatenation of the groups' outputs.
+"""forward_p and backward_p for a group of the query heads.
 
-forward_heads_p, backward_heads_p: operands and results of forward_p and backward_p.
-query, out, dout and dq have all query heads; everything else has only those in `heads`. In out and
-dq, the other heads keep their values from the operand `init`, whose memory the kernels write;
-without that operand they may hold anything.
+Groups of heads then need no slices of query and output, and no concatenation of their outputs.
+
+forward_heads_p and backward_heads_p have the operands and results of forward_p and backward_p.
+query, out, dout and dq have all query heads, everything else only the heads in `heads`. In out and
+dq, the other heads keep their values from the operand `init`, whose memory the result reuses.
+Without `init`, they may hold anything.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from packax._src.ops.primitives import backward_results, forward_results, new_pr
 _STATIC = ("spec", "names", "heads")
 
 
-def run(direction: Pass, own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """`lowering.run`, restricted to these query heads unless they are all."""
-    if len(own) == x.query.shape[2]:
+def run(direction: Pass, head_range: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """`lowering.run` for the query heads in head_range."""
+    if len(head_range) == x.query.shape[2]:
         return lowering.run(direction, spec, x._replace(query=require_device_info(x.query)))
-    heads = ffi.HeadGroup(own.start, len(own))
+    heads = ffi.HeadGroup(head_range.start, len(head_range))
     primitive = forward_heads_p if direction == "forward" else backward_heads_p
     return primitive.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
-# --- The definition: slice those heads, compute, and write the result back.
+# --- The definition: slice the heads, compute, and write the result back.
 
 
-def _apart(direction, *operands, spec, names, heads):
+def _slice_and_run(direction, *operands, spec, names, heads):
     x = Operands.of(names, operands)
     sliced = {
         name: jax.lax.slice_in_dim(y, heads.first, heads.first + heads.heads, axis=2)
@@ -46,44 +47,45 @@ def _apart(direction, *operands, spec, names, heads):
         if (y := getattr(x, name)) is not None
     }
     part, *others = lowering.run(direction, spec, x._replace(**sliced, init=None))
-    return [_placed(part, x.init, heads, x.query.shape[2]), *others]
+    return [_write_heads(part, x.init, heads, x.query.shape[2]), *others]
 
 
-def _placed(part: jax.Array, init: jax.Array | None, own: ffi.HeadGroup, heads: int) -> jax.Array:
+def _write_heads(
+    part: jax.Array, init: jax.Array | None, group: ffi.HeadGroup, heads: int
+) -> jax.Array:
     if init is not None:
-        return jax.lax.dynamic_update_slice_in_dim(init, part, own.first, 2)
-    behind = heads - own.first - own.heads
-    return jnp.pad(part, ((0, 0), (0, 0), (own.first, behind), (0, 0)))
+        return jax.lax.dynamic_update_slice_in_dim(init, part, group.first, 2)
+    heads_after = heads - group.first - group.heads
+    return jnp.pad(part, ((0, 0), (0, 0), (group.first, heads_after), (0, 0)))
 
 
 def _primitive(direction: Pass, results: Any, call: Any) -> Primitive:
-    """The primitive of a pass; vmap, derivatives, and the lowering without kernels are those of the
-    definition.
+    """The primitive of a pass. vmap, derivatives and lowerings without kernels use the definition.
 
-    On CUDA, `call` is the FFI call for all heads, with the index at which those heads begin.
+    `call` is the FFI call on CUDA, which takes the arrays of all heads and a HeadGroup.
     """
     primitive = new_primitive(f"packax_{direction}_heads", _STATIC)
-    apart = functools.partial(_apart, direction)
+    apart = functools.partial(_slice_and_run, direction)
 
     @primitive.def_abstract_eval
     def shapes(*avals, spec, names, heads):
         return results(spec, Operands.of(names, avals), heads.heads)
 
     def batch(operands, dims, **params):
-        made = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
-        return made, [0] * len(made)
+        results = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
+        return results, [0] * len(results)
 
     def jvp(primals, tangents, **params):
         indices = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
 
         def of_floats(*floats):
             merged = list(primals)
-            for place, x in zip(indices, floats, strict=True):
-                merged[place] = x
+            for index, x in zip(indices, floats, strict=True):
+                merged[index] = x
             return apart(*merged, **params)
 
-        moved = [ad.instantiate_zeros(tangents[i]) for i in indices]
-        return jax.jvp(of_floats, [primals[i] for i in indices], moved)
+        float_tangents = [ad.instantiate_zeros(tangents[i]) for i in indices]
+        return jax.jvp(of_floats, [primals[i] for i in indices], float_tangents)
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp

@@ -1,8 +1,8 @@
-"""From primitives to platforms: FFI calls on CUDA, jax.numpy elsewhere.
+"""Lowers the primitives: to FFI calls on CUDA, to jax.numpy on other platforms.
 
-Importing this module registers the FFI targets and the rules. Shapes and dtypes are not passed as
-attributes, because buffers have them. Python never chooses a launch; it only asks whether a kernel
-exists, and rewrites calls that run faster on CUDA in another form (the second half of this file).
+Importing this module registers the FFI targets and the lowering rules. Shapes and dtypes are not
+attributes, because C++ reads them from the buffers. Python does not choose kernels: it checks that
+some exist, and rewrites calls that run faster on CUDA in another form (second half of this file).
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     names of packax's calls have a version, which increases with every change of a call: where the
     program runs, import a packax that has the same versions.
 
+    Returns:
+        One `DisabledSafetyCheck` for each of packax's custom calls.
+
     Examples:
         >>> exported = jax.export.export(
         ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
@@ -76,7 +79,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
-    # jit, so that all layers of a model trace it only once.
+    # jit, so that it is traced once for all layers of a model.
     rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
 
     def lower(ctx, *operands, implementation=None, **params):  # ignores implementation
@@ -89,7 +92,7 @@ def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
 
 
 def without_kernels(rule: Any) -> Any:
-    """The rule of a platform that has no kernels."""
+    """The lowering rule of a platform without kernels: raises if they are requested."""
 
     def lower(ctx, *operands, **params):
         if implementation_of(params) == "cuda":
@@ -104,7 +107,7 @@ def without_kernels(rule: Any) -> Any:
 
 
 def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
-    """Registers the primitive's rules; XLA may divide each of them over a mesh."""
+    """Registers the lowering rules of a primitive, which XLA may partition over a mesh."""
     mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
     on_cuda = partitioned(primitive, dims, cuda, kernels=True)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
@@ -170,9 +173,9 @@ register(
 
 # --- Masks
 
-_CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
+_CHUNK = 1024  # keys per program of the document kernels; the workspace has an int for each
 _MOST_TABLE_KEYS = 1 << 27  # as in csrc/ffi/mask.cc
-_MOST_MASK_ROWS = 65535  # batch rows: the limit of a grid's y, in the kernels that build masks
+_MOST_MASK_ROWS = 65535  # batch rows are the y axis of the grid of the mask kernels
 
 
 _documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
@@ -180,13 +183,13 @@ _blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
 
 
 def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
-    """Whether kernels build the mask; otherwise XLA computes the same integers, for example for
-    sizes that the kernels cannot count."""
+    """Whether kernels build the mask. Otherwise XLA computes the same integers, for example if
+    sizes exceed the limits of the kernels."""
     if implementation == "xla":
         return False
     if implementation == "cuda":
         ffi.require_extension()
-    elif ffi.ext is None or not ffi.serves_here(kernel, for_export=ffi.for_export(ctx)):
+    elif ffi.ext is None or not ffi.kernel_here(kernel, for_export=ffi.for_export(ctx)):
         return False
     few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
     return few and not is_symbolic(kv_len)
@@ -194,7 +197,7 @@ def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
 
 def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
-    # the size of the tables must be static, and small enough for the kernels' 32-bit indices
+    # The table size must be static, and small enough for the kernels' 32-bit indices.
     kernels = _takes_mask_kernels(ctx, "documents_rows", implementation, batch, kv_len)
     if not kernels or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
@@ -222,11 +225,12 @@ register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks
 
 # --- Decoding
 #
-# The workspace is a result of the call, so its size, a number of shares of the keys, is decided
-# here, only from shapes. C++ decides how many the GPU uses (csrc/launch/decode_shares.cc).
+# The keys are split into shares. The workspace is a result of the call, so its size, the maximum
+# number of shares, is determined here, from shapes alone. C++ chooses the number that the GPU uses
+# (csrc/launch/decode_shares.cc).
 
 _PROGRAMS = 1024  # the most that csrc/launch/decode_shares.cc launches at once on the largest GPU
-_MOST_SHARES = 128  # the limit of csrc/launch/decode.cc
+_MOST_SHARES = 128  # DECODE_SPLITS in csrc/aot/tiles_decode.py
 
 
 def _xla_decode(*operands, spec, names):
@@ -263,9 +267,8 @@ def _decode_cuda(ctx, *operands, spec, names):
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """How many shares of the keys the workspace has room for; csrc/launch/decode.cc uses at most
-    this many."""
-    if is_symbolic(keys):  # of jax.export: room for the most that any size needs
+    """The size of the workspace in shares of the keys: `most` in csrc/launch/decode_shares.cc."""
+    if is_symbolic(keys):  # symbolic: enough for any size
         return _MOST_SHARES
     most = min(_MOST_SHARES, -(-keys // 128))
     if is_symbolic(batch):
@@ -279,15 +282,23 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
 def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
     ffi.require_extension()
     fp8 = is_fp8(value)
-    rows = [row for row in ffi.variants() if row["kernel"] == ("decode_fp8" if fp8 else "decode")]
+    kernel = "decode_fp8" if fp8 else "decode"
     qk_dim, v_dim = query.shape[3], value.shape[3]
     dtype = ffi.kernel_dtype(query.dtype, float32_products)
-    if fp8:  # the kernels take both dtypes of 16 bits
-        dtype = ffi.FP8 if dtype in ("bf16", "f16") else None
-    multiple = 2 * ffi.MULTIPLE if fp8 else ffi.MULTIPLE  # of 16 bytes
-    rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
-    if not (qk_dim % multiple or v_dim % multiple) and any(row["dtype"] == dtype for row in rooms):
+    needed = {kernel: dtype, "decode_combine": "f32" if dtype == "tf32" else dtype}
+    if fp8:  # the kernels support both 16-bit dtypes
+        needed[kernel] = ffi.FP8 if dtype in ("bf16", "f16") else None
+    covering = {
+        row["kernel"]
+        for row in ffi.variants()
+        if row["dtype"] == needed.get(row["kernel"])
+        and row["qk_dim"] >= qk_dim
+        and row["v_dim"] >= v_dim
+    }
+    multiple = 2 * ffi.MULTIPLE if fp8 else ffi.MULTIPLE  # 16 bytes
+    if not (qk_dim % multiple or v_dim % multiple) and covering == set(needed):
         return
+    rows = [row for row in ffi.variants() if row["kernel"] == kernel]
     of = f"{query.dtype} over a {FP8} cache" if fp8 else query.dtype
     queries = ", and queries in bfloat16 or float16" if fp8 else ""
     raise NotImplementedError(
@@ -301,7 +312,7 @@ def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> No
 register(decode_p, partition_rules.decode, without_kernels(_decode_xla), _decode_cuda)
 
 
-# --- Rewrites: calls in another form, in which they run faster on CUDA. Results are the same.
+# --- Rewrites of calls into forms that run faster on CUDA, with the same results.
 
 Rewrite = Callable[..., list[jax.Array]]
 
@@ -309,9 +320,8 @@ Rewrite = Callable[..., list[jax.Array]]
 def rewritten(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool
 ) -> tuple[Rewrite, Any] | None:
-    """A function of (direction, spec, operands, the second result) for these avals; None: no
-    rewrite."""
-    # Positions and block masks refer to a single row.
+    """The rewrite for these avals, and its last argument; None: no rewrite."""
+    # Batch packing does not support positions and block masks, which refer to one batch row.
     if not of.optional_operands and not spec.block_size and worth_packing(of.query, of.key):
         return packed, None
     if direction == "backward" and ("key" in spec.needs_grad or "value" in spec.needs_grad):
@@ -327,23 +337,23 @@ def run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Ar
     return function(spec, operands)
 
 
-# --- Batch packing: rows of a batch that are shorter than a tile run as documents of one row.
+# --- Batch packing: short batch rows run as documents of a single batch row.
 #
-# A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16
-# tokens would be thousands of nearly empty tiles, and the backward's sum of dq would be padded to
-# 64 rows for each. As documents of one row they fill the tiles. The mask's row ranges are shifted
-# by the keys before them, which separates the batch rows; nothing else changes, except where a NaN
-# may spread (docs/guide/numerics.md).
+# A tile of the attention kernels is 128 rows of one batch row. So thousands of batch rows of 16
+# tokens would be thousands of nearly empty tiles, and the backward would pad its sum of dq to 64
+# rows for each. As documents of a single batch row, they fill the tiles. The row ranges of the mask
+# are shifted by the number of preceding keys, which separates the batch rows. Only the propagation
+# of NaN differs (docs/guide/numerics.md).
 
-PACKED_ROWS = BLOCK  # two fit into a tile
-PACKED_KEYS = TILE  # with more, a tile takes as many steps as before
-# Below this, by calculation, a tile of 3.5 us on one of 132 multiprocessors takes no longer than
-# building the mask again.
+PACKED_ROWS = BLOCK  # at most, so that two batch rows fit into a tile
+PACKED_KEYS = TILE  # at most; with more, packing does not reduce the number of steps
+# At least. Calculated for tiles of 3.5 us on 132 multiprocessors: fewer tiles take no longer than
+# computing the mask's block bounds again.
 PACKED_TILES = 1024
 
 
 def worth_packing(query: Any, key: Any) -> bool:
-    """Whether packing is faster, for shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
+    """Whether batch packing is faster, for shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
     batch, q_len, heads, _ = query.shape
     if any(is_symbolic(n) for n in (*query.shape, *key.shape)):
         return False
@@ -353,7 +363,7 @@ def worth_packing(query: Any, key: Any) -> bool:
 
 
 def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> list[jax.Array]:
-    """The call as documents of one row."""
+    """The call with all batch rows as documents of a single batch row."""
     batch, q_len, heads, _ = x.query.shape
     joined = {
         name: y.reshape(1, batch * y.shape[1], *y.shape[2:])
@@ -378,54 +388,54 @@ def _flat(x: jax.Array, batch: int) -> jax.Array:
 
 
 def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
-    """The mask's arrays for one row: row ranges shifted, and bounds of blocks computed again."""
+    """The mask arrays of the single batch row: shifted row ranges, recomputed block bounds."""
     batch, kv_len = x.query.shape[0], x.key.shape[1]
     before, kv_start, kv_end = vary_together(
         jnp.arange(batch, dtype=jnp.int32)[:, None], x.kv_start, x.kv_end
     )
     lo, hi = (_flat(y + before * kv_len, batch) for y in (kv_start, kv_end))
-    # A block of the mask is a whole batch row here.
+    # A batch row has at most 64 rows, so it is one block of the mask.
     segment_checked = _flat(jnp.broadcast_to(x.q_blocks[:, 4] & 1, kv_start.shape), batch)
-    made = {"kv_start": lo, "kv_end": hi}
+    arrays = {"kv_start": lo, "kv_end": hi}
     of_modes = {MaskMode.IDS: ("q_ids", "kv_ids"), MaskMode.UPPER_LIMIT: ("q_pos", "kv_pos")}
     for mode, names in of_modes.items():
         for name in names:
             y = getattr(x, name)
             if spec.mask_mode >= mode:
-                made[name] = _flat(y, batch)
-            elif y is not None:  # and not read
-                made[name] = lo
+                arrays[name] = _flat(y, batch)
+            elif y is not None:  # present, but never read
+                arrays[name] = lo
     blocks = blocks_p.bind(
         *vary_together(lo, hi, segment_checked),
         kv_len=batch * kv_len,
         implementation=spec.implementation,
     )
-    there = x.names
-    return made | {n: y for n, y in zip(BLOCK_ARRAYS, blocks, strict=True) if n in there}
+    present = x.names
+    return arrays | {n: y for n, y in zip(BLOCK_ARRAYS, blocks, strict=True) if n in present}
 
 
 # --- Low occupancy: the query heads of a GQA group are divided among programs.
 #
-# In the kernels for dK and dV a program computes 128 keys of one key/value head, with all query
-# heads that read it. One head of 16k keys is 128 programs, and the first has 128 times the work of
-# the last: most of the GPU waits for a few. In this case the query heads of a group are divided
-# into parts. Keys and values are repeated for every part, and the parts' gradients are added in
-# float32. If there are enough programs, nothing is repeated.
+# In the kernels for dK and dV, a program computes 128 keys of one key/value head, for all query
+# heads that read it. One head with 16k keys is 128 programs, and with a causal mask the first has
+# 128 times the work of the last, so most of the GPU waits for a few programs. In this case the
+# query heads of a group are divided into parts. Keys and values are repeated for every part, and
+# the gradients of the parts are added in float32. With enough programs, nothing is repeated.
 
-# About two and about eight per multiprocessor of the largest GPUs. With one each, for causal rows,
-# the longest program takes twice the mean.
+# Numbers of programs: about two and about eight per multiprocessor of the largest GPUs. With one
+# per multiprocessor and a causal mask, the longest program takes twice the mean.
 ALL_BUSY = 256
 BALANCED = 1024
-# With fewer keys per query head of a part, by calculation, repeating costs more than balancing
-# gains when all multiprocessors are busy.
+# If all multiprocessors are busy, calculation shows that with fewer keys times query heads per part
+# than this, repeating keys and values costs more than the balance gains.
 LONG = 32768
-# In shorter rows a program has at most 16 steps per query head.
+# With fewer keys, a program has at most 16 steps per query head.
 SHORT = 1024
 
 
 def parts_of_group(query: Any, key: Any) -> int:
-    """Into how many parts to divide the query heads of a key/value head, for shapes (B, Sq, H, D)
-    and (B, Skv, Hkv, D).
+    """The number of parts into which to divide the query heads of each key/value head, for shapes
+    (B, Sq, H, D) and (B, Skv, Hkv, D).
     """
     batch, kv_len, kv_heads, _ = key.shape
     if any(is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
@@ -455,21 +465,23 @@ def _added(gradient: Any, parts: int) -> Any:
 # --- Head dims between those of the kernels: padded with zeros to the next larger one.
 #
 # Zeros do not change scores, and the padding of results and gradients is cut off. The fallback
-# kernels take any head dim without padding, but take two to four and a half times as long on Hopper
-# (docs/performance.md), and more than twice as long elsewhere (docs/internals/proxy.md).
+# kernels need no padding, but take two to four and a half times as long on Hopper
+# (docs/performance.md), and more than twice as long on other GPUs (docs/internals/proxy.md).
 
 
 def padded_dims(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool
 ) -> tuple[int, int] | None:
-    """The head dims of query and value to which to pad a call; None: it needs no padding, or no
-    kernel takes it padded."""
+    """The head dims (query, value) to which to pad the call.
+
+    None: it needs no padding, or no kernel supports the padded call.
+    """
     suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
     kernels = ("forward_sm90" + suffix, "forward_sm80" + suffix if suffix else "forward")
-    there = ffi.common_dims(kernels, str(of.query.dtype), for_export=for_export)
-    wide_enough = (x for x in there if x[0] >= dims[0] and x[1] >= dims[1])
+    available = ffi.common_dims(kernels, str(of.query.dtype), for_export=for_export)
+    wide_enough = (x for x in available if x[0] >= dims[0] and x[1] >= dims[1])
     for wide in sorted(wide_enough, key=sum):
         if direction == "forward" or _has_backward(of, wide, spec, for_export):
             return None if wide == dims else wide
@@ -479,7 +491,7 @@ def padded_dims(
 def _has_backward(
     of: Operands, dims: tuple[int, int], spec: AttentionSpec, for_export: bool
 ) -> bool:
-    """Whether the backward takes other than fallback kernels at these head dims."""
+    """Whether the backward at these head dims runs without the fallback kernels."""
     query, value = (
         plain(x).update(shape=(*x.shape[:3], dim))
         for x, dim in zip((of.query, of.value), dims, strict=True)
@@ -492,7 +504,7 @@ def _has_backward(
 def padded(
     direction: Pass, spec: AttentionSpec, x: Operands, dims: tuple[int, int]
 ) -> list[jax.Array]:
-    """The call padded with zeros to these head dims."""
+    """The call with head dims padded with zeros to `dims`."""
     of_name = {"query": dims[0], "key": dims[0], "value": dims[1], "out": dims[1], "dout": dims[1]}
     wide = {
         name: _wider(y, dim) for name, dim in of_name.items() if (y := getattr(x, name)) is not None

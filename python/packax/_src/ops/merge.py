@@ -1,4 +1,4 @@
-"""`merge_attention`: joins attention over disjoint sets of keys by their log-sum-exps.
+"""`merge_attention`: merges attention over disjoint sets of keys by their log-sum-exps.
 
 With the weights w_p = exp(lse_p - lse), where lse = log(sum_p exp(lse_p)), out = sum_p w_p out_p.
 """
@@ -13,25 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from packax._src.core.arguments import as_array
+
 _EXAMPLE = "packax.flash_attention(..., return_lse=True)"
 
 
 def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.Array, jax.Array]:
     """Merges attention over several parts of the keys into attention over all of these keys.
 
-    For rows whose keys are several ranges, such as the first tokens and a window
-    (docs/guide/masks.md), and for keys in several caches. Exact if no row attends to a key in two
-    parts. Differentiable in every out and lse, to any order.
+    For queries that attend to several ranges of keys, such as the first tokens and a window
+    (docs/guide/masks.md), and for keys in several caches. It is exact if no query attends to the
+    same key in two parts, and differentiable any number of times.
 
     Args:
         parts: one or more (out, lse), as returned by `flash_attention` and `decode_attention` with
             return_lse=True: out (B, Sq, H, Dv), lse (B, H, Sq). Pass sinks to only one part.
 
     Returns:
-        (out, lse), as from one call; out in the dtype of the parts' outs, summed in that of lse. A
-        row that attends to nothing in a part (lse is -inf) takes nothing from that part, whatever
-        its out holds, and gives it no gradient. A row that attends to nothing in any part has out 0
-        and lse -inf. An lse of +inf, from an infinite sink, takes all of the softmax.
+        (out, lse), as from one call: out (B, Sq, H, Dv) in the dtype of the parts, summed in the
+        dtype of lse, and lse (B, H, Sq). If a query attends to nothing in a part (its lse is -inf),
+        that part contributes nothing, whatever its out contains, and gets no gradient. A query that
+        attends to nothing in all parts has out 0 and lse -inf. A part whose lse is +inf, from an
+        infinite sink, gets all of the weight.
 
     Raises:
         ValueError: no parts, a part that is not (out, lse), or shapes and dtypes that differ or are
@@ -56,7 +59,7 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
                 f"parts[{number}] must be (out, lse), as {_EXAMPLE} returns it, but is "
                 f"{_named(part)}"
             )
-        out, lse = map(jnp.asarray, part)
+        out, lse = (as_array(f"parts[{number}][{n}]", x) for n, x in enumerate(part))
         rows = (*out.shape[:1], *out.shape[2:0:-1])
         if out.ndim != 4 or lse.shape != rows:
             raise ValueError(
@@ -81,7 +84,7 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
 
 
 def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """`merge_attention` of checked parts; a part without values, a sink, has None for out."""
+    """`merge_attention` of checked parts. A part whose out is None has no values, like a sink."""
     lses = [lse for _, lse in parts]
     largest = functools.reduce(jnp.maximum, lses)
     top = jax.lax.stop_gradient(largest)
@@ -90,7 +93,7 @@ def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Arr
     zero = jnp.zeros((), top.dtype)
     weights = []
     for lse in lses:
-        # Infinities are kept out of the arithmetic, so that no gradient is 0 * inf.
+        # Infinities are replaced before the arithmetic, so that no gradient is 0 * inf.
         weight = jnp.exp(jnp.where(jnp.isinf(lse), zero, lse) - shift)
         weight = jnp.where((lse == -jnp.inf) | (full & (lse != jnp.inf)), zero, weight)
         weights.append(weight)
@@ -104,13 +107,13 @@ def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Arr
         values = jnp.where(attended, out.astype(top.dtype), zero)
         result = result + _of_rows(weight / total) * values
     dtype = next(out.dtype for out, _ in parts if out is not None)
-    result = jnp.where(_of_rows(empty), zero, result)  # also ignores incoming cotangents
+    result = jnp.where(_of_rows(empty), zero, result)  # also stops incoming cotangents
     lse = jnp.where(full, largest, shift + jnp.log(total))
     return result.astype(dtype), jnp.where(empty, top, lse)
 
 
 def _of_rows(x: jax.Array) -> jax.Array:
-    """(B, H, Sq) as (B, Sq, H, 1)."""
+    """(B, H, Sq) to (B, Sq, H, 1)."""
     return x.swapaxes(1, 2)[..., None]
 
 

@@ -1,4 +1,4 @@
-"""The kinds of dimensions of every primitive's operands, for partitioning.py; see `Dims` there."""
+"""The `Dims` of every primitive: the kinds of its dimensions, for partitioning.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backward(*avals, spec, names) -> Dims:
     letters = _letters(names, avals)
     gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if spec.score_grads else [])]
     summed = {}
-    if spec.bias_grad:  # each device has a part of the sum over dimensions in which its size is 1
+    if spec.bias_grad:  # each device has only its part of the sum over broadcast dimensions
         summed[len(gradients)] = names.index("bias")
         gradients.append(letters["bias"])
     return Dims(tuple(letters.values()), tuple(gradients), _of_kernels(names), summed)
@@ -42,7 +42,7 @@ def backward(*avals, spec, names) -> Dims:
 
 def decode(*avals, spec, names) -> Dims:
     x, letters = Operands.of(names, avals), _letters(names, avals)
-    if x.block_table is not None:  # pages belong to no row of the batch
+    if x.block_table is not None:  # pages do not belong to batch rows
         letters |= {"key": "ppg.", "value": "ppg."}
     if x.key_scale is not None:
         of_scale = (letters["key"][0] if x.key_scale.shape[0] == x.key.shape[0] else ".") + "g"
@@ -52,12 +52,11 @@ def decode(*avals, spec, names) -> Dims:
 
 
 def _decode_by_keys(bind, axes, *operands, spec, names):
-    """Each device attends to its slice of the caches; their parts are merged by their
-    log-sum-exps."""
+    """Each device attends to its slice of the caches. The log-sum-exps merge the parts."""
     x = Operands.of(names, operands)
     lo, hi, size = x.kv_start, x.kv_end, x.key.shape[1]
     first = jax.lax.axis_index(axes) * size
-    beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # NaN in the slices, too
+    beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # gives NaN on every device
     lo = jnp.where(beyond, 0, jnp.maximum(lo - first, 0))
     hi = jnp.where(beyond, size + 1, jnp.clip(hi - first, 0, size))
     part = x._replace(kv_start=lo, kv_end=hi, sinks=None)
@@ -70,7 +69,7 @@ def _decode_by_keys(bind, axes, *operands, spec, names):
 
 
 def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:
-    """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy does not read."""
+    """Indices of block bounds, tile orders and lists, which only kernels read."""
     return frozenset(n for n, name in enumerate(names) if name in _KERNELS_READ)
 
 
@@ -78,7 +77,7 @@ _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 
 
 def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
-    """Letters by name; axes of size 1 of the mask and of optional operands are not divided."""
+    """Letters by name. Broadcast axes of the mask and of optional operands are not sharded."""
     batch, _, heads, _ = avals[0].shape
     letters = {}
     for name, x in zip(names, avals, strict=True):

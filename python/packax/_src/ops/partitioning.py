@@ -1,11 +1,11 @@
-"""How XLA may divide a primitive over a mesh: by batch and by heads, without communication.
+"""Lets XLA partition a primitive over a mesh by batch and heads, without communication.
 
-A program under plain `jit` with sharded inputs is partitioned by XLA, which cannot look into a
-custom call and would gather the whole batch for it on every device. Here a primitive declares the
-kind of each dimension of its operands (`Dims`, in partition_rules.py). From that follow the rule
-for Shardy, the one for GSPMD, and what a device computes with its pieces.
+XLA partitions a program under plain `jit` with sharded inputs. It cannot look into a custom call,
+and would gather the whole batch for it on every device. So each primitive declares the kind of each
+dimension of its operands (`Dims`, in partition_rules.py). The Shardy rule, the GSPMD rule, and the
+computation of one device are derived from that.
 
-On one device, or inside a `shard_map` over all axes, nothing is wrapped: the program is the same.
+On one device, or inside a `shard_map` over all axes, nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ _MESHES = "docs/guide/meshes.md"
 
 
 def plain(aval: Any) -> Any:
-    """The aval without mesh axes or sharding, as a lowering sees it: local."""
+    """The aval without mesh axes and sharding: the local array of a lowering."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
 class Dims(NamedTuple):
     """A letter for every dimension of every operand and result.
 
-    b: batch. h: query heads. g: key/value heads, which follow the query's. These three are divided.
-    s, k: rows of query, of key and value. p: pages of a cache. These may not arrive divided, but
-    for k where `by_keys` is.
-    ".": anything else, which every device needs whole.
+    b, h, g: batch, query heads, and key/value heads, which follow the query heads. Sharded.
+    s, k, p: rows of query, rows of key and value, pages of a cache. They must not arrive sharded,
+    except k if `by_keys` is set.
+    ".": any other dimension, which every device needs complete.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     of_kernels: frozenset[int] = frozenset()
-    """Operands that only kernels read. Without kernels, XLA need not compute them."""
+    """Indices of operands that only kernels read. Without kernels, XLA need not compute them."""
     summed: Mapping[int, int] = MappingProxyType({})
-    """Results that are summed over the batch and heads, which they lack, and the operand whose
-    gradient each is: its dtype is that of the sum."""
+    """Results that are summed over batch or heads, because they lack these dimensions. Maps their
+    indices to those of the operands whose gradients they are, which have the dtypes of the sums."""
     by_keys: Callable[..., Any] | None = None
-    """by_keys(bind, axes, *operands, **params): the results for all keys on devices that each have
-    a slice of them, over these mesh axes. None: every device needs all keys."""
+    """by_keys(bind, axes, *operands, **params) computes the results if keys are sharded over these
+    mesh axes. None: every device needs all keys."""
 
 
 def partitioned(
     primitive: Any, dims: Callable[..., Dims], rule: Callable, kernels: bool = False
 ) -> Callable:
-    """The lowering rule of a primitive that XLA may divide as `dims(*avals, **params)` says.
+    """The lowering rule of a primitive that XLA may partition as `dims(*avals, **params)` declares.
 
     `kernels`: whether this platform has kernels.
     """
@@ -75,7 +75,7 @@ def partitioned(
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
         if mesh is None:
-            # Types of Explicit axes are not those of plain avals, even if the axes are of size 1.
+            # Types on a mesh with Explicit axes, even of size 1, differ from those of plain avals.
             with _with_64_bits(ctx.avals_in), jax.sharding.use_abstract_mesh(_NO_MESH):
                 return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
@@ -84,34 +84,34 @@ def partitioned(
         kept = ctx.module_context.keepalives
         before = len(kept)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # jax reads it only from there
+            warnings.simplefilter("ignore", DeprecationWarning)  # jax needs this context
             with mesh:
                 results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         kept[before:] = map(_UntilCompiled, kept[before:])
-        _say_parameters(f"{primitive} {sorted(params.items())}")
+        _record_parameters(f"{primitive} {sorted(params.items())}")
         return results
 
     return lower
 
 
 def _with_64_bits(avals: Any) -> Any:
-    """A context in which values of 64 bits keep them.
+    """A context in which 64-bit values stay 64-bit.
 
-    XLA may trace a part of a program in another thread, which does not see the caller's
+    XLA may trace part of a program in another thread, which does not inherit the caller's
     `jax.enable_x64`.
     """
     known = jax.dtypes.canonicalize_dtype("float64") == "float64"
     if known or not any(x.dtype.itemsize == 8 for x in avals):
         return contextlib.nullcontext()
-    place: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
-    return place.enable_x64(True)
+    module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return module.enable_x64(True)
 
 
 class _UntilCompiled:
-    """Holds what XLA calls while it compiles a program, so that the program keeps it alive.
+    """Keeps alive a function that XLA calls while it compiles the program.
 
-    jax.experimental.serialize_executable pickles a compiled program, which no longer needs these
-    functions. jax's cannot be pickled, so this stores None.
+    jax.experimental.serialize_executable pickles the compiled program, which does not need the
+    function any more. The function cannot be pickled, so None is pickled instead.
     """
 
     def __init__(self, held: Any) -> None:
@@ -121,12 +121,12 @@ class _UntilCompiled:
         return type(None), ()
 
 
-def _say_parameters(text: str) -> None:
-    """Writes the parameters next to the call, in which only a pointer says what is computed.
+def _record_parameters(text: str) -> None:
+    """Writes the parameters into the program, where otherwise only a pointer identifies the call.
 
-    jax's persistent cache may leave pointers out of its keys; then this text tells calls apart. It
-    is on an unused constant. From the call, XLA would copy it to everything that the call becomes,
-    and compile again what differs only in this text.
+    jax's persistent cache may leave pointers out of its keys; this text then distinguishes calls.
+    It is an attribute of an unused constant. XLA would copy an attribute of the call to all
+    operations that replace the call, and compile operations again that differ only in this text.
     """
     unread: Any = mlir.ir_constant(np.int32(0))
     say: dict[str, ir.Attribute] = {"packax": ir.StringAttr.get(text)}
@@ -134,13 +134,13 @@ def _say_parameters(text: str) -> None:
 
 
 def _mesh_in_use(module: Any) -> Any:
-    """A context manager in which jax finds the mesh; None if XLA has nothing to divide."""
+    """A context manager that sets the mesh for jax; None if XLA has nothing to partition."""
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
-    if manual is not None:  # inside a shard_map, where XLA cannot divide a call further
-        _warn_of_axes_left({n: k for n, k in context.mesh.shape.items() if n not in manual})
+    if manual is not None:  # inside a shard_map, where XLA cannot partition the call further
+        _warn_of_unmapped_axes({n: k for n, k in context.mesh.shape.items() if n not in manual})
         return None
-    if module.lowering_parameters.for_export:  # the functions that divide cannot be in a file
+    if module.lowering_parameters.for_export:  # partitioning functions cannot be exported
         _warn_of_export(getattr(context, "num_devices", 1))
         return None
     devices = getattr(context, "device_assignment", None)
@@ -158,7 +158,7 @@ def _mesh_in_use(module: Any) -> Any:
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def _warn_of_axes_left(sizes: dict[str, int]) -> None:
+def _warn_of_unmapped_axes(sizes: dict[str, int]) -> None:
     left = [name for name, size in sizes.items() if size > 1]
     if left:
         warnings.warn(
@@ -193,9 +193,10 @@ def _custom_call(
     )
 
     def whole(*operands, bind=primitive.bind):
-        given = dict(zip(read_operands, operands, strict=True))
-        every = (given.get(n, operands[0]) for n in range(len(avals)))  # the first as placeholder
-        return tuple(bind(*every, **params))
+        by_index = dict(zip(read_operands, operands, strict=True))
+        # Operands that only kernels read are replaced by a placeholder.
+        all_operands = (by_index.get(n, operands[0]) for n in range(len(avals)))
+        return tuple(bind(*all_operands, **params))
 
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(mesh, dims, arg_shapes, result_shapes)
@@ -204,7 +205,7 @@ def _custom_call(
         if read is not None:  # fewer key/value heads than devices: each uses those that it reads
             axes["g"] = ()
 
-        over = {result: _missing(dims.results[result], axes) for result in dims.summed}
+        sum_axes = {result: _reduced_axes(dims.results[result], axes) for result in dims.summed}
         local_call = whole
         if dims.by_keys is not None and axes["k"]:
             bind = functools.partial(dims.by_keys, primitive.bind, axes["k"])
@@ -213,11 +214,11 @@ def _custom_call(
         def local(*operands):
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
                 dtypes = [x.dtype for x in operands]
-                wide = _widened(operands, [n for r, n in dims.summed.items() if over[r]])
-                results = list(of_pieces(*wide))
+                widened = _widened(operands, [n for r, n in dims.summed.items() if sum_axes[r]])
+                results = list(of_pieces(*widened))
                 for result, operand in dims.summed.items():
-                    if over[result]:
-                        total = jax.lax.psum(results[result], over[result])
+                    if sum_axes[result]:
+                        total = jax.lax.psum(results[result], sum_axes[result])
                         results[result] = total.astype(dtypes[operand])
                 return tuple(results)
 
@@ -225,13 +226,15 @@ def _custom_call(
             if read is None:
                 return local_call(*operands)
             own = read(jax.lax.axis_index(axes["h"]))
-            operands = _each(dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim))
-            spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
-            return _each(dims.results, local_call(*operands), spread)
+            operands = _map_kv_heads(
+                dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim)
+            )
+            spread = functools.partial(_scatter_heads, own=own, heads=kv_heads, axes=axes["h"])
+            return _map_kv_heads(dims.results, local_call(*operands), spread)
 
-        given = _shardings(mesh, axes, dims.operands)
-        made = _shardings(mesh, axes, dims.results)
-        return mesh, local, made, given
+        in_shardings = _shardings(mesh, axes, dims.operands)
+        out_shardings = _shardings(mesh, axes, dims.results)
+        return mesh, local, out_shardings, in_shardings
 
     def infer(mesh, arg_shapes, result_shapes):
         return _shardings(mesh, _axes(mesh, dims, arg_shapes, result_shapes), dims.results)
@@ -241,13 +244,13 @@ def _custom_call(
     return lambda *operands: call(*(operands[n] for n in read_operands))
 
 
-def _missing(letters: str, axes: dict[str, Axes]) -> Axes:
-    """The mesh axes of the batch and of heads for dimensions that a result lacks."""
+def _reduced_axes(letters: str, axes: dict[str, Axes]) -> Axes:
+    """The mesh axes of batch and heads, for those of the two that the result lacks."""
     return tuple(axis for of in "bh" if of not in letters for axis in axes[of])
 
 
 def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    """The operands, those at these indices in float32, in which their gradients are summed."""
+    """The operands, those at the indices `numbers` in the dtype in which gradients are summed."""
     return [x.astype(accumulator(x.dtype)) if n in numbers else x for n, x in enumerate(operands)]
 
 
@@ -265,8 +268,10 @@ def _pieces(mesh: Any, axes: Axes) -> int:
 
 
 def _axes(mesh: Any, dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
-    """The mesh axes of batch and heads, and of keys that may be divided: those of the first array
-    that is divided there, evenly."""
+    """The mesh axes of batch and heads, and of keys if they may be sharded.
+
+    For each, the axes of the first array whose dimension is sharded evenly.
+    """
     axes: dict[str, Axes] = dict.fromkeys("bhgk", ())
     divided = "bh" if dims.by_keys is None else "bhk"
     for letters, x in zip(
@@ -291,9 +296,9 @@ def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> 
 
 
 def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any], divided: Axes) -> None:
-    """Answers rows, keys or pages that arrive in pieces, but for keys over the axes `divided`.
+    """Rejects sharded rows, keys and pages, except keys that are sharded over the axes `divided`.
 
-    Rows and keys are an error unless a gather was asked for, pages of a cache a warning.
+    For rows and keys it raises, unless the user asked for a gather. For pages it warns.
     """
     for letters, x in zip(dims.operands, arg_shapes, strict=True):
         for letter, cut in zip(letters, cuts(mesh, x), strict=True):
@@ -311,10 +316,10 @@ def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any], divided: A
 
 
 def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
-    """Raises ValueError where types say what `_check_sequence` would find later."""
+    """Raises ValueError if array types show what `_check_sequence` would reject later."""
     tensors = {"query": query} | ({} if paged else {"key": key, "value": value})
     meshes = {name: jax.typeof(x).sharding.mesh for name, x in tensors.items()}
-    several = {  # axes over which something is divided
+    several = {  # mesh axes of size above 1
         name: [tuple(a for a in axes if meshes[name].shape[a] > 1) for axes in typed_axes(x)]
         for name, x in tensors.items()
     }
@@ -352,7 +357,10 @@ _SHARDED = {
 
 
 def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.Array] | None:
-    """Which key/value heads a device reads, by its index; None: an equal part of them."""
+    """A function from a device's index to the key/value heads that it reads.
+
+    None: the heads are divided evenly, so each device reads its own shard.
+    """
     if kv_heads % pieces == 0:
         return None
     local, group = heads // pieces, heads // kv_heads
@@ -360,16 +368,16 @@ def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.A
     return lambda index: (index * local + jnp.arange(0, local, step, dtype=jnp.int32)) // group
 
 
-def _each(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
-    """The arrays; those with key/value heads are passed through function(x, their dimension)."""
+def _map_kv_heads(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
+    """The arrays, with function(x, dim) applied to those with key/value heads, in dimension dim."""
     return tuple(
         function(x, letters.index("g")) if "g" in letters else x
         for x, letters in zip(arrays, all_letters, strict=True)
     )
 
 
-def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> jax.Array:
-    """Gradients of the heads that each device read, summed to those of all heads."""
+def _scatter_heads(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> jax.Array:
+    """Gradients of the heads that each device read, summed over devices, for all heads."""
     shape = (*x.shape[:dim], heads, *x.shape[dim + 1 :])
     apart = jnp.zeros(shape, accumulator(x.dtype))
     apart = apart.at[(slice(None),) * dim + (own,)].add(x.astype(apart.dtype))
@@ -379,8 +387,8 @@ def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> j
 def shardy_rule(dims: Dims) -> str:
     """The rule in Shardy's notation.
 
-    Query heads and key/value heads are separate factors: as one factor in two parts, they could be
-    divided only if the key/value heads divide. `partition` makes the second follow the first.
+    Query heads and key/value heads are separate factors. As a single compound factor, they could be
+    sharded only if the key/value heads are divisible. `partition` makes key/value heads follow.
     """
     names = (f"x{n}" for n in itertools.count())
 
@@ -393,28 +401,28 @@ def shardy_rule(dims: Dims) -> str:
     return f"{text(dims.operands)} -> {text(dims.results)}"
 
 
-# --- How the dimensions of an array are cut over a mesh when XLA asks how to divide a call.
+# --- How an array is sharded when XLA asks how to partition a call.
 
 
 class Cut(NamedTuple):
-    """How a dimension arrives: over which mesh axes, major first, and in how many pieces.
+    """How a dimension is sharded: over which mesh axes, major first, and into how many pieces.
 
     XLA may use part of an axis: two heads on an axis of four devices are two pieces, each on two
-    devices. No PartitionSpec can express that, so jax cannot decode such shardings.
+    devices. A PartitionSpec cannot express that, so jax cannot decode such shardings.
     """
 
     axes: Axes
     pieces: int
-    whole: bool  # the pieces are those of a PartitionSpec with these axes
+    whole: bool  # whether a PartitionSpec of these axes gives the same pieces
 
 
 def cuts(mesh: Any, x: Any) -> tuple[Cut, ...]:
-    """The cut of every dimension of an array that XLA asks about."""
+    """The cut of every dimension of an array, described by an arg_shape of XLA."""
     if x.sharding is None or isinstance(x.sharding, NamedSharding):
-        # GSPMD asks before it knows, and jax then answers with the mesh of jax's context.
+        # GSPMD asks before shardings are known; jax then fills in the mesh of its context.
         return (Cut((), 1, True),) * x.ndim
-    # Every number of pieces divides the number of devices. With that many elements in every
-    # dimension, the first index on a device tells which piece it has.
+    # The number of pieces divides the number of devices. So for an array with one element per
+    # device in every dimension, the first index on a device identifies the device's piece.
     indices = x.sharding.devices_indices_map((mesh.size,) * x.ndim)
     return tuple(
         _cut(mesh, np.asarray([indices[device][dim].start or 0 for device in mesh.devices.flat]))
@@ -423,10 +431,10 @@ def cuts(mesh: Any, x: Any) -> tuple[Cut, ...]:
 
 
 def _cut(mesh: Any, first: np.ndarray) -> Cut:
-    """`first`: the first of mesh.size indices on every device."""
+    """The cut of a dimension; `first`: the first index of each device, in an array of mesh.size."""
     first = first.reshape(mesh.devices.shape)
     number = len(np.unique(first)) if first.any() else 1
-    steps = {  # of the index, from one device to the next along an axis
+    steps = {  # the step of the index from one device to the next along each axis
         name: int(np.take(first, 1, axis).flat[0])
         for axis, name in enumerate(mesh.axis_names)
         if (first != first.take([0], axis)).any()
@@ -442,7 +450,7 @@ def _cut(mesh: Any, first: np.ndarray) -> Cut:
     )
 
 
-# --- jax tells the number of devices only to lowering rules whose primitives ask for it.
+# --- jax passes the devices only to lowering rules of programs whose primitives request them.
 
 _devices_p = Primitive("packax_devices")
 lower_with_devices(_devices_p)
@@ -454,9 +462,9 @@ mlir.register_lowering(_devices_p, lambda ctx, x: [x])
 
 
 def require_device_info(x: Any) -> Any:
-    """x; a program that contains it is lowered with known devices, so that XLA can divide calls.
+    """Returns x, and makes jax lower the program with known devices, so that XLA can partition it.
 
-    Not inside a shard_map over all axes: such a program may be lowered for an abstract mesh.
+    Has no effect in a shard_map over all axes: such a program may be lowered for an abstract mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = not mesh.empty and all(

@@ -1,14 +1,14 @@
-"""The five primitives, the shapes of their results, and the passes of one device.
+"""The five primitives, the shapes of their results, and both passes of one device.
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
 blocks_p: kv_start, kv_end, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
-forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_logits the largest
+forward_p: leaves of `Operands` (core/spec.py) -> out, lse; with spec.max_logits also the largest
     logit of every row
-backward_p: the same -> dq, dk, dv (those not in spec.needs_grad may hold anything), with
-    spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
-    spec.bias_grad the gradient of bias, shaped like it
-decode_p: the same -> out, lse
-docs/internals/ffi.md lists every shape; lowering.py implements them per platform.
+backward_p: leaves of `Operands` -> dq, dk, dv (those not in spec.needs_grad may hold anything);
+    with spec.score_grads also every row's part of the gradients of scale and slope, (B, H, 2, Sq);
+    with spec.bias_grad also the gradient of bias
+decode_p: leaves of `Operands` -> out, lse
+docs/internals/ffi.md lists all shapes. lowering.py implements the primitives per platform.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from packax._src.ops.batching_rules import (
     register_batching,
 )
 from packax._src.ops.partitioning import require_device_info
-from packax._src.ops.row_sums import of_attended
+from packax._src.ops.row_sums import zero_unattended
 from packax._src.ops.score_mods import (
     NonDiffOperands,
     ScoreParams,
@@ -68,7 +68,7 @@ def check_implementation(
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | None]) -> Any:
-    """An aval that varies like `aval`, its dimension k sharded as dimension dims[k] of `aval`."""
+    """An aval that varies like `aval`, its dimension k sharded like dimension dims[k] of `aval`."""
     spec = [*aval.sharding.spec, *[None] * aval.ndim]
     sharding = jax.sharding.NamedSharding(
         aval.sharding.mesh, P(*(None if d is None else spec[d] for d in dims))
@@ -84,7 +84,7 @@ def new_primitive(name: str, static: tuple[str, ...]) -> Primitive:
     def call(first, *operands, **params):
         return primitive.bind(require_device_info(first), *operands, **params)
 
-    primitive.def_impl(functools.partial(run_compiled, call))  # a call compiles by itself
+    primitive.def_impl(functools.partial(run_compiled, call))  # one program per call
     return primitive
 
 
@@ -168,16 +168,16 @@ register_batching(forward_p, batch_attention)
 register_batching(backward_p, batch_attention)
 
 
-# --- The passes of one device: the primitives, with sinks and the gradients of score parameters
-# around them. context/shard.py runs the same on every rank, with `kernels` that gather keys.
+# --- The passes of one device: the primitives, sinks, and the gradients of score parameters.
+# context/shard.py runs these functions on every rank, with `kernels` that gather keys.
 
 
 def forward_pass(
     spec: AttentionSpec, query, key, value, scores: ScoreParams, mask: AttentionMask,
     fixed: NonDiffOperands, kernels: Callable[..., list[jax.Array]] | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits the rows' largest logits (B,
-    H, Sq)."""
+    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
+    (B, H, Sq)."""
     out, lse, *top = (kernels or _forward)(spec, query, key, value, scores, mask, fixed)
     if scores.sinks is not None:
         out, lse = add_sinks(out, lse, scores.sinks)
@@ -188,25 +188,25 @@ def backward_pass(
     spec: AttentionSpec, query, key, value, scores: ScoreParams, out, lse, dout, dlse,
     mask: AttentionMask, fixed: NonDiffOperands, kernels: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreParams]:  # fmt: skip
-    """The gradients of query, key, value and scores, sharded as they are.
+    """The gradients of query, key, value and scores, sharded like these.
 
-    Those not named in spec.needs_grad may hold anything. `dlse` may be None.
+    Gradients that are not named in spec.needs_grad may hold anything. `dlse` may be None.
     """
     scores, query, key, value, out, lse, dout, dlse, mask, fixed = vary_together(
         scores, query, key, value, out, lse, dout, dlse, mask, fixed
     )
     if spec.layout is not None and spec.layout.several(spec.layout.kv_context):
-        # Otherwise XLA reuses the forward's gathers, keeping the gathered keys for the backward.
+        # Without a barrier XLA reuses the forward's gathers and keeps their results in memory.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    if scores.bias is not None:  # -inf in it may leave a row with nothing to attend
-        dout, dlse = of_attended(lse, dout, dlse)
+    if scores.bias is not None:  # a bias of -inf may mask all keys of a row
+        dout, dlse = zero_unattended(lse, dout, dlse)
     dq, dk, dv, of_rows, dbias = (kernels or _backward)(
         spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
     )
-    gradients = jax.tree.map(jnp.zeros_like, scores)  # those not needed stay 0
+    gradients = jax.tree.map(jnp.zeros_like, scores)  # 0 if not needed
     if scores.sinks is not None:
         gradients = gradients._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
-    if of_rows is not None:  # (H, 2), of this rank's rows
+    if of_rows is not None:  # (H, 2), the part of this rank's rows
         if scores.scales is not None:
             gradients = gradients._replace(scales=of_rows[:, 0].sum()[None])
         if scores.slopes is not None:
@@ -238,28 +238,28 @@ def score_operands(
     spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands
 ) -> dict[str, jax.Array]:
     """The operands that change scores and probabilities, by their names in `Operands`."""
-    made: dict[str, jax.Array] = {}
+    operands: dict[str, jax.Array] = {}
     if scores.scales is not None or scores.slopes is not None:
         real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
-        made["scales"] = (
+        operands["scales"] = (
             jnp.full((1,), spec.scale, real) if scores.scales is None else scores.scales
         )
     if scores.slopes is not None:
-        made["slopes"] = scores.slopes
+        operands["slopes"] = scores.slopes
         if fixed.positions:
             batch = max(x.shape[0] for x in fixed.positions)
             named = (scores.slopes, *fixed.positions)
             for name, x in zip(("slopes", "q_bias_pos", "kv_bias_pos"), named, strict=True):
-                made[name] = jnp.broadcast_to(x, (batch, x.shape[1]))
+                operands[name] = jnp.broadcast_to(x, (batch, x.shape[1]))
     if scores.bias is not None:
-        made["bias"] = scores.bias
+        operands["bias"] = scores.bias
     if fixed.streams is not None:
-        made["dropout_streams"] = fixed.streams
-        made["dropout_rows"] = fixed.rows
-    return made
+        operands["dropout_streams"] = fixed.streams
+        operands["dropout_rows"] = fixed.rows
+    return operands
 
 
-# --- Decoding: keys and values of a batch row, or in pages listed by a table.
+# --- Decoding: caches are contiguous for each batch row, or consist of pages that a table lists.
 
 decode_p = new_primitive("packax_decode", ("spec", "names"))
 
@@ -281,7 +281,7 @@ def _decode_gradient(primals, tangents, **params):
 
 
 def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
-    """Caches that are not mapped are not copied: the folded batch reads its rows by a table."""
+    """Folds the mapped axis. Unmapped caches are not repeated, but read through a block table."""
     folding = batching_rule(operands, dims)
     size = folding.size
     mapped = dict(zip(names, zip(operands, dims, strict=True), strict=True))
@@ -295,21 +295,21 @@ def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
         table = (jnp.arange(rows, dtype=jnp.int32)[:, None], None)
     if table is not None:
         folded_table = folding.fold(*table)
-        if not shared:  # the pages of all mapped elements, in the order of `fold`
+        if not shared:  # renumber pages in the order of `fold`
             batch = folded_table.shape[0] // size
-            own = folding.merged(
+            element = folding.merged(
                 folding.place(jnp.arange(size, dtype=jnp.int32)[:, None], 0), batch
             )
-            there = (folded_table >= 0) & (folded_table < rows)
-            page = folded_table * size if folding.behind else folded_table
-            first = own if folding.behind else own * rows
-            folded_table = jnp.where(there, page + first[:, None], -1)
+            valid = (folded_table >= 0) & (folded_table < rows)
+            page = folded_table * size if folding.after_batch else folded_table
+            offset = element if folding.after_batch else element * rows
+            folded_table = jnp.where(valid, page + offset[:, None], -1)
         folded["block_table"] = folded_table
     if shared:
         folded |= {name: x for name, (x, _) in caches.items()}
     else:
         folded |= {name: folding.fold(*caches.pop(name)) for name in ("key", "value")}
-        if caches:  # the scales
+        if caches:  # key_scale and value_scale
             arrays, axes = zip(*caches.values(), strict=True)
             folded |= zip(caches, folding.fold_shared(arrays, axes, rows), strict=True)
     if "sinks" in mapped:

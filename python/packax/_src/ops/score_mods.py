@@ -1,7 +1,7 @@
-"""Score parameters, which change the scores or their sum, and the part that needs no kernel.
+"""Score parameters (sinks, array scales, ALiBi, bias arrays), and the computations without kernels.
 
 A sink is one more logit in the denominator of a head's softmax (gpt-oss, arXiv 2508.10925; "softmax
-off by one" if it is 0). Attention without it gives out and lse. With a sink z
+off by one" if it is 0). From out and lse of attention without sinks, a sink z gives
     lse' = log(exp(lse) + exp(z)),   out' = out * exp(lse - lse')
 As without a sink, p' = exp(s - lse') and delta' = sum(dout * out') - dlse, so the backward kernels
 are exact when given out' and lse'. The gradient of the sink is the sum over rows of
@@ -53,11 +53,17 @@ def alibi(
         kv_positions: (Skv,) or (B or 1, Skv), the positions of keys. None: `positions`, which
             requires equal lengths, or the indices of keys if `positions` is None too.
 
-    Without both arrays, dedicated kernels run on Hopper for head dims 64 and 128.
+    Returns:
+        Alibi, a pytree of these arrays.
 
-    If `sharding` cuts the sequence, a row's index is not its position. Then both arrays are needed:
-    `positions` cut and permuted as the query rows are, `kv_positions` whole and in the order of the
-    sequence. `flash_attention` checks everything.
+    If both arrays are None, dedicated kernels run on Hopper for head dims 64 and 128.
+
+    If the sequence is sharded, the index of a query is not its position. Then pass both arrays:
+    `positions` sharded and permuted like query, and `kv_positions` complete and in the original
+    order.
+
+    Raises:
+        ValueError: raised by `flash_attention`, which checks all shapes and dtypes.
 
     Examples:
         >>> slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
@@ -75,7 +81,7 @@ class ScoreParams(NamedTuple):
     bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
 
     def specs(self, layout: Layout) -> ScoreParams:
-        """How they are sharded, where context/shard.py maps over the mesh."""
+        """The PartitionSpecs for the shard_map of context/shard.py."""
         return ScoreParams(
             None if self.sinks is None else layout.spec(layout.heads),
             None if self.scales is None else layout.spec(()),
@@ -85,20 +91,20 @@ class ScoreParams(NamedTuple):
 
 
 def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
-    """The mesh axes of a bias: those of batch, heads and rows where its size is not 1."""
-    own = (layout.batch, layout.heads, layout.context)
-    return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True))
+    """The mesh axes of batch, heads and rows of a bias; none for axes of size 1."""
+    dims = (layout.batch, layout.heads, layout.context)
+    return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], dims, strict=True))
 
 
 class NonDiffOperands(NamedTuple):
     """Arrays of a request that have no gradient; None: absent."""
 
-    positions: tuple[Any, ...] = ()  # (1 or B, length) of rows and of keys, for ALiBi
-    streams: Any = None  # (B, H, 4), of dropout (ops/dropout.py)
-    rows: Any = None  # (1 or B, Sq), of dropout
+    positions: tuple[Any, ...] = ()  # for ALiBi: of rows and of keys, (1 or B, length)
+    streams: Any = None  # for dropout (ops/dropout.py): (B, H, 4)
+    rows: Any = None  # for dropout: (1 or B, Sq)
 
     def specs(self, layout: Layout) -> NonDiffOperands:
-        """How they are sharded, as in `ScoreParams.specs`."""
+        """The PartitionSpecs, as in `ScoreParams.specs`."""
 
         def of_length(x: Any, dims: Any) -> Any:
             return layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
@@ -114,10 +120,10 @@ class NonDiffOperands(NamedTuple):
 def summed(
     layout: Layout | None, gradients: ScoreParams, bias_dims: tuple[Any, ...]
 ) -> ScoreParams:
-    """A rank's part of the gradients, summed over mesh axes that do not shard the arrays.
+    """The gradients of score parameters, summed over the mesh axes that do not shard them.
 
-    `bias_dims`: the mesh axes of the bias. Over axes of the caller's shard_map jax sums, as the
-    transpose of a replicated operand.
+    `bias_dims`: the mesh axes of the bias. Over the axes of the caller's shard_map jax itself sums,
+    as the transpose of a replicated operand.
     """
     if layout is None:
         return gradients
@@ -137,7 +143,7 @@ def summed(
 
 
 def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
-    """(B, H): the maximum of every row's largest logit (B, H, Sq), over all ranks' rows."""
+    """(B, H): the maximum of each row's largest logit, (B, H, Sq), over the rows of all ranks."""
     result = jax.lax.stop_gradient(top).max(axis=2)
     if layout is None:
         return result
@@ -146,14 +152,14 @@ def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H). Rows
-    that attend to nothing do not change.
+    """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H).
 
-    An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
+    Rows that attend to nothing do not change. With an infinite sink, out' is 0 and lse' is the
+    sink, also in derivatives.
     """
     top, log = row_sums.apart(lse)
     if top is not None:
-        # The sink may be the largest logit: relative to logits of -1e9 it would be rounded away.
+        # The sink may be the largest logit. Relative to logits of -1e9 it would be rounded away.
         attended, finite, sink = _sink_terms(None, log, jax.lax.stop_gradient(sinks))
         larger = jnp.where(attended & finite, jnp.maximum(top, sink), top)
         top, log = larger, log + jnp.where(attended, top - larger, 0)
@@ -165,7 +171,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
 def sinks_gradient(
     sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
-    """(H,) for these rows, from out' and lse'; cotangents of empty rows are ignored."""
+    """The gradient of the sinks (H,) from these rows' out' and lse'. Ignores empty rows."""
     real = lse.dtype
     delta = jnp.sum(out.astype(real) * dout.astype(real), -1).transpose(0, 2, 1)
     if dlse is not None:
@@ -179,8 +185,10 @@ def sinks_gradient(
 def _sink_terms(
     top: jax.Array | None, log: jax.Array, sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where rows attend to something, where sinks are less than infinity, and the sinks relative to
-    the row's largest logit if that is stored separately, as `log` is."""
+    """Whether each row attends to anything, whether each sink is not +inf, and the sinks.
+
+    Like `log`, sinks are relative to the row's largest logit if that is stored separately.
+    """
     attended, sink = log != -jnp.inf, jnp.atleast_2d(sinks).astype(log.dtype)[..., None]
     finite = sink != jnp.inf
     return attended, finite, sink if top is None else sink - jnp.where(attended, top, 0)

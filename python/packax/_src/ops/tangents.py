@@ -1,7 +1,7 @@
-"""Forward-mode derivatives of forward_p and backward_p, as blockwise XLA on every platform.
+"""Forward-mode derivatives of forward_p and backward_p, computed by blockwise XLA on all platforms.
 
-Each is a separate primitive, so that inside shard_map the loops are traced without mesh axes.
-There are no kernels for them. autodiff.py builds jvps and second derivatives from them.
+Each derivative is a separate primitive, so that inside shard_map its loops are traced without mesh
+axes. It has no kernels. autodiff.py builds jvps and second derivatives from these primitives.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NO_MORE_DERIVATIVES = (
 
 
 def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Primitive:
-    """The primitive whose operands are those of `of`, then tangents of those that may have one,
-    and whose results are the tangents of the results of `of`.
+    """Defines the tangent primitive of the primitive `of`, and the jvp of `of`.
 
-    `function`: the implementation of `of` in XLA.
+    Its operands are the operands of `of`, followed by the tangents of the differentiable ones. Its
+    results are the tangents of the results of `of`. `function` is the XLA implementation of `of`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -50,14 +50,18 @@ def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Prim
 
     def run(*operands, spec, names):
         primals, tangents = operands[: len(names)], operands[len(names) :]
-        moved = differentiable(names)
+        differentiable_names = differentiable(names)
 
-        def of_moved(*values):
-            of_name = dict(zip(names, primals, strict=True)) | dict(zip(moved, values, strict=True))
-            return tuple(function(*of_name.values(), spec=spec, names=names))
+        def of_differentiable(*values):
+            by_name = dict(zip(names, primals, strict=True)) | dict(
+                zip(differentiable_names, values, strict=True)
+            )
+            return tuple(function(*by_name.values(), spec=spec, names=names))
 
-        at = tuple(x for x, name in zip(primals, names, strict=True) if name in moved)
-        return jax.jvp(of_moved, at, tuple(tangents))[1]
+        point = tuple(
+            x for x, name in zip(primals, names, strict=True) if name in differentiable_names
+        )
+        return jax.jvp(of_differentiable, point, tuple(tangents))[1]
 
     mlir.register_lowering(primitive, lowering.lower_xla(run, ("spec", "names")))
     register_batching(primitive, batch_attention)
@@ -72,12 +76,14 @@ def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Prim
                 "forward-mode derivatives (jax.jvp, jax.jacfwd) and second derivatives: with "
                 "implementation=None only these run as blockwise XLA"
             )
-        moved = differentiable(names)
-        of_moved = [
-            ad.instantiate_zeros(x) for x, n in zip(tangents, names, strict=True) if n in moved
+        differentiable_names = differentiable(names)
+        input_tangents = [
+            ad.instantiate_zeros(x)
+            for x, n in zip(tangents, names, strict=True)
+            if n in differentiable_names
         ]
         params = {"spec": spec, "names": names}
-        return of.bind(*primals, **params), primitive.bind(*primals, *of_moved, **params)
+        return of.bind(*primals, **params), primitive.bind(*primals, *input_tangents, **params)
 
     ad.primitive_jvps[of] = jvp
     ad.primitive_jvps[primitive] = refuse

@@ -1,8 +1,9 @@
-"""Blockwise attention in jax.numpy, for platforms without a kernel: O(S) memory.
+"""Blockwise attention in jax.numpy, for platforms without kernels, in O(S) memory.
 
-The recurrence is FlashAttention-2's (arXiv 2307.08691): an online softmax over blocks of keys
-forward, five products per block backward. One loop step is a tile of query rows with all heads;
-its inner loop visits only the key blocks of the tile's row ranges, so documents cost their area.
+The algorithm is FlashAttention-2 (arXiv 2307.08691): the forward is an online softmax over blocks
+of keys, the backward has five products per block. One step of the outer loop is a tile of query
+rows with all heads. The inner loop visits only the key blocks inside the tile's row ranges, so the
+work is proportional to the attended area.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
-    # Before a row's first key, its maximum is the lowest finite number, so that -inf - -inf cannot
-    # occur.
+    # The initial row maximum is the lowest finite number, so that -inf - -inf cannot occur.
     least = float(jnp.finfo(real).min)
 
     def sums_and_maxima(rows, axis):
@@ -90,9 +90,9 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
-            # Results do not depend on the shift, so it needs no tangent. The tangent of a maximum
-            # compares scores with it, and none may be equal: the compiler may recompute them with
-            # another rounding (a multiply-add).
+            # The results do not depend on the shift, so it needs no tangent. The tangent of a
+            # maximum also compares scores with the maximum, and possibly none is equal: the
+            # compiler may recompute scores with another rounding (a multiply-add).
             row_max = lax.stop_gradient(row_max)
             new_max = lax.max(row_max, lax.reduce_max(lax.stop_gradient(s), (2,)))
             p = lax.exp(lax.sub(s, lax.expand_dims(new_max, (2,))))
@@ -100,15 +100,15 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             total = lax.add(lax.mul(total, keep), lax.reduce_sum(p, (2,)))
             if kept_of is not None:
                 p = select(kept_of(step, block), p, 0)
-            more = dot(p, key_block(values, block).astype(real), 2, 1)
-            keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
-            acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
-            # Both in one write, after everything that reads the old values, so nothing is copied.
+            update = dot(p, key_block(values, block).astype(real), 2, 1)
+            keep, update = lax.expand_dims(keep, (0, 3)), lax.expand_dims(update, (0,))
+            acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), update))
+            # One write for both, after all reads of the old values, so that nothing is copied.
             return acc, put(rows, stack([total, new_max], 0), step)
 
         acc, rows = _loop(first, last_of, one_block, (acc, rows))
         total, _ = sums_and_maxima(at(rows, step), 0)
-        # From a sum per row, XLA would compute the reciprocal first, in another kernel.
+        # Broadcast first: XLA would compute reciprocals of the row sums in a separate kernel.
         divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
         divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
         if kept_of is not None:
@@ -117,7 +117,7 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
         out = put_row_tile(out, own, step, tiles)
         return out, acc, rows
 
-    # Every tile is written, so any array of this shape will do; zeros would be one more kernel.
+    # Every tile is overwritten, so any array of this shape works; zeros would cost a kernel.
     out = queries
     if depth != query.shape[-1]:
         out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
@@ -125,15 +125,15 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     results = out, lax.full((steps, *shape, depth), 0, real), rows
     out, _, rows = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
     total, row_max = sums_and_maxima(rows, 1)
-    some = lax.ne(total, real.type(0))
-    log = lax.log(select(some, total, 1))
-    lse = select(some, log if x.lse_in_two else lax.add(row_max, log), -jnp.inf)
+    attends = lax.ne(total, real.type(0))
+    log = lax.log(select(attends, total, 1))
+    lse = select(attends, log if x.lse_in_two else lax.add(row_max, log), -jnp.inf)
     lse, row_max = (
         lax.transpose(
             lax.squeeze(rows_together(lax.expand_dims(y, (3,)), tiles, query.shape[1]), (3,)),
             (0, 2, 1),
         )
-        for y in (lse, select(some, row_max, -jnp.inf))
+        for y in (lse, select(attends, row_max, -jnp.inf))
     )
     if x.lse_in_two:
         lse = row_sums.together(row_max, lse)
@@ -144,7 +144,8 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """The results of backward_p, in one pass over the attended blocks.
 
-    Gradients that are not needed are zeros: XLA would not remove a sum that a loop carries.
+    Gradients that are not needed are zeros and not computed: XLA does not remove unused sums that a
+    loop carries.
     """
     query, key, value, out = x.query, x.key, x.value, x.out
     tiles = tiles_of(query, key)
@@ -157,13 +158,14 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     real = accumulator(query.dtype)
     dot = _dots(spec.precision)
 
-    # Rows that attend to nothing, and their cotangents, are ignored, whatever they hold.
+    # Rows that attend to nothing are masked, so that NaN or inf in them or their cotangents is
+    # ignored.
     numbers = [y for y in reversed(row_sums.apart(x.lse)) if y is not None]
     log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
-    some = lax.ne(log, real.type(-np.inf))
-    some = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
-    # For whole rows: by tiles, the rounding of the sums would depend on a device's number of heads.
-    products = select(some, lax.mul(out.astype(real), x.dout.astype(real)), 0)
+    attends = lax.ne(log, real.type(-np.inf))
+    attends = lax.broadcast_in_dim(attends, out.shape, (0, 1, 2))
+    # Computed for whole rows: in tiles, rounding would depend on the number of heads per device.
+    products = select(attends, lax.mul(out.astype(real), x.dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
     if x.dlse is not None:
         delta = delta - x.dlse.transpose(0, 2, 1).astype(real)
@@ -174,13 +176,13 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
         shift, delta, *top = (
             lax.index_in_dim(sums, n, 2, keepdims=False) for n in range(sums.shape[2])
         )
-        some = lax.ne(shift, real.type(-np.inf))
+        attends = lax.ne(shift, real.type(-np.inf))
         q_tile, do_tile = (
-            select(lax.broadcast_in_dim(some, y.shape, (0, 1)), y, 0)
+            select(lax.broadcast_in_dim(attends, y.shape, (0, 1)), y, 0)
             for y in (row_tile(y, step).astype(real) for y in (queries, douts))
         )
-        if top:  # a row may attend to only biases of -inf
-            shift, top = select(some, shift, jnp.inf), [select(some, top[0], 0)]
+        if top:  # all biases of a row may be -inf
+            shift, top = select(attends, shift, jnp.inf), [select(attends, top[0], 0)]
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
@@ -189,20 +191,20 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             k_block, v_block = (key_block(y, block).astype(real) for y in (keys, values))
             allowed = allowed_of(step, block)
             s = dot(q_tile, k_block, 2, 2)
-            of = logits_of(s, step, block)
-            # Where a pair is not attended, the row's lse and dp may be inf or nan (garbage in
-            # padding, another document's overflow): select, never multiply.
-            # The first select also keeps the compiler from computing s * scale - lse as one
-            # multiply-add: lse is of rounded logits, and p is more exact if the same rounding
-            # cancels.
-            logit = _where(allowed, of.logit, -jnp.inf, tiles)
+            logits = logits_of(s, step, block)
+            # For pairs that are not attended, lse and dp may be inf or NaN (garbage in padding,
+            # overflow in another document): select, never multiply.
+            # The first select also prevents the compiler from computing s * scale - lse as one
+            # multiply-add. lse was computed from rounded logits, so p is more exact if the same
+            # rounding cancels.
+            logit = _where(allowed, logits.logit, -jnp.inf, tiles)
             if top:
-                # Above 0 only if a product rounds differently than in the forward. Not with a
-                # minimum: for two equal numbers its derivative would be half.
+                # The difference is above 0 only if a product rounds differently than in the
+                # forward. Not lax.min(logit, 0): its derivative at 0 would be 1/2.
                 logit = lax.sub(logit, lax.expand_dims(top[0], (2,)))
                 logit = lax.sub(logit, lax.stop_gradient(lax.max(logit, lax.full_like(logit, 0))))
-            # -0 marks pairs that are not attended, as opposed to a p that underflows: `allowed`
-            # would be computed again if it were read a second time.
+            # -0 marks pairs that are not attended, and differs from a p that underflows. Another
+            # read of `allowed` would make the compiler compute it again.
             p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
@@ -210,17 +212,17 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
                 keep = jnp.where(kept_of(step, block), inverse_keep(spec.dropout_threshold), 0)
                 dp, dropped = dp * keep.astype(real), p * keep.astype(real)
             dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
-            nowhere = jnp.signbit(p)
+            not_attended = jnp.signbit(p)
             if bias is not None:
-                dbias = bias.add(dbias, step, block, jnp.where(nowhere, 0, dlogit))
-            ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
+                dbias = bias.add(dbias, step, block, jnp.where(not_attended, 0, dlogit))
+            ds = dlogit if logits.cap_slope is None else dlogit * logits.cap_slope
             if parts is not None and x.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
                 parts = change(parts, step, lambda own: own.at[..., 0].add(by_scale[None]))
-            if parts is not None and of.far is not None:
-                by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
+            if parts is not None and logits.distance is not None:
+                by_slope = _where(allowed, dlogit * logits.distance, 0, tiles).sum(axis=-1)
                 parts = change(parts, step, lambda own: own.at[..., 1].add(-by_slope[None]))
-            ds = lax.select(nowhere, lax.full_like(ds, 0), lax.mul(ds, of.scale))
+            ds = lax.select(not_attended, lax.full_like(ds, 0), lax.mul(ds, logits.scale))
             dq = None if dq is None else add(dq, step, dot(ds, k_block, 2, 1))
             dk = None if dk is None else add_keys(dk, block, dot(ds, q_tile, 1, 1))
             dv = None if dv is None else add_keys(dv, block, dot(dropped, do_tile, 1, 1))
@@ -228,7 +230,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 
         return _loop(first, last_of, one_block, state)
 
-    # Sums are updated in place: those of a separate tile would be filled, added up and copied back.
+    # Sums are updated in place: a separate accumulator per tile would be zeroed and copied back.
     scores_move = spec.score_grads
     steps = tiles.batch * tiles.row_tiles
     shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
@@ -256,7 +258,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 
 
 def _dots(precision):
-    """Product per key head (axis 0), contracting the two axes named; sums in a's dtype."""
+    """A product batched over key/value heads (axis 0) that contracts a_axis and b_axis."""
 
     def dot(a, b, a_axis, b_axis):
         dims = ((a_axis,), (b_axis,)), ((0,), (0,))
@@ -266,7 +268,10 @@ def _dots(precision):
 
 
 def _where(allowed, x, other, tiles):
-    """x (heads, group * rows, keys) where allowed, (rows, keys) or per head, otherwise `other`."""
+    """x (Hkv, group * rows, keys) where allowed, otherwise `other`.
+
+    allowed: (rows, keys), or with (Hkv or 1, group or 1) before these axes.
+    """
     by_group = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
     axes = range(len(by_group) - allowed.ndim, len(by_group))
     allowed = lax.reshape(lax.broadcast_in_dim(allowed, by_group, tuple(axes)), x.shape)
@@ -274,9 +279,10 @@ def _where(allowed, x, other, tiles):
 
 
 def _visits(spec, mask, tiles):
-    """A function from a step to its first visit, one that returns the last visit + 1, and one from
-    visits to blocks; and a function from step and block to the attended pairs, (rows, keys) or per
-    head.
+    """Two functions, visits_of(step) and allowed_of(step, block).
+
+    visits_of returns the first visit, a function that returns the last visit + 1, and a function
+    from a visit to its block. allowed_of returns the attended pairs, (rows, keys) or per head.
     """
     mask_mode, block_size = spec.mask_mode, spec.block_size
     all_rows = row_integers(mask, tiles, mask_mode)
@@ -289,7 +295,7 @@ def _visits(spec, mask, tiles):
         iota = lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
         index = lax.add(first_key(block, tiles), iota)
         allowed = lax.bitwise_and(lax.le(lax.bitwise_not(index), not_lo), lax.lt(index, hi))
-        # The check is true by construction in rows without segment check, so it needs no flag.
+        # In rows that are not segment-checked the comparisons are always true, so no flag is read.
         if mask_mode >= MaskMode.IDS:
             allowed = lax.bitwise_and(allowed, lax.eq(of_row[0], of_key[0]))
         if mask_mode >= MaskMode.UPPER_LIMIT:
@@ -298,7 +304,7 @@ def _visits(spec, mask, tiles):
             allowed = lax.bitwise_and(allowed, lax.le(of_row[2], of_key[1]))
         if block_size not in (None, ONE_BLOCK):
             allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
-        # Once for all heads: otherwise every fusion computes it again for each score.
+        # Computed once for all heads: without a barrier every fusion recomputes it for each score.
         return lax.optimization_barrier(allowed)
 
     if mask.q_block_lists is not None:
@@ -313,9 +319,9 @@ def _visits(spec, mask, tiles):
 
 
 def _loop(first, last_of, one, state):
-    """Like fori_loop, but its end is read in the loop's condition, which needs no separate fusion.
+    """Like fori_loop, but the loop condition computes the end, which saves a fusion.
 
-    Numbers are int32, as in `scan`: XLA then compiles what both have in common once.
+    The counter is int32, as in `scan`, so that XLA compiles computations that both share only once.
     """
 
     def more(number_and_state):
@@ -329,7 +335,7 @@ def _loop(first, last_of, one, state):
 
 
 def _listed(mask, tiles, step):
-    """_visits for the blocks in a step's list of a block mask."""
+    """visits_of for a mask with block lists: the blocks in the list of the step's tile."""
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
     visited = block_lists.visited_blocks(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(visited.shape[0], dtype=jnp.int32)
@@ -340,8 +346,8 @@ def _listed(mask, tiles, step):
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
-    """Which pairs of a step and a block the block mask attends: (key heads or 1, group or 1,
-    rows, keys)."""
+    """The pairs of a step and a block that the block mask attends, (Hkv or 1, group or 1, rows,
+    keys)."""
     indices = [
         (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
         for number, count, size, of_mask in zip(
@@ -354,20 +360,20 @@ def _in_block_mask(mask, block_size, tiles, step, block):
     return bits.reshape(*heads, *bits.shape[1:])
 
 
-# --- Operands that change scores and probabilities.
+# --- Operands that change scores and probabilities
 
 
 class Logits(NamedTuple):
-    """For a block: what the softmax takes, and the factors for its gradient."""
+    """The logits of a block, and the factors of their gradient."""
 
     logit: jax.Array
     scale: jax.Array | float
-    cap_slope: jax.Array | None  # the derivative of soft_cap * tanh(s * scale / soft_cap)
-    far: jax.Array | None  # (heads, group * rows, keys)
+    cap_slope: jax.Array | None  # derivative of the soft cap
+    distance: jax.Array | None  # ALiBi distances, (1, group * rows, keys)
 
 
 def logits_of_blocks(spec, options, tiles):
-    """A function from scores, step and block to Logits."""
+    """A function from the scores of a step and a block to Logits."""
     soft_cap = spec.soft_cap
     biased = options.slopes is not None
     bias = None if options.bias is None else BiasTiles(options.bias, tiles)
@@ -388,7 +394,7 @@ def logits_of_blocks(spec, options, tiles):
         if options.scales is not None:
             factor = batch_row(options.scales, step, tiles.row_tiles)
         factor = lax.convert_element_type(factor, s.dtype)
-        logit, cap_slope, far = lax.mul(s, factor), None, None
+        logit, cap_slope, distance = lax.mul(s, factor), None, None
         if soft_cap:
             t = jnp.tanh(logit / soft_cap)
             logit, cap_slope = soft_cap * t, 1 - t * t
@@ -396,21 +402,21 @@ def logits_of_blocks(spec, options, tiles):
             row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
             column = batch_row(kv_bias_pos, step, tiles.row_tiles)
             column = at(column, rem(block, tiles.key_blocks))
-            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
-            far = jnp.tile(far, (tiles.group, 1))[None]
+            distance = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
+            distance = jnp.tile(distance, (tiles.group, 1))[None]
             slopes = batch_row(options.slopes, step, tiles.row_tiles)
             slopes = slopes.reshape(tiles.kv_heads, tiles.group)
-            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
+            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * distance
         if bias is not None:
             logit += bias.at(step, block, s.dtype)
-        return Logits(logit, factor, cap_slope, far)
+        return Logits(logit, factor, cap_slope, distance)
 
     return of_block
 
 
 def kept_of_blocks(spec, operands, tiles):
-    """A function from a step and a block to the probabilities that dropout keeps, (Hkv, group *
-    rows, keys), by the bits of csrc/kernels/portable/dropout.py; None: all."""
+    """A function from a step and a block to whether dropout keeps each probability, (Hkv, group *
+    rows, keys), with the same bits as csrc/kernels/portable/dropout.py. None: no dropout."""
     if not spec.dropout_threshold:
         return None
     streams, rows = operands.dropout_streams, operands.dropout_rows
@@ -420,16 +426,16 @@ def kept_of_blocks(spec, operands, tiles):
     def kept(step, block):
         row = at(batch_row(rows, step, tiles.row_tiles), rem(step, tiles.row_tiles))
         words = at(streams, div(step, tiles.row_tiles))[:, :, None, None]  # (H, 4, 1, 1)
-        fours = ceil_div(tiles.keys, 4)
-        shape = (words.shape[0], tiles.rows, fours)
-        four = first_key(block, tiles) // 4 + lax.broadcasted_iota(jnp.int32, shape, 2)
+        fours_count = ceil_div(tiles.keys, 4)
+        shape = (words.shape[0], tiles.rows, fours_count)
+        fours = first_key(block, tiles) // 4 + lax.broadcasted_iota(jnp.int32, shape, 2)
         row, batch, head = (
             jnp.broadcast_to(x.astype(jnp.uint32), shape)
             for x in (row[None, :, None], words[:, 2], words[:, 3])
         )
-        made = philox((four.astype(jnp.uint32), row, head, batch), (words[:, 0], words[:, 1]))
-        stays = jnp.stack([x >= np.uint32(spec.dropout_threshold) for x in made], -1)
-        stays = stays.reshape(*shape[:2], 4 * fours)[..., : tiles.keys]
-        return stays.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
+        bits = philox((fours.astype(jnp.uint32), row, head, batch), (words[:, 0], words[:, 1]))
+        keep = jnp.stack([x >= np.uint32(spec.dropout_threshold) for x in bits], -1)
+        keep = keep.reshape(*shape[:2], 4 * fours_count)[..., : tiles.keys]
+        return keep.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
 
     return kept

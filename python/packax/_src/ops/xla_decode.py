@@ -1,8 +1,7 @@
-"""Decoding in jax.numpy, for platforms without a kernel, blockwise over the keys.
+"""Decoding in jax.numpy, for platforms without kernels, blockwise over the keys.
 
-One loop step reads the next KEYS keys of all sequences at once, in place: no cache is copied,
-padded or gathered as a whole. The recurrence is FlashAttention-2's (arXiv 2307.08691), as in
-xla_attention.py.
+One loop step reads the next KEYS keys of all sequences, in place: no cache is copied, padded or
+gathered as a whole. The online softmax is that of xla_attention.py.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ def decode(spec: AttentionSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     beyond = (lo < hi) & (hi > room)
     some = (lo < hi) & ~beyond
     lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
-    # The content of a row that attends to nothing must not matter, or cause an overflow warning.
+    # The content of rows that attend to nothing is ignored, and must not overflow.
     rows = jnp.where(some[..., None, None], query, 0).astype(real)
     rows = rows.reshape(batch, q_len, kv_heads, group, -1)
 
     def one_block(block, state):
         acc, row_max, total = state
-        # The last block begins so that it ends with the cache; keys it repeats are masked.
+        # The last block ends with the cache. Keys that the previous block covers are masked.
         first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
         keys, values, page = _block(key, value, block_table, first, index)
-        there = None if page is None else (page >= 0) & (page < key.shape[0])
-        place = index[None, None]
-        attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
-        # A key that no row attends to may hold anything, and so may the page read for a missing
-        # page.
-        used = attends.any(1) if there is None else attends.any(1) & there
+        valid_page = None if page is None else (page >= 0) & (page < key.shape[0])
+        j = index[None, None]
+        attends = (lo[..., None] <= j) & (j < hi[..., None]) & (j >= block * size)
+        # Keys to which no row attends may hold anything, as may the page that is read in place of
+        # an invalid one.
+        used = attends.any(1) if valid_page is None else attends.any(1) & valid_page
         keys, values = keys.astype(real), values.astype(real)
         if x.key_scale is not None:
             keys = keys * _scale_of(x.key_scale, page).astype(real)
@@ -59,8 +58,8 @@ def decode(spec: AttentionSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
         s = einsum("bihgd,bjhd->bhgij", rows, keys) * spec.scale
         if spec.soft_cap:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
-        if there is not None:
-            s = jnp.where(there[:, None, None, None], s, jnp.nan)
+        if valid_page is not None:
+            s = jnp.where(valid_page[:, None, None, None], s, jnp.nan)
         s = jnp.where(attends, s, -jnp.inf)
         new_max = jnp.maximum(row_max, s.max(axis=-1))
         shift = jnp.where(new_max == -jnp.inf, 0, new_max)
@@ -78,9 +77,9 @@ def decode(spec: AttentionSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     blocks = jnp.where(some.any(), jnp.min(lo) // size, 0), -(-jnp.max(hi) // size)
     acc, row_max, total = jax.lax.fori_loop(*blocks, one_block, start)
 
-    met = some[:, None, None]
-    lse = jnp.where(met, row_max + jnp.log(jnp.where(met, total, 1)), -jnp.inf)
-    out = acc / jnp.where(met, total, 1)[..., None]
+    attends_any = some[:, None, None]
+    lse = jnp.where(attends_any, row_max + jnp.log(jnp.where(attends_any, total, 1)), -jnp.inf)
+    out = acc / jnp.where(attends_any, total, 1)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, q_len, heads, v_dim)
     lse = lse.reshape(batch, heads, q_len)
     if x.sinks is not None:
@@ -90,12 +89,14 @@ def decode(spec: AttentionSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _block(key, value, block_table, first, index):
-    """Keys and values (B, keys, Hkv, D) at `index`, and their pages (B, keys), which may not exist;
-    None: there are no pages."""
+    """Keys and values (B, keys, Hkv, D) at `index`, and their block table entries, (B, keys).
+
+    Entries may be invalid. None: the cache is not paged.
+    """
     if block_table is None:
-        if is_symbolic(key.shape[1]):  # it may be less than a block: the rest is masked
-            places = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
-            return key[:, places], value[:, places], None
+        if is_symbolic(key.shape[1]):  # possibly less than a block; the rest is masked
+            indices = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
+            return key[:, indices], value[:, indices], None
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, first, index.shape[0], axis=1) for x in (key, value)
         )
@@ -107,7 +108,7 @@ def _block(key, value, block_table, first, index):
 
 
 def _scale_of(scale, page):
-    """A scale (1, Hkv), or of sequences or pages, as a factor of (B, keys, Hkv, D)."""
+    """A scale (1, Hkv), (B, Hkv) or (pages, Hkv), broadcastable to (B, keys, Hkv, D)."""
     if page is None or scale.shape[0] == 1:
         return scale[:, None, :, None]
     return scale.at[page].get(mode="clip")[..., None]

@@ -1,7 +1,7 @@
-"""The mask arrays in jax.numpy, for platforms without a kernel.
+"""Computes the mask arrays in jax.numpy, for platforms without kernels.
 
-The same integers as csrc/kernels/mask/segments.py and block_bounds.py;
-docs/internals/mask_format.md defines them.
+The integers are those of csrc/kernels/mask/segments.py and block_bounds.py, as defined in
+docs/internals/mask_format.md.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from packax._src.core.spec import (
 )
 from packax._src.ops.xla_tiles import select, sized, stack
 
-_THERE = "promise_in_bounds"  # for gathers: no arithmetic for indices out of bounds
+_IN_BOUNDS = "promise_in_bounds"  # skips index arithmetic
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
 
 def table_size(kv_len: int) -> int:
-    """Slots of each id table: a power of two, at least twice the possible number of runs."""
+    """Slots of each id hash table: a power of two, at least twice the maximum number of runs."""
     return max(1024, 2 << (kv_len - 1).bit_length())
 
 
 def _table(kv_len: Any) -> tuple[Any, Any, Any]:
-    """table_size, its logarithm, and a size that is large enough for that many slots."""
+    """table_size, its base-2 logarithm, and an array size that is at least table_size."""
     if not is_symbolic(kv_len):
         slots = table_size(kv_len)
         return slots, slots.bit_length() - 1, slots
@@ -54,8 +54,8 @@ def document_ranges(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Row ranges of documents: lo, hi, segment_checked, each (Bm, Sq) int32.
 
-    compare_positions: 0, 1 (q_pos holds upper limits) or 2 (q_pos is (Bm, 2, Sq), upper limits
-    first, then lower ones).
+    compare_positions: 0, 1 (q_pos contains upper limits), or 2 (q_pos (Bm, 2, Sq) contains upper
+    limits, then lower limits).
     """
 
     batch, kv_len = kv_ids.shape
@@ -66,8 +66,8 @@ def document_ranges(
     real = lax.ne(kv_ids, np.int32(PADDING_SEGMENT_ID))
     ends = lax.bitwise_and(real, lax.concatenate([change, one], 1))
 
-    # For the keys in a slot: the first one, the end of the run that begins there, the end of the
-    # last run. All by minima, so that one scatter writes all tables, and one gather reads them.
+    # For the keys of a slot: the first key, the end of the first run, the end of the last run. All
+    # are minima (the last one negated), so that a single scatter writes all tables.
     columns = [
         select(real, index, INT_MAX),
         select(ends, lax.add(index, np.int32(1)), INT_MAX),
@@ -78,7 +78,7 @@ def document_ranges(
         columns.append(-falls.astype(jnp.int32))
     nothing = np.asarray([INT_MAX, INT_MAX, 0, 0][: len(columns)], np.int32)
 
-    # Tables of all batch rows are in one array: with vmap, XLA would compile more small fusions.
+    # All batch rows share one array: with vmap, XLA would compile more small fusions.
     slots, bits, capacity = _table(kv_len)
     tables = lax.broadcast_in_dim(nothing, (batch * 2 * capacity, len(columns)), (1,))
     updates = stack([stack(columns, 2)] * 2, 0)
@@ -88,7 +88,7 @@ def document_ranges(
         _slots(kv_ids, slots, bits, capacity),
         updates,
         lax.ScatterDimensionNumbers((1,), (0,), (0,)),
-        mode=_THERE,
+        mode=_IN_BOUNDS,
     )
     found = _rows(tables, _slots(q_ids, slots, bits, capacity))
     found = lax.reshape(found, (2, *q_ids.shape, len(columns)))
@@ -100,16 +100,16 @@ def document_ranges(
     )  # fmt: skip
     lo, hi = lax.max(lo_a, lo_b), lax.neg(lax.max(last_a, last_b))
 
-    # lo is INT_MAX without a run, so the range is empty
-    of_lo = lax.eq(_of_keys(kv_ids, lo), q_ids)
+    # Without a run lo is INT_MAX, so the range is empty.
+    of_lo = lax.eq(_take_keys(kv_ids, lo), q_ids)
     end = lax.select(lax.ge(lo_a, lo_b), end_a, end_b)
     segment_checked = lax.bitwise_not(lax.bitwise_and(of_lo, lax.eq(end, hi)))
     if compare_positions:
         segment_checked |= rest[0][0] != 0
         upper = q_pos if compare_positions == 1 else q_pos[:, 0]
-        hi = jnp.where(segment_checked, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
+        hi = jnp.where(segment_checked, hi, _first_match(jnp.greater, kv_pos, upper, lo, hi))
     if compare_positions == 2:
-        first = _first(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
+        first = _first_match(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
         lo = jnp.where(segment_checked, lo, first)
 
     some = lax.bitwise_and(lax.ne(q_ids, np.int32(PADDING_SEGMENT_ID)), lax.lt(lo, hi))
@@ -118,9 +118,9 @@ def document_ranges(
 
 
 def _slots(ids, slots, bits, capacity):
-    """The slot of every id in both tables, one table after the other: (2 * B * ids, 1)."""
+    """The slots of all ids in the first table, then in the second: (2 * B * ids, 1)."""
     size, total, bits = (sized(x) for x in (slots, 2 * capacity, bits))
-    # With a select: a concatenation would be a separate kernel.
+    # A select, because a concatenation would be a separate kernel.
     ids = lax.broadcast_in_dim(ids, (2, *ids.shape), (1, 2))
     a = lax.bitwise_and(ids, lax.full_like(ids, size - np.int32(1)))
     spread = lax.mul(ids, np.uint32(HASH_MULTIPLIER).astype(np.int32))
@@ -132,14 +132,14 @@ def _slots(ids, slots, bits, capacity):
 
 
 def _rows(x, index):
-    """x (N, ...) at the indices (M, 1), all in bounds: (M, ...)."""
+    """x (N, ...) at the indices (M, 1), which must be in bounds: (M, ...)."""
     others = tuple(range(1, x.ndim))
     numbers = lax.GatherDimensionNumbers(others, (0,), (0,))
-    return lax.gather(x, index, numbers, (1, *x.shape[1:]), mode=_THERE)
+    return lax.gather(x, index, numbers, (1, *x.shape[1:]), mode=_IN_BOUNDS)
 
 
-def _of_keys(x, index):
-    """x (B, keys) at each batch row's indices (B, N), clamped to the last key."""
+def _take_keys(x, index):
+    """x (B, keys) at the indices (B, N) of each batch row, clamped to the last key."""
     row = lax.broadcasted_iota(jnp.uint32, index.shape, 0)
     batch, size = x.shape[0], sized(x.shape[1]).astype(np.uint32)
     index = lax.min(lax.convert_element_type(index, np.uint32), size - np.uint32(1))
@@ -147,17 +147,17 @@ def _of_keys(x, index):
     return lax.reshape(_rows(lax.reshape(x, (batch * x.shape[1],)), index), row.shape)
 
 
-def _first(compare, kv_pos, limit, lo, hi):
-    """The first j in [lo, hi) where `compare` is true for kv_pos[j] and the row's limit, or hi.
+def _first_match(compare, kv_pos, limit, lo, hi):
+    """The first j in [lo, hi) for which compare(kv_pos[j], limit) is true, or hi.
 
-    Binary search: positions do not decrease there.
+    A binary search: positions must not decrease in [lo, hi).
     """
     kv_len = kv_pos.shape[1]
 
     def halve(_, bounds):
         left, right = bounds
         middle = left + (right - left) // 2
-        later = compare(_of_keys(kv_pos, middle), limit)
+        later = compare(_take_keys(kv_pos, middle), limit)
         open_ = left < right
         return (
             jnp.where(open_ & ~later, middle + 1, left),
@@ -199,7 +199,7 @@ def query_blocks(lo, hi, segment_checked):
     hi_max = jnp.max(jnp.where(filled, hi, 0), axis=1)
     some_checked = jnp.any(segment_checked != 0, axis=1)
     flags = some_checked.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
-    # With a segment_checked row there are no keys that every row of the block certainly attends.
+    # With a segment-checked row, no key is certain to be attended by every row of the block.
     lo_max = jnp.where(some_checked, hi_max, lo_max)
     hi_min = jnp.where(some_checked, lo_min, hi_min)
     return jnp.stack([lo_min, lo_max, hi_min, hi_max, flags])
@@ -224,7 +224,7 @@ def _key_blocks(q_blocks, q_len, kv_len):
         core_hi = jnp.where(none, 0, core_end * BLOCK)
         return jnp.stack([row_lo, row_hi, core_lo, core_hi])
 
-    # Each key block is compared with all query blocks: in batches, so that memory stays linear.
+    # Each key block is compared with all query blocks, in batches, so that memory stays linear.
     count = ceil_div(kv_len, BLOCK)
     first_keys = BLOCK * jnp.arange(64 * ceil_div(count, 64), dtype=jnp.int32)
     found = jax.lax.map(jax.vmap(one_block), first_keys.reshape(ceil_div(count, 64), 64))
@@ -232,23 +232,23 @@ def _key_blocks(q_blocks, q_len, kv_len):
 
 
 def _query_order(q_blocks, tile):
-    """The order of tiles of `tile` rows: most keys first, ties in order."""
+    """The order of tiles of `tile` rows: most keys first, ties by index."""
     low, high = _merge(q_blocks[0], q_blocks[3], tile)
     return jnp.argsort(-jnp.where(low < high, high - low, 0), stable=True).astype(jnp.int32)
 
 
 def _key_order(q_blocks, kv_blocks):
-    """The order of tiles of keys: longest document first, in it most rows first, ties in order."""
+    """The order of tiles of keys: longest document first, then most rows first, ties by index."""
     low, high = _merge(kv_blocks[0], kv_blocks[1], TILE)
     some = low < high
-    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the last row attends
+    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # of the last row's block
     keys = (low - high, -high, first_key - high)
     keys = (*(jnp.where(some, key, 0) for key in keys), ~some)
-    return jnp.lexsort(keys).astype(jnp.int32)  # by the last key first; stable
+    return jnp.lexsort(keys).astype(jnp.int32)  # the last entry of keys is the primary key; stable
 
 
 def _merge(low, high, tile):
-    """Ranges of blocks to ranges of tiles."""
+    """The hulls of tiles from the ranges of their blocks."""
     blocks = tile // BLOCK
     count = ceil_div(low.shape[0], blocks)
     low = fill_up(low, 0, count * blocks, INT_MAX).reshape(count, blocks)

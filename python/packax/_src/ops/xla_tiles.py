@@ -1,8 +1,9 @@
-"""How attention in jax.numpy cuts its operands into tiles of rows and blocks of keys.
+"""Cuts the operands of attention in jax.numpy into tiles of rows and blocks of keys.
 
-XLA takes long to compile many small fusions. So what a tile or a block reads is in few arrays, each
-indexed by the tile's or the block's number in the whole batch, and is sliced in place: nothing is
-transposed beforehand. Sums are added up in place, by a slice and an update in one fusion: `change`.
+XLA takes long to compile many small fusions. So tiles and blocks read from few arrays, which are
+indexed by the number of the tile or block in the whole batch. They are slices of these arrays:
+nothing is transposed beforehand. Sums accumulate in place, by a slice and an update in one fusion
+(`change`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from jax import lax
 
 from packax._src.core.spec import INT_MAX, MaskMode, Operands, ceil_div, fill_up, is_symbolic
 
-# Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
-# tokens 128x128 to 256x256 are equally fast, and 512 is half as fast; with 160 documents in 16k
-# tokens 128x128 is faster by at least 1.2, because a larger tile computes more masked pairs at the
-# edges of documents.
+# Measured on two cores (float32 and bfloat16, 8/2 heads of dim 64). With 6 documents in 8k tokens,
+# tiles from 128x128 to 256x256 are equally fast, and 512 is half as fast. With 160 documents in 16k
+# tokens, 128x128 is at least 1.2 times as fast as larger tiles, which compute more masked pairs at
+# the edges of documents.
 ROWS = 128
 KEYS = 128
 
 
 class Tiles(NamedTuple):
-    """How one call is cut: tile sizes, their numbers, query heads per key head (group).
+    """The tiling of one call; `group` is the number of query heads per key/value head.
 
-    A step is a tile of a batch row, a block one of its blocks of keys; both are numbered through
-    the batch.
+    A step is one tile of rows, a block is one block of keys. Both are numbered through the batch.
     """
 
     batch: int
@@ -61,14 +61,14 @@ def tiles_of(query, key) -> Tiles:
 
 
 def row_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> jax.Array:
-    """(2 + mask_mode, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
+    """(2 + mask_mode, steps, rows, 1): ~lo and hi, then ids and limits for the segment check.
 
-    For empty rows and rows beyond Sq, ~lo is the minimum and hi is 0, so that the maximum over a
-    tile is its range.
+    For empty rows and rows beyond Sq, ~lo is the lowest value and hi is 0, so that the maximum over
+    a tile gives the range of the tile.
     """
-    some = lax.lt(mask.kv_start, mask.kv_end)
-    not_lo = select(some, lax.bitwise_not(mask.kv_start), ~INT_MAX)
-    hi = select(some, mask.kv_end, 0)
+    attends = lax.lt(mask.kv_start, mask.kv_end)
+    not_lo = select(attends, lax.bitwise_not(mask.kv_start), ~INT_MAX)
+    hi = select(attends, mask.kv_end, 0)
     limits = (
         [mask.q_pos] if mask_mode < MaskMode.BOTH_LIMITS else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
     )
@@ -79,19 +79,19 @@ def row_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> jax.Array
         x = fill_up(x, 1, whole, value)
         return lax.reshape(lax.broadcast_in_dim(x, (tiles.batch, whole), (0, 1)), shape)
 
-    # Reshaped before they are joined: XLA copies an array that is reshaped before a loop.
+    # Reshape, then stack: XLA copies an array that is reshaped just before a loop.
     others = [cut(x, 0) for x in [mask.q_ids, *limits][:mask_mode]]
     return stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others], 0)
 
 
 def key_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> list[jax.Array]:
-    """(1 or B, blocks * keys) each: the ids and positions that the segment check reads, or none."""
+    """The ids and positions that the segment check reads, if any, (1 or B, blocks * keys) each."""
     whole = tiles.key_blocks * tiles.keys
     return [fill_up(x, 1, whole) for x in [mask.kv_ids, mask.kv_pos][: min(mask_mode, 2)]]
 
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
-    """A block of an array of `key_integers`: (1, keys)."""
+    """A block of an array from `key_integers`, (1, keys)."""
     row = np.int32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
     return read(x, (row, first_key(block, tiles)), (1, tiles.keys))
 
@@ -102,8 +102,8 @@ def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def tile_max(rows: jax.Array) -> jax.Array:
-    """(..., steps): the maximum of all `row_integers` in every tile; a slice would be a fusion."""
-    # XLA's CPU compiler makes two reductions, one of them over windows, of an axis of 32 or more.
+    """The maximum of `row_integers` over each tile, (..., steps). Slicing first costs a fusion."""
+    # XLA's CPU compiler splits the reduction of an axis of 32 or more into two reductions.
     count, steps, size = rows.shape[:3]
     few = math.gcd(size, 16)
     rows = lax.reshape(rows, (count, steps, size // few, few))
@@ -111,7 +111,7 @@ def tile_max(rows: jax.Array) -> jax.Array:
 
 
 def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """From `tile_max`: the first block that a step's rows attend, and the last one + 1."""
+    """The first and the last + 1 block to which a step's rows attend, from `tile_max`."""
     of_tile = at(most, step, 1)
     not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
     first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
@@ -121,19 +121,19 @@ def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Arr
 
 
 def sized(size: Any) -> Any:
-    """A Python or symbolic size as int32, the dtype of the indices of steps and blocks."""
+    """A Python or symbolic size as int32, the dtype of step and block indices."""
     return jnp.asarray(size).astype(jnp.int32) if is_symbolic(size) else np.int32(size)
 
 
 def div(number: jax.Array, size: Any) -> jax.Array:
-    """number // size, for int32 that are not negative."""
-    if _is_power_of_two(size):  # XLA and LLVM would make more of a division
+    """number // size, for non-negative int32."""
+    if _is_power_of_two(size):  # XLA and LLVM compile a division to more operations
         return lax.shift_right_logical(number, lax.full_like(number, size.bit_length() - 1))
     return lax.div(number, sized(size))
 
 
 def rem(number: jax.Array, size: Any) -> jax.Array:
-    """number % size, for int32 that are not negative."""
+    """number % size, for non-negative int32."""
     if _is_power_of_two(size):
         return lax.bitwise_and(number, sized(size - 1))
     return lax.rem(number, sized(size))
@@ -144,38 +144,38 @@ def _is_power_of_two(size: Any) -> bool:
 
 
 def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
-    """x where `which`, an array of x's shape, is true, otherwise this number.
+    """x where `which`, an array with the shape of x, is true, otherwise the number `other`.
 
-    Loops use lax instead of jax.numpy, each of whose functions jax traces separately: on a mesh
-    attention is traced once more while it compiles. Numbers have the dtype of their array: Python
-    numbers would have 64 bits under jax_enable_x64.
+    Loops use lax, because jax traces each jax.numpy function separately, and on a mesh attention is
+    traced again during compilation. The number gets the dtype of x: a Python number would be 64-bit
+    under jax_enable_x64.
     """
     return lax.select(which, x, lax.full_like(x, other))
 
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
-    """The same as jnp.stack."""
+    """jnp.stack in terms of lax."""
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
 def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
-    """The batch row of x (1 or B, ...) for a step or a block; a batch row has `of` of them."""
+    """The batch row of x (1 or B, ...) for a step or block, of which a batch row has `of`."""
     return x[0] if x.shape[0] == 1 else at(x, div(number, of))
 
 
 def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
-    """x[number] along the axis; the number is in bounds."""
+    """x[number] along the axis; `number` must be in bounds."""
     sizes = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     return lax.squeeze(read(x, _start(x, number, axis), sizes), (axis,))
 
 
 def put(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
-    """x with the part written at this index."""
+    """x with x[number] replaced by the part."""
     return write(x, lax.expand_dims(part, (0,)), _start(x, number))
 
 
 def read(x: jax.Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> jax.Array:
-    """A slice of x, without arithmetic for negative indices."""
+    """A dynamic slice of x, without arithmetic for negative indices."""
     return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
 
 
@@ -185,13 +185,13 @@ def write(x: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
 
 
 def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
-    """x with function(its part at this index, (1, ...)) written there: in place, in one fusion."""
+    """x with x[number : number + 1] replaced by function of it: in place, in one fusion."""
     start = _start(x, number)
     return write(x, function(read(x, start, (1, *x.shape[1:]))), start)
 
 
 def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
-    """x with the part added at this index."""
+    """x with the part added to x[number]."""
     return change(x, number, lambda own: lax.add(own, lax.expand_dims(part, (0,))))
 
 
@@ -213,21 +213,21 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
 
 
 def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
-    """x, in the layout of `cut_rows`, with a step's tile, in the layout of `row_tile`, written."""
+    """x (in the layout of `cut_rows`) with a step's tile (in the layout of `row_tile`) written."""
     shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
     part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
     return put(x, part, step)
 
 
 def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """From `cut_rows` back to (B, Sq, H, D), without moving data."""
+    """The inverse of `cut_rows`: (B, Sq, H, D), without moving data."""
     heads = tiles.kv_heads * tiles.group
     x = lax.reshape(x, (tiles.batch, tiles.row_tiles * tiles.rows, heads, x.shape[-1]))
     return lax.slice_in_dim(x, 0, q_len, axis=1)
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """From tiles in the layout of `row_tile`, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
+    """(steps, Hkv, group * rows, D), tiles in the layout of `row_tile`, to (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
     shape = (tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
     x = lax.transpose(lax.reshape(x, shape), (0, 1, 4, 2, 3, 5))
@@ -247,12 +247,12 @@ def key_block(x: jax.Array, block: Any) -> jax.Array:
 
 
 def add_keys(x: jax.Array, block: jax.Array, sums: jax.Array) -> jax.Array:
-    """x, in the layout of `cut_keys`, with sums (Hkv, keys, D) added to a block."""
+    """x (in the layout of `cut_keys`) with sums (Hkv, keys, D) added to a block."""
     return add(x, block, lax.transpose(sums, (1, 0, 2)))
 
 
 def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
-    """From `cut_keys` back to the shape and dtype of `like`."""
+    """The inverse of `cut_keys`, in the shape and dtype of `like`."""
     keys = tiles.key_blocks * tiles.keys
     x = lax.reshape(x, (tiles.batch, keys, tiles.kv_heads, like.shape[-1]))
     x = lax.slice_in_dim(x, 0, like.shape[1], axis=1)
@@ -260,9 +260,9 @@ def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
 
 
 class BiasTiles:
-    """A bias array and its gradient: (1 or B, 1 or H, 1 or Sq, Skv) in whole tiles.
+    """A bias array (1 or B, 1 or H, 1 or Sq, Skv) padded to whole tiles, and its gradient.
 
-    Nothing is expanded over axes of size 1.
+    Axes of size 1 are not expanded.
     """
 
     def __init__(self, bias: jax.Array, tiles: Tiles) -> None:
@@ -291,7 +291,7 @@ class BiasTiles:
         return (1, self.shape[1], rows, self.tiles.keys)
 
     def at(self, step: Any, block: Any, real: Any) -> jax.Array:
-        """(Hkv, group * rows, keys), in this dtype."""
+        """The bias of a step and a block, (Hkv, group * rows, keys), in the dtype `real`."""
         tiles = self.tiles
         tile = read(self.array, self._start(step, block), self._sizes)[0].astype(real)
         heads = (1, 1) if self.shape[1] == 1 else (tiles.kv_heads, tiles.group)
@@ -301,11 +301,11 @@ class BiasTiles:
         return tile.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
 
     def zeros(self, real: Any) -> jax.Array:
-        """Zeros for the sums of the gradient."""
+        """The initial sums of the gradient."""
         return jnp.zeros(self.array.shape, real)
 
     def add(self, sums: jax.Array, step: Any, block: Any, part: jax.Array) -> jax.Array:
-        """sums with the gradients (Hkv, group * rows, keys) of a tile's logits added."""
+        """sums with `part` added, the gradients of a tile's logits, (Hkv, group * rows, keys)."""
         tiles = self.tiles
         part = part.reshape(tiles.kv_heads * tiles.group, tiles.rows, tiles.keys)
         axes = tuple(axis for axis in (0, 1) if self.shape[axis + 1] == 1)
@@ -314,6 +314,6 @@ class BiasTiles:
         return write(sums, read(sums, start, self._sizes) + part, start)
 
     def gradient(self, sums: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient in the shape of the bias argument."""
+        """The gradient in the shape of the bias array."""
         rows, keys = self.shape[2:]
         return sums[:, :, :rows, :keys].astype(dtype)

@@ -1,4 +1,4 @@
-"""Segment ids from a data pipeline's formats, and what a loss needs from them, in numpy or jax."""
+"""Segment ids from the formats of data pipelines, and next-token targets, in numpy or jax."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _on_rows(shards_rows: bool) -> Callable[[Function], Function]:
-    """For functions of arrays that mesh axes of type Explicit may shard. The results are (batch,
-    length), sharded like the first such array; `shards_rows`: along the length, too."""
+    """A decorator for functions whose arrays may be sharded over mesh axes of type Explicit.
+
+    The results are (batch, length), sharded like the first sharded array; along the length only if
+    `shards_rows`.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*arrays: Any, **named: Any) -> Any:
             def run(*every: Any) -> Any:
-                own, others = every[: len(arrays)], every[len(arrays) :]
-                return function(*own, **dict(zip(named, others, strict=True)))
+                positional, others = every[: len(arrays)], every[len(arrays) :]
+                return function(*positional, **dict(zip(named, others, strict=True)))
 
             every = (*arrays, *named.values())
             sharded = (typed_axes(x) for x in every if isinstance(x, jax.Array))
@@ -85,7 +88,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
-    else:  # cut off at the end of the row, so that no sum overflows
+    else:  # sums saturate at `length`, so they cannot overflow
         ends = jax.lax.associative_scan(
             lambda x, y: jnp.minimum(x + y, length), jnp.minimum(each, length), axis=-1
         )
@@ -194,7 +197,8 @@ def from_one_based(segment_ids: ArrayLike) -> Array:
 
 @_on_rows(shards_rows=True)
 def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Array:
-    """Segment ids from position ids: a document starts where the position is 0.
+    """Segment ids from position ids: a document starts where the position is 0, and at the first
+    token of a row.
 
     Args:
         positions: (B, S) or (S,) of integers.
@@ -215,11 +219,11 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
     real = None if valid is None else _flags("valid", valid, at.shape) != 0
     xp = numpy_of(at, real)
     starts = xp.concatenate([xp.ones_like(at[..., :1]), (at[..., 1:] == 0).astype(np.int32)], -1)
-    if real is not None:
-        starts = xp.where(real, starts, 0)
+    if real is not None:  # a document may continue from an earlier row, at the first real token
+        first = xp.cumsum(real, axis=-1, dtype=np.int32) == 1
+        starts = xp.where(real, xp.where(first, 1, starts), 0)
     ids = xp.cumsum(starts, axis=-1, dtype=np.int32) - np.int32(1)
-    # A document that continues from an earlier row, after padding, has no start: it gets id 0.
-    return ids if real is None else xp.where(real, xp.maximum(ids, 0), PADDING_SEGMENT_ID)
+    return ids if real is None else xp.where(real, ids, PADDING_SEGMENT_ID)
 
 
 @_on_rows(shards_rows=True)
@@ -354,7 +358,7 @@ def _cu_seqlens(ids: Array, max_documents: int | None) -> Array:
 
 
 def returning(ids: np.ndarray) -> list[int]:
-    """Ids of a row that reappear after other ids; padding does not count."""
+    """The ids of a row that reappear after other ids, ignoring padding."""
     ids = ids[ids != PADDING_SEGMENT_ID]
     runs = ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
     found, counts = np.unique(runs, return_counts=True)

@@ -1,19 +1,20 @@
-"""Packing documents into rows, and checking a packed batch: numpy only."""
+"""Packs documents into rows, and checks a packed batch, in numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from packax._src.core.arguments import ArrayLike, as_int32, numpy_array
+from packax._src.core.arguments import ArrayLike, as_int32, described, numpy_array
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.segments.ids import checked_size, returning, same_shape
 from packax._src.segments.ids import positions as positions_of
 
-_LIKE_PADDING = (0, -100)  # the padding of packers that number from 1, and of labels
+# Padding values of other formats: 0 if ids start at 1, -100 in labels.
+_LIKE_PADDING = (0, -100)
 
 
 class Packed(NamedTuple):
@@ -68,8 +69,8 @@ def pack(
         `np.where(packed.source < 0, 0, np.concatenate(weights)[packed.source])`.
 
     Raises:
-        ValueError: a document that is not an array of integers (tokens,), a padding_token that is
-            not an integer, or a length below 1.
+        ValueError: documents that are not a sequence, a document that is not an array of integers
+            (tokens,), a padding_token that is not an integer, or a length below 1.
 
     Examples:
         >>> packed = packax.segments.pack([[1, 2], [3, 4, 5], [6]], length=4)
@@ -82,6 +83,8 @@ def pack(
     """
     length = checked_size("length", length, 1)
     padding = as_int32("padding_token", padding_token, ranks=(0,), shapes="()")
+    if not isinstance(documents, Iterable):
+        raise ValueError(f"documents must be a sequence of arrays, but is {described(documents)}")
     arrays = [_tokens(f"documents[{n}]", x) for n, x in enumerate(documents)]
     ends = np.cumsum([len(x) for x in arrays], dtype=np.int64)
     pieces = [
@@ -89,7 +92,7 @@ def pack(
         for end, x in zip(ends.tolist(), arrays, strict=True)
         for i in range(end - len(x), end, length)
     ]
-    # A binary tree over rows: each node has the most room of the rows below it. Node 1 is the root.
+    # A binary tree over rows: each node stores the maximum room of its rows. Node 1 is the root.
     leaves = 1 << max(0, len(pieces) - 1).bit_length()
     room = [length] * (2 * leaves)
     rows: list[list[range]] = []
@@ -112,13 +115,13 @@ def pack(
         source[row, : sum(sizes)] = np.concatenate([np.arange(x.start, x.stop) for x in members])
         positions[row, : sum(sizes)] = np.concatenate([np.arange(n) for n in sizes])
         segment_ids[row, : sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
-    flat = np.concatenate([*arrays, np.atleast_1d(padding)])  # -1 is the last
+    flat = np.concatenate([*arrays, np.atleast_1d(padding)])  # source -1 is the last element
     return Packed(flat[source], segment_ids, positions, source)
 
 
 def _tokens(name: str, document: Any) -> np.ndarray:
     tokens = numpy_array(name, document)
-    if tokens.shape == (0,):  # numpy makes floats of an empty list
+    if tokens.shape == (0,):  # numpy makes an empty list an array of floats
         tokens = tokens.astype(np.int32)
     return np.asarray(as_int32(name, tokens, ranks=(1,), shapes="(tokens,)"))
 
@@ -171,7 +174,7 @@ def _on_host(name: str, x: ArrayLike, ids: np.ndarray | None = None) -> np.ndarr
 
 
 def _report(ids: np.ndarray, given: dict[str, Any]) -> PackingReport:
-    """The report on arrays of (B, S)."""
+    """The report for arrays of shape (B, S)."""
     real = ids != PADDING_SEGMENT_ID
     problems = _of_ids(ids, real)
     if given["positions"] is not None:

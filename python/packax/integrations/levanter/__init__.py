@@ -1,4 +1,4 @@
-"""packax behind the attentions of Levanter, Grug's and its layers': docs/guide/levanter.md."""
+"""packax as the attention of Levanter's layers and of Grug: docs/guide/levanter.md."""
 
 from packax.integrations.levanter.grug import attention as attention
 from packax.integrations.levanter.grug import build_mask as build_mask

@@ -1,4 +1,4 @@
-"""`attention`: the call of `levanter.grug.attention.attention`, on raw arrays, as row ranges."""
+"""`attention`: `levanter.grug.attention.attention` by packax, on plain arrays."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ OURS = (None, "packax", "cuda", "xla")
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Any = None, *, implementation: str | None = None
 ) -> jax.Array:
-    """`levanter.grug.attention.attention`, by packax.
+    """`levanter.grug.attention.attention`, computed by packax.
 
-    Under axes of Explicit type the layout is that of the operands' types: queries sharded along the
-    sequence are context parallelism, with keys and values whole or sharded along the same axes.
+    On mesh axes of type Explicit, the sharding is read from the types of the operands. If the
+    sequence of q is sharded, attention runs with context parallelism; the sequence of k and v is
+    then unsharded, or sharded over the same axes.
 
     Args:
         q: (B, Q, Hq, D).
@@ -32,15 +33,23 @@ def attention(
             attended) or of floats (added to the logits). Also a packax mask or expression, as
             `build_mask` makes for a scan over layers. Negative segment ids are padding: such rows
             give 0, as in Levanter's FA4 kernels (its reference lets them attend to each other).
-        implementation: None or "packax": packax, as kernels on CUDA and as XLA elsewhere; "cuda",
-            "xla": one of these; any other name: Levanter's own.
+        implementation: None or "packax": packax, with kernels on CUDA and XLA on other platforms;
+            "cuda" or "xla": only that; any other name: Levanter's implementation of that name.
+
+    Returns:
+        (B, Q, Hq, D), dtype of q.
 
     Raises:
-        ValueError: shapes, windows or ids that do not go together.
+        ValueError: shapes, windows or ids that do not match.
         NotImplementedError: implementation="cuda", and there is no kernel.
+
+    Examples:
+        >>> from levanter.grug.attention import AttentionMask
+        >>> mask = AttentionMask.causal().with_segment_ids(segment_ids)
+        >>> out = attention(q, k, v, mask)
     """
     if implementation not in OURS:
-        return _theirs().attention(q, k, v, mask, implementation=implementation)
+        return _by_levanter()(q, k, v, mask, implementation=implementation)
     chosen: Any = None if implementation == "packax" else implementation
     if isinstance(mask, jax.Array):
         return _dense(q, k, v, mask, chosen)
@@ -52,25 +61,28 @@ def attention(
 def build_mask(
     mask: Any, q_len: int, kv_len: int | None = None, *, sliding_window: int | None = None
 ) -> AttentionMask:
-    """A packax mask of Grug's, to build once a step and pass to every layer's `attention`.
+    """A packax mask with the meaning of Grug's, to build once per step and pass to every layer.
 
-    If layers in a scan alternate between windows, build one mask of each kind, and stack them by
+    If layers in a scan have different windows, build one mask of each kind and stack them with
     `packax.masks.stack_masks`.
 
     Args:
         mask: Grug's AttentionMask.
-        q_len, kv_len: number of rows and keys; None: as many keys as rows.
+        q_len, kv_len: numbers of queries and keys; kv_len None: the same as q_len.
         sliding_window: replaces the window of the mask.
+
+    Returns:
+        AttentionMask: pass it as the mask of `attention`.
     """
     expression = expression_of(mask, q_len, sliding_window)
     return packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len or q_len)
 
 
 def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> MaskExpression:
-    """What Grug's AttentionMask says, as an expression."""
+    """The expression with the meaning of Grug's AttentionMask."""
     if mask is None:
         return packax.full()
-    if mask.fa4_bounds is not None:  # which say everything
+    if mask.fa4_bounds is not None:  # the bounds define the whole mask
         lower, valid = mask.fa4_bounds
         index = jax.lax.broadcasted_iota(jnp.int32, (1, q_len), 1)
         return packax.masks.ranges(lower, jnp.where(valid, index + 1, 0))
@@ -86,7 +98,7 @@ def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> M
 
 
 def documents_of(q_ids: jax.Array, kv_ids: jax.Array) -> MaskExpression:
-    """Every negative id is padding."""
+    """documents(...) in which every negative id is padding."""
     kv = None if kv_ids is q_ids else jnp.maximum(kv_ids, packax.PADDING_SEGMENT_ID)
     return packax.documents(jnp.maximum(q_ids, packax.PADDING_SEGMENT_ID), kv_segment_ids=kv)
 
@@ -99,7 +111,7 @@ def all_of(parts: list[MaskExpression]) -> MaskExpression:
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: Any) -> jax.Array:
-    """A boolean array costs a bit of each of its elements, a bias is read as it is."""
+    """Attention with a dense mask: a boolean one takes one bit per element, floats are a bias."""
     rows, keys = q.shape[1], k.shape[1]
     if mask.ndim not in (2, 3) or mask.shape[-2:] != (rows, keys):
         raise ValueError(
@@ -116,12 +128,12 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: An
     if not has_kernels(q, k, v, with_bias=True):
         what = f"Grug's attention with an additive mask and head dim {q.shape[3]}"
         fall_back(what, "Levanter's reference", FASTER, forbidden=chosen == "cuda")
-        return _theirs().attention(q, k, v, mask, implementation="reference")
+        return _by_levanter()(q, k, v, mask, implementation="reference")
     bias = bias_array(whole, keys)
     return packax.flash_attention(q, k, v, packax.full(), bias=bias, implementation=chosen)
 
 
-def _theirs() -> Any:
-    """Levanter's own, whatever `install` put in its place."""
-    module = importlib.import_module("levanter.grug.attention._core")
-    return getattr(module.attention, "by_levanter", module)
+def _by_levanter() -> Any:
+    """Levanter's own `attention`, which `install` replaces."""
+    attention = importlib.import_module("levanter.grug.attention._core").attention
+    return getattr(attention, "by_levanter", attention)

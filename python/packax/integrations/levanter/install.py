@@ -88,7 +88,7 @@ def _is_default() -> bool:
 
 
 def _add_member(enum: Any, name: str, value: str) -> None:
-    """A member of an enumeration that exists, of strings or not: Python has no public way."""
+    """Adds a member to an existing enumeration. Python has no public function for it."""
     member = str.__new__(enum, value) if issubclass(enum, str) else object.__new__(enum)
     member._name_, member._value_ = name, value
     member.__objclass__ = enum

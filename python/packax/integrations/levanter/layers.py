@@ -1,4 +1,4 @@
-"""`dot_product_attention`: the call of `levanter.layers.attention`, on haliax's named arrays."""
+"""`dot_product_attention`: that of `levanter.layers.attention` by packax, on haliax's arrays."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from packax.masks import MaskExpression
 
 
 class Axes(NamedTuple):
-    """haliax's axes of one call: what becomes (batch, length, heads, dim)."""
+    """The haliax axes of a call that become (batch, length, heads, dim)."""
 
     batch: tuple[Any, ...]
     rows: Any
     keys: Any
     kv_heads: tuple[Any, ...]
-    group: tuple[Any, ...]  # of query alone: minor to kv_heads
+    group: tuple[Any, ...]  # only in query: the query heads of one key/value head
     key_dim: Any
     value_dim: Any
 
@@ -57,19 +57,46 @@ def dot_product_attention(
     prng: Any = None,
     attn_sink: Any = None,
 ) -> Any:
-    """`levanter.layers.attention.dot_product_attention`, by packax.
+    """`levanter.layers.attention.dot_product_attention`, computed by packax.
 
-    Causal masks with or without offsets, windows of both kinds, segment ids, explicit masks, sinks,
-    soft caps, biases, dropout and precision are as there; a negative segment id is padding, whose
-    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. Calls
-    without a kernel run on Levanter's "vanilla" backend, with one `FallbackWarning` that says why.
+    Causal masks with offsets, causal and symmetric windows, segment ids, explicit masks, sinks,
+    soft caps, biases, dropout and precision work as in Levanter; rows with a negative segment id
+    are padding and give 0. If haliax maps the axis of query positions to mesh axes, attention is
+    context parallel. Calls without a kernel run on Levanter's "vanilla" backend, with one
+    `packax.integrations.fallback.FallbackWarning` that gives the reason.
 
     Args:
-        use_flash, attn_backend, flash_block_size: of no effect; packax needs no block size.
-        The others are Levanter's.
+        QPos, KPos, Key: the axes of query positions, key positions and head dim, or their names.
+        query: a NamedArray with QPos, Key, and axes of the batch and heads.
+        key: a NamedArray with KPos, Key, and axes of the batch and key/value heads. An axis that
+            only query has is that of the query heads which share a key/value head.
+        value: a NamedArray like key; Key may be replaced by another axis.
+        mask: Levanter's AttentionMask, a boolean NamedArray (True: attended), or None.
+        bias: a NamedArray that is added to the logits, or None.
+        attention_dtype: float64 casts query, key and value to it. Other dtypes have no effect:
+            logits and sums are always at least float32.
+        precision: of the products, as in `packax.flash_attention`.
+        use_flash, attn_backend, flash_block_size: no effect.
+        dropout: the dropout rate; no effect if inference is True.
+        logits_soft_cap: logits become cap * tanh(logits / cap). None: no cap.
+        scaling_factor: the factor of the logits. None: 1 / sqrt(size of Key).
+        inference: whether to omit dropout.
+        prng: the key for dropout.
+        attn_sink: a NamedArray with axes of heads: one more logit per head in the softmax's
+            denominator. None: no sinks.
+
+    Returns:
+        A NamedArray with the axes of query except Key, in their order, then the head dim of value;
+        dtype of query.
 
     Raises:
-        ValueError: axes or shapes that do not go together.
+        ValueError: axes or shapes that do not match.
+        NotImplementedError: a call without a kernel, with PACKAX_FALLBACK=error in the environment.
+
+    Examples:
+        >>> from levanter.layers.attention import AttentionMask
+        >>> mask = AttentionMask.causal()
+        >>> out = dot_product_attention("position", "key_position", "head_size", q, k, v, mask)
     """
     axes = _axes_of(QPos, KPos, Key, query, key, value, _arrays(mask), _arrays(attn_sink))
     rate = 0.0 if inference else float(dropout)
@@ -92,7 +119,7 @@ def dot_product_attention(
         _raw(key, axes.batch, (axes.keys,), axes.kv_heads, (axes.key_dim,)),
         _raw(value, axes.batch, (axes.keys,), axes.kv_heads, (axes.value_dim,)),
     ]
-    # Logits, softmax and sums are float32 at least, whatever the operands are.
+    # Logits, softmax and sums are at least float32 for any dtype of the operands.
     if attention_dtype is not None and jnp.dtype(attention_dtype) == jnp.float64:
         tensors = [x.astype(jnp.float64) for x in tensors]
     size = axes.key_dim.size
@@ -122,7 +149,7 @@ def dot_product_attention(
 
 
 def _arrays(mask: Any) -> list[Any]:
-    """The named arrays of a mask, or of what is one itself."""
+    """The named arrays of an AttentionMask, or the argument itself if it is a named array."""
     found = (mask,)
     if hasattr(mask, "explicit_mask"):
         found = (mask.causal_offset, mask.explicit_mask, *(mask.segment_ids or ()))
@@ -132,7 +159,8 @@ def _arrays(mask: Any) -> list[Any]:
 def _axes_of(
     QPos: Any, KPos: Any, Key: Any, query: Any, key: Any, value: Any, masks: Any, sinks: Any
 ) -> Axes | None:
-    """None: axes that are of key or value alone, or several of keys."""
+    """The roles of all axes; None for axes that packax cannot interpret: several for KPos, an axis
+    that only key has, or several that only value has."""
     if isinstance(KPos, (tuple, list)):
         return None
     rows, keys, key_dim = (x.resolve_axis(y) for x, y in ((query, QPos), (key, KPos), (query, Key)))
@@ -144,8 +172,8 @@ def _axes_of(
     known = used | {axis.name for axis in shared}
     if len(only_value) != 1 or names[1] - known:
         return None
-    # Heads are the shared axes behind the rows, or else all but the first; but what a mask has one
-    # value for is of the batch, and what sinks have one for is a head.
+    # Heads are the shared axes after the axis of rows, or else all shared axes but the first.
+    # Exceptions: an axis of the mask is a batch axis, and an axis of the sinks is an axis of heads.
     order = [axis.name for axis in query.axes]
     behind = [a for a in shared if order.index(a.name) > order.index(rows.name)]
     of_masks, of_sinks = ({axis.name for x in xs for axis in x.axes} for xs in (masks, sinks))
@@ -158,7 +186,7 @@ def _axes_of(
 def _no_kernel(
     axes: Axes, query: Any, value: Any, mask: Any, bias: Any, rate: float, cap: Any, sink: Any
 ) -> str:
-    """What of a call only Levanter takes; "": nothing."""
+    """The feature of the call that only Levanter supports, or an empty string."""
     if bias is not None and cap is not None:
         return "a bias below a soft cap"
     if sink is not None and {a.name for a in sink.axes} - {a.name for a in axes.heads}:
@@ -177,7 +205,7 @@ def _no_kernel(
 
 
 def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:
-    """What a mask says, and whether it holds a dense one, whose empty rows are means."""
+    """The mask as an expression, and whether it has a dense mask, whose empty rows give means."""
     if mask is None:
         return packax.full(), False
     if not hasattr(mask, "explicit_mask"):
@@ -190,7 +218,7 @@ def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:
         parts.append(packax.causal(moved))
     if mask.sliding_window is not None:
         parts.append(packax.sliding_window(mask.sliding_window - 1))
-    radius = getattr(mask, "bidirectional_window", None)  # which Levanter 1.2 has not
+    radius = getattr(mask, "bidirectional_window", None)  # Levanter 1.2 does not have it
     if radius is not None:
         parts.append(packax.sliding_window(radius, radius))
     if mask.segment_ids is not None:
@@ -204,7 +232,7 @@ def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:
 
 
 def _named_as(ids: Any, axis: Any, axes: Axes) -> jax.Array:
-    """(1 or B, length): Levanter names the ids of keys by the axis of rows, too."""
+    """(1 or B, length): ids whose axis may have the name of the rows or of the keys."""
     other = {axes.rows.name: axis.name, axes.keys.name: axis.name}
     return _broadcast(
         ids.rename({a: b for a, b in other.items() if a != b and a in ids.shape}),
@@ -220,13 +248,14 @@ def _dense(mask: Any, axes: Axes) -> MaskExpression:
 
 
 def _raw(x: Any, *dims: tuple[Any, ...]) -> jax.Array:
-    """The array of exactly these axes, those of a group merged."""
+    """The array with exactly these axes, each group merged into one dimension."""
     array = x.rearrange(tuple(axis for group in dims for axis in group)).array
     return array.reshape([math.prod(axis.size for axis in group) for group in dims])
 
 
 def _broadcast(x: Any, *dims: tuple[Any, ...], keep: int) -> jax.Array:
-    """As `_raw`, where x may lack axes: the first `keep` groups are 1 if it has none of theirs."""
+    """Like `_raw`, but x may lack axes: it is broadcast to them, except that each of the first
+    `keep` groups has size 1 if x has none of its axes."""
     used = []
     for number, group in enumerate(dims):
         has = any(axis.name in x.shape for axis in group)
@@ -238,7 +267,10 @@ def _broadcast(x: Any, *dims: tuple[Any, ...], keep: int) -> jax.Array:
 
 
 def _sharding(axes: Axes, query: Any) -> AttentionSharding | None:
-    """Of haliax's axis mapping, where that shards the sequence; types say it themselves."""
+    """The sharding of haliax's axis mapping if it shards the sequence, else None.
+
+    With axes of type Explicit, the sharding is read from the types of arrays instead.
+    """
     partitioning = importlib.import_module("haliax.partitioning")
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or all(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):

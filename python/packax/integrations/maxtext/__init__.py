@@ -1,8 +1,10 @@
-"""MaxText's attention op, by packax: docs/guide/maxtext.md.
+"""MaxText's attention op, computed by packax: docs/guide/maxtext.md.
 
-from packax.integrations import maxtext
+Call `install()` before or after MaxText's modules are imported:
 
-maxtext.install()
+    from packax.integrations import maxtext
+
+    maxtext.install()
 """
 
 from packax.integrations.maxtext.attention_op import AttentionOp, reorder_sequence

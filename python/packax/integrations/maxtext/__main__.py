@@ -2,9 +2,9 @@
 
 python -m packax.integrations.maxtext [--every] train.py CONFIG [OPTION=VALUE ...]
 
---every: also with attention=dot_product, which MaxText requires for MoBA and sparse indexers. The
-next argument is `train.py` (MaxText's pre-training), another module of MaxText, such as
-maxtext.trainers.post_train.sft.train_sft, or the path of a script.
+--every: use packax with attention=dot_product, too, which MaxText requires for MoBA and sparse
+indexers. The next argument is `train.py` (MaxText's pre-training), another module of MaxText, such
+as maxtext.trainers.post_train.sft.train_sft, or the path of a script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MaxText's attention op, by packax: `AttentionOp` is called as MaxText's is.
+"""`AttentionOp`: MaxText's attention op, computed by packax.
 
     from packax.integrations.maxtext import AttentionOp
 
@@ -46,7 +46,7 @@ __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
 _TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
-_NO_EFFECT = (  # how MaxText computes, or its layouts, which packax does not have
+_NO_EFFECT = (  # arguments for MaxText's own kernels and layouts
     "attention_kernel",
     "cache_logical_axis_names",
     "cache_scale_logical_axis_names",
@@ -99,6 +99,12 @@ class AttentionOp(AdditiveMask, nnx.Module):
         ValueError: an attention type or a size that is not as above.
         NotImplementedError: a type, an option or a config without a kernel.
         TypeError: an argument that MaxText does not have.
+
+    Examples:
+        >>> op = AttentionOp(
+        ...     config=config, mesh=mesh, attention_type="local_sliding", sliding_window_size=4096
+        ... )
+        >>> out = op(query, key, value, decoder_segment_ids, inputs_positions, "train")
     """
 
     def __init__(
@@ -222,7 +228,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         stripes = self.stripes if model_mode == TRAIN and previous_chunk is None else 1
 
         def moved(x: Any, back: bool = False, seq_dim: int = 1) -> Any:
-            """From stripes over the ranks into two chunks per rank."""
+            """Reorders from stripes over the ranks to two chunks per rank, or back."""
             if stripes == 1:
                 return x
             if back:
@@ -230,7 +236,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             x = striped(x, stripes, seq_dim, to_contiguous=True)
             return reorder_sequence(x, stripes, seq_dim)
 
-        # From here on tokens, if reordered, are in two chunks per rank.
+        # From here on, reordered tokens are in two chunks per rank.
         query, key, value, ids, inputs_positions, bidirectional_mask, kv_ids = map(
             moved,
             (query, key, value, decoder_segment_ids, inputs_positions, bidirectional_mask,
@@ -285,7 +291,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 f"{ranks} context-parallel ranks"
             )
         positions = inputs_positions if ranks > 1 else None
-        # Rows that are not sharded are faster in the order of the sequence than in MaxText's.
+        # If rows are not sharded, attention is faster in the order of the sequence.
         in_order = ranks > 1 and not self.divided
         if in_order:
             query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
@@ -304,7 +310,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
     def attend(
         self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """(out, lse)."""
+        """The output and the log-sum-exp."""
         results: Any
         if self.dense:
             cap, precision = self.attn_logits_soft_cap, self.precision
@@ -332,7 +338,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         return results[0], results[1]
 
     def built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
-        """An AttentionMask; for the dense path the boolean (B or 1, H or 1, rows, keys)."""
+        """An AttentionMask; for the dense path, booleans (B or 1, H or 1, rows, keys)."""
         if not self.dense:
             return create_attention_mask(
                 expression,
@@ -343,7 +349,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 implementation=self.implementation,
             )
         allowed = dense_mask(expression, rows, keys)
-        if plan is not None:  # the expression refers to tokens in order
+        if plan is not None:  # the expression refers to the original order
             allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
         return allowed
 
@@ -358,12 +364,13 @@ class AttentionOp(AdditiveMask, nnx.Module):
         indexer_mask: Any,
         before: int,
     ) -> Any:
-        """`positions`: of reordered tokens, which are back in order if nothing is sharded."""
+        """The mask of a call without cache. positions: those of reordered tokens, else None; they
+        are in the original order unless the sequence is sharded."""
         rows, keys = query.shape[1], key.shape[1]
         plan = None
         if positions is not None and self.divided:
             plan = zigzag(self.reordered, rows)
-            if self.moba is not None:  # its choice of keys is in the order of the sequence
+            if self.moba is not None:  # MoBA selects keys in the order of the sequence
                 query, key = plan.unpermute((query, key))
             if indexer_mask is not None:
                 indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
@@ -403,7 +410,7 @@ def _attention_type_of(config: Any, given: Any) -> str:
 
 
 def _size_of(config: Any, kind: str, window: int | None, chunk: int | None) -> int:
-    """The size that goes with an attention type; 0 for those without."""
+    """The window, chunk or block size of an attention type; 0 for types without one."""
     sizes = {
         "local_sliding": ("sliding_window_size", window),
         "chunk": ("chunk_attn_window_size", chunk),
@@ -425,7 +432,7 @@ def _size_of(config: Any, kind: str, window: int | None, chunk: int | None) -> i
 
 
 def _stripes_of(config: Any) -> bool:
-    """Whether tokens are reordered singly, as TransformerEngine's "striped", not in chunks."""
+    """Whether tokens are in TransformerEngine's "striped" order, not in two chunks per rank."""
     strategy = getattr(config, "context_parallel_reorder_strategy", None)
     strategy = str(getattr(strategy, "value", strategy)).lower()
     if strategy != "auto":
@@ -438,7 +445,7 @@ def _stripes_of(config: Any) -> bool:
 
 
 def reordered_ranks(mesh: Any, config: Any) -> int:
-    """Over how many ranks MaxText's input pipeline reordered the tokens; 1: they are in order."""
+    """The number of ranks for which MaxText's input pipeline reordered tokens; 1: no reordering."""
     if mesh is None or not getattr(config, "context_parallel_load_balance", False):
         return 1
     return mesh.shape.get(getattr(config, "context_sharding", "context"), 1)
@@ -456,10 +463,9 @@ def _attend_dense(
     sinks: Any,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse (B, H, Sq), largest logits (B, H)), with scale 1; a row that attends to nothing
-    gives 0 and -inf. For `implementation="dense"`: plain XLA, quadratic in the lengths.
+    """Plain XLA attention with scale 1: (out, lse (B, H, Sq), largest logits (B, H)).
 
-    `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
+    A row that attends to nothing gives 0 and -inf. allowed: boolean, (B or 1, H or 1, Sq, Skv).
     """
     batch, rows, heads, dim = query.shape
     kv_heads = key.shape[2]

@@ -1,8 +1,8 @@
-"""Decoding of `packax.integrations.maxtext`: one row a sequence over MaxText's caches.
+"""Decoding in `packax.integrations.maxtext`: one query row per sequence over MaxText's caches.
 
-Which tokens of a cache are attended is known on the device only, and need be no range (a ring that
-went round its end, the blocks that MoBA chose). `packax.decode_attention` takes them as pages of
-one key each: nothing else of a cache is read, and no cache is copied.
+The attended tokens of a cache are known only on the device and may not be one range (a ring buffer
+that wrapped around, blocks selected by MoBA). They are passed to `packax.decode_attention` as pages
+of one key each: only these keys are read, and the cache is not copied.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LOCAL = ("local_sliding", "chunk")
 def one_cache(
     op: Any, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of an AttentionOp over one cache."""
+    """(out, lse) of attention over one cache."""
     key, value = jnp.asarray(key), jnp.asarray(value)
     rows, keys = query.shape[1], key.shape[1]
-    before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
+    before = keys - 1 if rows == 1 else 0  # the row's position in MaxText's masks
     active = None
     if ids is not None:
         active = jnp.asarray(numbers("the segment ids of a cache", ids) == ACTIVE)
@@ -73,10 +73,10 @@ def one_cache(
 def _decode(
     op: Any, query: jax.Array, key: jax.Array, value: jax.Array, attended: Any, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """out (B, 1, H, Dv) and lse (B, H, 1), scale 1.
+    """Attention with scale 1: out (B, 1, H, Dv) and lse (B, H, 1).
 
-    `attended`: None: every key; (B, S) bool; or (B, H, S), where heads attend to other keys. No row
-    of it has more than `most` keys.
+    attended: bool, (B, S), or (B, H, S) if heads attend to different keys; None: all keys. At most
+    `most` keys are True per row.
     """
     batch, _, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -107,7 +107,7 @@ def _decode(
 
 
 def _pages(attended: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """The places of True in each row, in order, (..., most), and how many there are."""
+    """The indices of True in each row in increasing order, (..., most), and their number."""
     place = jnp.arange(attended.shape[-1], dtype=jnp.int32)
     rank = jnp.cumsum(attended, axis=-1, dtype=jnp.int32) - 1
     at = jnp.where(attended, rank, most)

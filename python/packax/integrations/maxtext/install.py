@@ -1,8 +1,8 @@
-"""`install()`: makes MaxText's attention op compute with packax where possible.
+"""`install()`: makes MaxText's attention op use packax where possible.
 
-The op is MaxText's class with another `__call__`, so that everything else that layers use (the mask
-of a sparse indexer, names in checkpoints) is MaxText's. What packax does not support runs on
-MaxText's "dot_product" attention, with one warning.
+The new op is a subclass of MaxText's that overrides `__init__` and `__call__`; everything else that
+layers use (the mask of a sparse indexer, names in checkpoints) is inherited. Calls that packax does
+not support run on MaxText's "dot_product" attention, with one warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reorder
 from packax.integrations.maxtext.masks import reorder_sequence
 
 KERNELS = ("packax", "autoselected", "flash", "cudnn_flash_te", "cudnn_flash_jax")
-_ORDERED = (  # the arrays of a batch with a value per token
+_ORDERED = (  # the arrays of a batch that have one value per token
     "inputs",
     "targets",
     "inputs_position",
@@ -40,7 +40,7 @@ _FASTER = (
     "float16 and float32, and head dims that are multiples of 8 up to 512, in float32 up to 256"
 )
 _DENSE = "dot_product"
-_TILE = 256  # rows: two chunks of 128 for each rank
+_TILE = 256  # rows per rank must be a multiple: two chunks of whole 128-row tiles
 _BATCH, _ROWS, _HEADS = "activation_batch_attn", "activation_q_length", "activation_heads"
 _chosen: set[str] = set(KERNELS)
 _said: set[str] = set()
@@ -80,7 +80,7 @@ def install(*, every: bool = False) -> None:
 
 
 def _reordered(batch: Any, cp_size: int, reorder_strategy: Any = None, hardware: str = "") -> Any:
-    """MaxText's reorder_causal_load_balanced, by MaxText's swap of chunks on every hardware."""
+    """Replaces MaxText's reorder_causal_load_balanced: two chunks per rank on any hardware."""
     return {
         name: reorder_sequence(x, cp_size) if name in _ORDERED else x for name, x in batch.items()
     }
@@ -94,7 +94,7 @@ def _op_of(theirs: Any) -> type:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         given = init.bind(self, *args, **options)
         kernel = given.arguments.get("attention_kernel")
-        # Of MaxText's attentions only TransformerEngine's kernel has dropout.
+        # In MaxText, only TransformerEngine's kernel supports dropout.
         drops = given.arguments.get("dropout_rate", 0.0) > 0.0 and kernel == "cudnn_flash_te"
         chosen = kernel in _chosen and not drops
         if drops:
@@ -130,15 +130,15 @@ def _op_of(theirs: Any) -> type:
 
 
 def _no_kernel(op: Any, given: dict[str, Any]) -> str:
-    """What in a call only MaxText supports; "": nothing."""
+    """The feature of the call that only MaxText supports, or an empty string."""
     if getattr(op.attention_type, "value", op.attention_type) == "compressed":
         return 'attention_type "compressed"'
     if given.get("compressed_kv") is not None or given.get("compressed_mask") is not None:
         return "compressed keys"
     if op.kv_quant is not None:
-        return "a quantised cache"
+        return "a quantized cache"
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    if not has_kernels(query, key, value):  # as the 576/512 of use_mla_absorbed_mqa
+    if not has_kernels(query, key, value):  # such as 576/512 with use_mla_absorbed_mqa
         return f"dtype {query.dtype} and head dims {query.shape[3]}/{value.shape[3]}"
     return ""
 
@@ -157,7 +157,7 @@ def _attend(op: Any, given: dict[str, Any]) -> Any:
         chunk_attn_window_size=op.chunk_attn_window_size,
         sharding=sharding,
     )
-    ours.stripes = 1  # the order that _reordered made
+    ours.stripes = 1  # _reordered never makes the striped order
     _say(op, sharding)
     out = ours(**given)
     if given.get("record_max_logits"):
@@ -166,7 +166,7 @@ def _attend(op: Any, given: dict[str, Any]) -> Any:
 
 
 def _say(op: Any, sharding: Any) -> None:
-    """Prints one line, at the first call."""
+    """Prints one line about the version and sharding, in the first call only."""
     if _said:
         return
     axes = "on one device"
@@ -186,12 +186,12 @@ def _say(op: Any, sharding: Any) -> None:
 def sharding_of(
     mesh: Any, query: tuple[int, ...], key: tuple[int, ...], config: Any
 ) -> AttentionSharding | None:
-    """The sharding; None: nothing is divided.
+    """The sharding of attention; None: nothing is sharded.
 
-    Axes of size 1, and trailing axes that do not divide a size, are left out. Axes of an
-    enclosing `shard_map` or `vmap` (pipeline stages) are not used. The sequence is gathered where
-    no kernel divides it: for keys of another length, chunks of less than 128 rows, or tokens that
-    were reordered for another number of ranks.
+    Mesh axes of size 1 are omitted, as are trailing axes that do not divide the array's size.
+    Axes of an enclosing `shard_map` or `vmap` (pipeline stages) are not used. The sequence is not
+    sharded if the keys have another length, or if tokens were reordered for another number of ranks
+    or in chunks that are not multiples of 128 rows.
     """
     if mesh is None or mesh.size == 1:
         return None

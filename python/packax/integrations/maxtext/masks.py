@@ -1,5 +1,4 @@
-"""Masks of `packax.integrations.maxtext`: MaxText's tokens and options as expressions, keys that
-depend on the data, and additive masks."""
+"""MaxText's masks as packax's expressions, with MoBA and indexers, and as additive arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from packax._src.masks.intervals import causal, chunked, full, sliding_window
 from packax._src.masks.spans import NO_SPAN, spans
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the value of masked pairs in MaxText
-ACTIVE = 1  # the id of a cache's tokens when decoding: other entries are not tokens
+ACTIVE = 1  # when decoding, the id of cache entries that hold tokens
 
 
 def reorder_sequence(
@@ -69,7 +68,7 @@ def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = F
 
 
 def numbers(name: str, ids: Any) -> jax.Array:
-    """Segment ids as int32, equal where they are equal: MaxText compares floats too."""
+    """Maps segment ids to int32 so that equal ids stay equal. MaxText also accepts floats."""
     if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.floating):
         return jnp.asarray(as_int32(name, ids))
     ids = jnp.asarray(ids)
@@ -77,20 +76,21 @@ def numbers(name: str, ids: Any) -> jax.Array:
         raise ValueError(f"{name} must be integers or floats of at most 32 bits, but is float64")
     ids = ids.astype(jnp.float32)
     whole = (ids == jnp.round(ids)) & (jnp.abs(ids) < 1 << 24)
-    # The bits of other floats, except those near 0, are above all of these. A NaN equals nothing.
+    # The bits of other floats, except those near 0, are larger than all of these. NaN is padding,
+    # as it is not equal to itself.
     bits = jax.lax.bitcast_convert_type(ids, jnp.int32)
     bits = jnp.where((ids < 0) | jnp.isnan(ids), PADDING_SEGMENT_ID, bits)
     return jnp.where(whole, ids.astype(jnp.int32), bits)
 
 
 def documents_of(name: str, ids: Any) -> jax.Array:
-    """Ids with -1 for padding: in MaxText every negative id is padding, and 0 is a document."""
+    """Segment ids for packax: MaxText's negative ids, all of them padding, become -1."""
     ids = numbers(name, ids)
     return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
 
 def runs_of(mask: Any) -> jax.Array:
-    """A number for each run of True, -1 elsewhere."""
+    """Numbers each run of True; -1 elsewhere."""
     inside = jnp.asarray(mask).astype(bool)
     before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
@@ -109,17 +109,17 @@ def checked_indexer(mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def indexed(mask: Any) -> jax.Array:
-    """An indexer's additive mask, 0 for what it keeps, as booleans."""
+    """An indexer's additive mask as booleans: True for keys that it keeps (0)."""
     return jnp.asarray(mask, jnp.float32) >= MASKED / 2
 
 
 def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count: int) -> jax.Array:
-    """The chunks of `size` keys that MoBA's gate selects for each row (arXiv 2502.13189): (B, H,
-    Sq, chunks).
+    """The chunks of `size` keys that MoBA's gate selects for each row (arXiv 2502.13189): bool,
+    (B, H, Sq, chunks).
 
-    Each row of each head attends to its chunk and, of the chunks before it, the `count` - 1 whose
-    mean key has the largest product with the query. `before`: the position of the first row. The
-    mask must exclude later keys of the row's own chunk.
+    Each row of each head selects its own chunk and the `count` - 1 earlier chunks whose mean key
+    has the largest product with the query. before: the position of the first row. Keys after a row
+    must be masked separately.
     """
     batch, rows, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -145,19 +145,19 @@ def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count:
 
 
 def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskExpression:
-    """The interval of an attention type; the first row comes after `before` keys."""
+    """The interval of an attention type. before: the number of keys before the first row."""
     if attention_type == "full":
         return full()
     if attention_type == "local_sliding":
         assert size is not None
-        if size == 0:  # a window of no keys
+        if size == 0:  # no keys: the intersection of two different single keys
             return sliding_window(0, offset=before) & sliding_window(0, offset=before + 1)
         return sliding_window(size - 1, offset=before)
     own = causal(before)
     if attention_type == "chunk":
         assert size is not None
         return own & chunked(size, offset=before)
-    if attention_type == "block_diffusion":  # the row's whole block, and everything before it
+    if attention_type == "block_diffusion":  # the row's whole block and all earlier keys
         assert size is not None
         return own | chunked(size, offset=before)
     return own
@@ -173,11 +173,10 @@ def expression_of(
     positions: Any,
     bidirectional_mask: Any,
 ) -> MaskExpression:
-    """The mask of `rows` rows that come after `before` keys, from arrays in the order of the
-    sequence.
+    """The mask of `rows` rows after `before` keys, from arrays in the original order.
 
-    ids: also of the keys before the rows; -1 is padding; None: one document. positions: of
-    reordered tokens, otherwise None.
+    ids: segment ids of all tokens, including the keys before the rows; -1 is padding; None: one
+    document. positions: those of reordered tokens, otherwise None.
     """
     expression = interval_of(attention_type, size, before)
     if bidirectional_mask is not None and attention_type != "full":
@@ -203,7 +202,7 @@ def chosen(
     before: int,
     indexer_mask: Any,
 ) -> MaskExpression:
-    """`expression`, restricted to the keys that MoBA and the indexer choose."""
+    """`expression`, restricted to the keys that MoBA and the indexer select."""
     blocks, size = None, 1
     if indexer_mask is not None:
         blocks = indexed(indexer_mask)[:, None]
@@ -213,13 +212,13 @@ def chosen(
         if blocks is not None:
             chunks, size = chunks[..., jnp.arange(key.shape[1], dtype=jnp.int32) // size], 1
         blocks = both(blocks, chunks)
-        row = before + np.arange(query.shape[1])  # by index, not by position
+        row = before + np.arange(query.shape[1])  # an index, not a position
         expression = expression & ranges(np.zeros_like(row), row + 1)
     return expression if blocks is None else expression & block_sparse(blocks, (1, size))
 
 
 def both(first: Any, second: Any) -> Any:
-    """The intersection of both; None: everything."""
+    """The intersection of two boolean arrays; first may be None, for all True."""
     return second if first is None else first & second
 
 

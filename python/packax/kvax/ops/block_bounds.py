@@ -1,8 +1,7 @@
-"""Bounds of blocks as kvax defines them, for code that inspects a mask. packax's kernels use other
-bounds.
+"""Bounds of blocks as kvax defines them, for code that inspects a mask. No kernel uses them.
 
-Every pair of an outer and an inner block is compared by the smallest and largest id and position of
-each: O(blocks of queries * blocks of keys), nothing per token.
+Each pair of blocks is compared by the smallest and largest ids and positions of both, so the cost
+is O(query blocks * key blocks), with no work per pair of tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ _LARGEST = np.iinfo(np.int32).max
 
 
 class Side(NamedTuple):
-    """Positions and segment ids (B, pieces, length) int32; no block spans two pieces."""
+    """Positions and segment ids, int32, (B, pieces, length). No block spans two pieces."""
 
     positions: jax.Array
     ids: jax.Array
 
 
 class _Blocks(NamedTuple):
-    """Each (B, pieces, blocks)."""
+    """Values per block, (B, pieces, blocks) each."""
 
     low: jax.Array  # the smallest id; padding counts as larger than all others
-    high: jax.Array
-    padding: jax.Array  # only padding
-    single: jax.Array  # only one id, or only padding
+    high: jax.Array  # the largest id
+    padding: jax.Array  # whether the block is only padding
+    single: jax.Array  # whether the block has only one id, or only padding
     first: jax.Array  # the smallest position
-    last: jax.Array
+    last: jax.Array  # the largest position
 
 
 @functools.partial(
@@ -70,14 +69,14 @@ def block_bounds(
     some, some_full = attended.any(3), full.any(3)
     lower = jnp.where(some, jnp.where(attended, index, count).min(3), 0)
     upper = jnp.where(attended, index + 1, 0).max(3)
-    # Blocks between full ones may not be full (if an id reappears): take one unbroken run.
+    # If an id reappears, blocks between full ones may not be full: use the first unbroken run.
     lower_full = jnp.where(full, index, count).min(3)
     after = ~full & (index > lower_full[..., None])
     upper_full = jnp.where(after, index, count).min(3)
     without = upper if outer == "kv" else lower
     lower_full, upper_full = (jnp.where(some_full, x, without) for x in (lower_full, upper_full))
     bounds: tuple[jax.Array, ...] = (lower, upper, lower_full, upper_full)
-    if outer == "query":  # the shards' blocks one after another
+    if outer == "query":  # concatenates the blocks of all shards
         bounds = tuple(x.reshape(x.shape[0], 1, -1) for x in bounds)
     return bounds
 

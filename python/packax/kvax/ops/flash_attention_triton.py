@@ -1,6 +1,6 @@
 """`flash_attention` with kvax's arguments: checks them against the mask, then calls packax.
 
-The name of this file is kvax's; nothing here needs Triton.
+The file has the same name as kvax's; it does not use Triton.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def flash_attention_triton(
     """Causal attention inside each segment: row i attends to key j if their segment ids are equal
     and not -1, and the row's position is at least the key's.
 
-    Call it inside `attention_specs`. The mask decides what is attended. Of ids and positions only
-    the shapes are checked; their values are used only if the mask has nothing but bounds
+    Call it inside `attention_specs`. The mask determines which pairs are attended. Only the shapes
+    of ids and positions are checked; their values are used only if the mask has nothing but bounds
     (`AttentionMask.unflatten`).
 
     Args:
@@ -117,7 +117,7 @@ def flash_attention_triton(
         assert layout is not None
         rows = dataclasses.replace(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
     if sharding is not None and layout is not None and shards > 1 and not rows.permuted:
-        # Keys are made from the tokens of a rank's rows, so they are on that rank.
+        # In self-attention, keys are computed on the rank that has the rows of their tokens.
         own = key.shape[1] == query.shape[1] and not layout.explicit
         sharding = gathered(sharding, layout) if own else sharding
     return packax.flash_attention(
@@ -135,7 +135,7 @@ def _checked_mask(
     fwd_params: FlashAttentionParamsConfig | None,
     bwd_params: FlashAttentionParamsConfig | None,
 ) -> AttentionMask:
-    """The mask of the forward pass."""
+    """Validates the mask tuple and returns the mask of the forward pass."""
     if not isinstance(mask, (tuple, list)) or not all(isinstance(x, AttentionMask) for x in mask):
         raise ValueError(
             "mask must be the tuple that packax.kvax.ops.create_attention_mask returned, but is "
@@ -182,7 +182,7 @@ def _rows(
 
 
 def _order_of_keys(length: int, shards: int, layout: Layout) -> jax.Array:
-    """(1, 2, chunks): packax's `kv_plan` for keys that arrive permuted."""
+    """(1, 2, chunks): packax's `kv_plan` for keys that are already permuted."""
     plan = head_tail_plan(2 * shards, length)
     order = jnp.stack([jnp.asarray(plan.order), jnp.asarray(plan.inverse)], axis=1)
     return layout.place(order)

@@ -1,4 +1,4 @@
-"""`create_attention_mask`: packax's mask once per step, together with kvax's bounds of blocks."""
+"""`create_attention_mask`: packax's masks, together with kvax's bounds of blocks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def create_attention_mask(
 
     shards = 1 if layout is None else layout.size(layout.context)
     batch, q_len = tokens.query_segment_ids.shape
-    if layout is not None:  # bounds are small, so every rank has those of all rows
+    if layout is not None:  # bounds are small, so every rank computes those of all rows
         tokens = Tokens(*(layout.place(x, layout.batch) for x in tokens))
     pieces = (batch, shards, q_len // shards)
     query = Side(*(x.reshape(pieces) for x in tokens[:2]))
@@ -121,7 +121,7 @@ def create_attention_mask(
 def block_sizes(
     fwd_params: FlashAttentionParamsConfig, bwd_params: FlashAttentionParamsConfig
 ) -> tuple[tuple[int, int], ...]:
-    """(query block, key block) of the forward, dQ and dK/dV masks: dQ's are swapped."""
+    """(query block, key block) of the forward, dQ and dK/dV masks. Those of dQ are swapped."""
     sizes = []
     for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
         try:
@@ -183,7 +183,7 @@ def row_masks_of(
     *,
     skip_pad_tokens: bool = True,
 ) -> RowMasks:
-    """packax's masks, one for each set of pairs that `flash_attention` may be asked to attend."""
+    """packax's masks, one for each way in which `flash_attention` may compare rows and keys."""
     q_pos, q_ids, kv_pos, kv_ids = tokens
     q_len = q_ids.shape[1]
     if layout is not None:
@@ -216,7 +216,7 @@ def _row_masks_by_plan(
     plan: ContextPlan,
     skip_pad_tokens: bool,
 ) -> RowMasks:
-    """The masks if `plan` permuted rows and keys; given: the tokens as passed by the user."""
+    """The masks if `plan` permuted rows and keys. given: the user's arguments, maybe in numpy."""
     if tokens.query_segment_ids.shape != tokens.kv_segment_ids.shape:
         raise ValueError(
             "plan permutes queries and keys in the same way, but query_segment_ids have shape "
@@ -231,7 +231,7 @@ def _row_masks_by_plan(
         sharding = gathered(sharding, layout)
     # With numpy arrays, packax checks the plan before the program runs.
     ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
-    if not skip_pad_tokens:  # padding is a document outside the plan: all keys are gathered
+    if not skip_pad_tokens:  # padding is a document unknown to the plan, so gather all keys
         ids, _ = _padding_as_a_document(tokens.kv_segment_ids, tokens.kv_segment_ids)
         plan = dataclasses.replace(plan, checksum=None)
 
@@ -251,11 +251,11 @@ def _row_masks_by_plan(
 
 
 def _padding_as_a_document(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids with -1 replaced by an id that no token of the batch row has."""
+    """Replaces the id -1 by an id that no token of the batch row has."""
 
     def of_row(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids = jnp.concatenate([q_ids, kv_ids])
-        # Among the ids -2, -3, ..., one more than there are tokens, at least one is unused.
+        # Of the n + 1 ids -2, -3, ..., at least one is unused by n tokens.
         slot = jnp.where(ids < PADDING_SEGMENT_ID, -2 - ids, ids.size + 1)
         used = jnp.zeros(ids.size + 1, bool).at[slot].set(True, mode="drop")
         free = -2 - jnp.argmin(used).astype(jnp.int32)
@@ -272,13 +272,25 @@ def calculate_mask_sparsity(
     query_seq_len: int,
     kv_seq_len: int,
 ) -> float:
-    """The fraction of blocks of the whole batch that the mask allows: 1 if it allows all."""
+    """The fraction of blocks of the whole batch that the mask allows: 1 if it allows all.
+
+    Args:
+        mask: one of those that `create_attention_mask` returns.
+        query_block_size, kv_block_size: the block sizes that the mask was made with.
+        query_seq_len, kv_seq_len: the numbers of queries and keys.
+
+    Returns:
+        A float: the number of blocks within the bounds, divided by the number of all blocks.
+
+    Raises:
+        jax.errors.TracerArrayConversionError: inside jit, where bounds have no values.
+    """
     attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
     blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
     return float(attended.sum() / (blocks * attended.shape[0]))
 
 
-_ROWS, _COLUMNS = 32, 64  # of a picture that fits on a screen
+_ROWS, _COLUMNS = 32, 64  # the largest picture that fits on a screen
 
 
 def print_mask(
@@ -304,7 +316,7 @@ def print_mask(
 
 
 def _picture(bounds: list[np.ndarray], inner: int, fit: bool) -> str:
-    """bounds: each (shards, outer blocks)."""
+    """The picture of one batch row as text. bounds: (shards, outer blocks) each."""
     shards, outer = bounds[0].shape
     own = inner // shards
     lower, upper, lower_full, upper_full = (x.T[:, :, None] for x in bounds)

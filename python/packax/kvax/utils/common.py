@@ -1,4 +1,4 @@
-"""Constants and settings."""
+"""Constants, kernel settings and padding to whole blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ class FlashAttentionParamsConfig:
 
 
 def get_default_flash_attention_params(backward: bool) -> FlashAttentionParamsConfig:
-    """kvax's defaults: larger blocks on a GPU named H100. Without a GPU, those for other GPUs."""
+    """kvax's default settings for the first GPU.
+
+    Args:
+        backward: whether the settings are for the backward pass.
+
+    Returns:
+        FlashAttentionParamsConfig. On a GPU named H100: blocks of 128 queries (64 in the backward
+        pass) and 128 keys, 8 warps, 3 stages. On other GPUs and without a GPU: blocks of 64 and 64,
+        4 warps, 3 stages.
+    """
     try:
         devices = jax.devices("gpu")
     except RuntimeError:  # no GPU here
@@ -53,6 +62,17 @@ def pad_to_block_size(
         embeddings: arrays (B, S, H, D), or (B, H, S, D) with transposed_inputs; filled with 0.
         positions: (B, S), filled with pos_fill_value.
         segment_ids: (B, S), filled with PADDING_SEGMENT_ID.
+        block_size: the padded length is the next multiple of it.
+        pos_fill_value: the position of padding.
+        transposed_inputs: whether embeddings are (B, H, S, D).
+
+    Returns:
+        (embeddings, positions, segment_ids). The arguments themselves if no padding is needed,
+        otherwise padded arrays, with the embeddings as a list. None stays None.
+
+    Raises:
+        ZeroDivisionError: a block_size of 0.
+        ValueError: padding is needed, and embeddings or segment_ids do not have the rank above.
     """
     missing = -positions.shape[1] % block_size
     if not missing:

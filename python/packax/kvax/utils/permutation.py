@@ -1,7 +1,7 @@
-"""The order of rows in context parallelism: the first and the last chunk go to rank 0, and so on.
+"""The order of rows in context parallelism: rank 0 gets the first and the last chunk, and so on.
 
-Llama 3 (arXiv 2407.21783, section 3.3.2): n ranks, 2n chunks, rank r gets the chunks r and 2n-1-r,
-so that all have the same work for one causal document.
+With n ranks and 2n chunks, rank r gets the chunks r and 2n-1-r, so that all ranks have the same
+work for one causal document (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packax.kvax.utils.typing import DeviceArray
 
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
-    """(num_shards,) int32: the chunk at each place, 0, n-1, 1, n-2, ...; or its inverse."""
+    """(num_shards,) int32: the permutation of chunks 0, n-1, 1, n-2, ..., or its inverse."""
     order = zigzag_order(num_shards // 2)
     return jnp.asarray(inverse_of(order) if reverse else order)[0]
 
@@ -43,7 +43,7 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
 def apply_permutation(
     inputs: tuple[DeviceArray, ...], num_shards: int, reverse_permutation: bool
 ) -> list[DeviceArray]:
-    """Every array (B, S, ...) with the `num_shards` chunks of axis 1 in order, or back."""
+    """Permutes the `num_shards` chunks of axis 1 of every array (B, S, ...), or restores them."""
     plan = head_tail_plan(num_shards, inputs[0].shape[1])
     move = plan.unpermute if reverse_permutation else plan.permute
     return [move(x) for x in inputs]
@@ -76,7 +76,17 @@ def permute_tokens_context_parallelism(
 def unpermute_tokens_context_parallelism(
     inputs: Any, mesh: Any = None, plan: ContextPlan | None = None
 ) -> Any:
-    """The inverse of `permute_tokens_context_parallelism`."""
+    """The inverse of `permute_tokens_context_parallelism`.
+
+    Args:
+        inputs, mesh, plan: as in `permute_tokens_context_parallelism`.
+
+    Returns:
+        The array, or a list of the arrays, with axis 1 in the original order.
+
+    Raises:
+        ValueError: as `permute_tokens_context_parallelism`.
+    """
     return _move(inputs, mesh, plan, reverse=True)
 
 

@@ -16,10 +16,10 @@ from packax.kvax.utils.typing import Specs
 
 
 def mesh_in_use(mesh: Any = None) -> Any:
-    """The mesh argument, else that of `jax.set_mesh`, else that of a `with mesh:` block, else None.
+    """The mesh argument, or the mesh of `jax.set_mesh` or of a `with mesh:` block, or None.
 
     Raises:
-        ValueError: a mesh other than the one that jax.set_mesh set.
+        ValueError: mesh has other axes than the mesh of jax.set_mesh.
     """
     context = jax.sharding.get_abstract_mesh()
     if mesh is None:
@@ -43,10 +43,10 @@ def _mesh(mesh: Any, why: str) -> Any:
 
 
 def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout | None]:
-    """The attention specs on the mesh in use; None, None without a mesh if no axis is named.
+    """packax's sharding and layout for the attention specs; (None, None) without a mesh and axes.
 
     Raises:
-        ValueError: axes without a mesh, or that the mesh does not have.
+        ValueError: the specs name axes, but there is no mesh, or the mesh does not have them.
         NotImplementedError: inside the caller's shard_map over the context axes.
     """
     specs = get_attention_specs()
@@ -67,9 +67,9 @@ def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout
 
 
 def gathered(sharding: AttentionSharding, layout: Layout) -> AttentionSharding:
-    """The sharding with keys cut along the context axes, like the rows they were made from.
+    """The sharding with keys sharded over the context axes, like the rows of their tokens.
 
-    Each rank then gathers them in groups of heads, overlapped with attention, and gradients are
+    Each rank then gathers keys in groups of heads, overlapped with attention, and key gradients are
     reduce-scattered. Results are the same.
     """
     batch, rows = sharding.query[:2]
@@ -107,10 +107,10 @@ def get_query_context_mesh_axis_name(mesh: Any = None) -> Any:
 
 
 def get_query_context_mesh_axis_size(mesh: Any = None) -> int:
-    """How many pieces the query rows are cut into.
+    """The number of ranks over which query rows are sharded.
 
     Raises:
-        ValueError: no mesh, or specs without a context axis, or one that the mesh does not have.
+        ValueError: no mesh, specs without a context axis, or an axis that the mesh does not have.
     """
     name = get_query_context_mesh_axis_name()
     mesh = _mesh(mesh, "the size of the context axis needs")

@@ -1,4 +1,4 @@
-"""How query, key and value are sharded: one setting for the whole process, as in kvax."""
+"""The sharding of query, key and value: one setting for the whole process, as in kvax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Axes(IntEnum):
 
 @dataclasses.dataclass
 class AttentionSpecs:
-    """Each (batch, sequence, heads, head dim): None, a mesh axis, or a tuple of axes."""
+    """Specs of (batch, sequence, heads, head dim): None, a mesh axis or a tuple of axes each."""
 
     query_specs: Specs = None
     kv_specs: Specs = None

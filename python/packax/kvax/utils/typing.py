@@ -1,4 +1,4 @@
-"""Types: arrays, specs, and the mask that `create_attention_mask` returns."""
+"""Types of arrays, specs, and the mask that `create_attention_mask` returns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RowMasks(NamedTuple):
     """
 
     by_position: packax.AttentionMask
-    by_index: packax.AttentionMask  # assume_sequential_positions
-    by_permuted_index: packax.AttentionMask | None  # and rows permuted over a context axis
+    by_index: packax.AttentionMask  # for assume_sequential_positions
+    by_permuted_index: packax.AttentionMask | None  # the same, if rows are permuted
 
 
 @functools.partial(
@@ -74,6 +74,6 @@ class AttentionMask:
 
     @classmethod
     def unflatten(cls, flatten_mask: FlattenedAttentionMask) -> AttentionMask:
-        """A mask of four bounds."""
+        """The mask with these four bounds."""
         lower, upper, lower_full, upper_full = flatten_mask
         return cls(lower, upper, lower_full, upper_full)
