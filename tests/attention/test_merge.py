@@ -168,7 +168,7 @@ OUT, LSE = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
         ((OUT, LSE), r"parts\[0\] must be \(out, lse\), .* but is a ndarray of shape \(2, 5"),
         ([(OUT, LSE, LSE)], r"parts\[0\] must be \(out, lse\), .* but is a tuple of length 3"),
         ([(OUT, LSE), OUT], r"parts\[1\] must be \(out, lse\)"),
-        ([("a", LSE)], r"parts\[0\]\[0\] must be an array, but is a str"),
+        ([("a", LSE)], r"parts\[0\] must hold two arrays, but holds a str and a ndarray of"),
         ([(OUT, OUT)], r"parts\[0\] must have the shapes .* \(2, 5, 4, 8\) and \(2, 5, 4, 8\)"),
         ([(OUT, LSE.swapaxes(1, 2))], r"\(batch, heads, rows\) for lse, .* \(2, 5, 4\)"),
         (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from packax._src.core.arguments import as_array, numpy_array
+from packax._src.core.arguments import numpy_array
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
     FP8,
@@ -26,6 +26,7 @@ from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
+    as_array,
     as_arrays,
     check_flags,
     checked_precision,

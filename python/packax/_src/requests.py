@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.arguments import as_array, as_int32, described
+from packax._src.core.arguments import as_int32, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.core.spec import MaskMode, accumulator, is_symbolic
@@ -30,6 +30,15 @@ _NO_MASK = (
     "attention_fn=packax.integrations.flax.attention_fn()"
 )
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_array(name: str, given: Any) -> jax.Array:
+    if isinstance(given, jax.Array):
+        return given
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
 def as_arrays(**given: Any) -> tuple[jax.Array, ...]:

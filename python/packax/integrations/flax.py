@@ -26,7 +26,6 @@ import numpy as np
 from flax import linen, nnx
 
 from packax._src.attention import flash_attention
-from packax._src.core.arguments import as_array
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.documents import documents
@@ -34,7 +33,7 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import causal, full
 from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES, as_arrays
+from packax._src.requests import DTYPES, as_array, as_arrays
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import (
     FASTER,

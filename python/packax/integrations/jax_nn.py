@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.attention import flash_attention
-from packax._src.core.arguments import as_array, as_int32, described
+from packax._src.core.arguments import as_int32, described
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
@@ -22,7 +22,7 @@ from packax._src.masks.expressions import MaskExpression, instead_of_ids
 from packax._src.masks.intervals import full
 from packax._src.ops.ffi import has_kernels
 from packax._src.ops.primitives import check_implementation
-from packax._src.requests import DTYPES
+from packax._src.requests import DTYPES, as_array
 from packax.integrations.fallback import fall_back
 
 _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a masked pair

@@ -1,5 +1,5 @@
-"""Converts the caller's arrays, those of integers to int32 in numpy or jax.numpy, checked or
-saturating, and describes arguments in error messages and reprs."""
+"""Converts the caller's integer arrays to int32 in numpy or jax.numpy, checked or saturating, and
+describes arguments in error messages and reprs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,6 @@ INT32 = np.iinfo(np.int32)
 
 def numpy_of(*arrays: Any) -> ModuleType:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
-
-
-def as_array(name: str, given: Any) -> jax.Array:
-    if isinstance(given, jax.Array):
-        return given
-    try:
-        return jnp.asarray(given)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
 def plus(x: Any, step: Any) -> Array:

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from packax._src.core.arguments import as_array
-
 _EXAMPLE = "packax.flash_attention(..., return_lse=True)"
 
 
@@ -59,7 +57,11 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
                 f"parts[{number}] must be (out, lse), as {_EXAMPLE} returns it, but is "
                 f"{_named(part)}"
             )
-        out, lse = (as_array(f"parts[{number}][{n}]", x) for n, x in enumerate(part))
+        try:
+            out, lse = map(jnp.asarray, part)
+        except (TypeError, ValueError):
+            what = " and ".join(map(_named, part))
+            raise ValueError(f"parts[{number}] must hold two arrays, but holds {what}") from None
         rows = (*out.shape[:1], *out.shape[2:0:-1])
         if out.ndim != 4 or lse.shape != rows:
             raise ValueError(
