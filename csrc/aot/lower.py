@@ -2,7 +2,7 @@
 
 Triton generates PTX for one architecture and dtype, and assemblers turn it into machine code.
 Variants that differ only in these (with equal `Variant.ptx`) share the PTX, because generating it
-takes four times as long as assembling it. This file determines what a cubin contains, so its text
+takes four times as long as assembling it. This file determines what a cubin contains, so its code
 is part of the cache's key (compile.py).
 """
 

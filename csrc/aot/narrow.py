@@ -6,7 +6,7 @@ PACKAX_ASSEMBLERS.
 
 PACKAX_ARCHS lists keys of table.ARCHS or compute capabilities, or is "all". Without it, a machine
 with GPUs builds only for these, and a machine without GPUs builds DEFAULT, which the other
-variables override. Other than with DEFAULT, variables that are empty or "all" select everything.
+variables override. "all" selects everything, as does an empty variable without DEFAULT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import table
 
 # Built without PACKAX_ARCHS and without a GPU: what most models run on A100 and H100, compiled
 # within minutes. It includes all masks, options and decoding. It does not include float32, FP8
-# caches, other head dims, and the copies of Hopper's kernels for newer drivers.
+# caches, other head dims, or the copies of Hopper's kernels for newer drivers.
 DEFAULT = {
     "archs": ["80", "90a"],
     "head-dims": ["128"],

@@ -3,7 +3,7 @@
 # Bytes of local memory per thread (spills) that a variant for Hopper may use, by kernel and head
 # dim (and, for float32, dtype). The build rejects more spills, and any wgmma that the assembler
 # serialises. These are accepted because the portable tiles and the Hopper kernels were chosen by
-# their times, spills included (docs/performance.md lists variants with fewer spills that were
+# their times, spills included (docs/experiments.md lists variants with fewer spills that were
 # slower). The Hopper kernels spill sizes and pointers, mostly outside the loops, and nothing in the
 # forward's mask-free loop.
 SPILLS: dict[tuple, int] = {

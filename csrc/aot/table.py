@@ -158,8 +158,8 @@ FUNCTIONS = {
 
 
 def function(kernel: str, module: str) -> str:
-    """The name of a kernel's function in a module. Kernels with options, and fallback kernels, use
-    the plain kernel's function with more arguments."""
+    """The name of a kernel's function in a module. Kernels with options, fallback kernels
+    and tall kernels use the plain kernel's function, with more arguments or another tile."""
     return FUNCTIONS.get(
         module,
         re.sub("(_tall)?(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel),

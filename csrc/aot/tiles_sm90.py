@@ -31,7 +31,7 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 #   (docs/experiments.md).
 # - LSE_BY_MMA: tensor cores subtract LSE and delta (sm90/lse_by_mma.py). At 128, it made
 #   the backward 0 to 2 % faster, 1 to 3 % with dS by stmatrix, and dK and dV alone 2 to 3 %; at 64,
-#   7 to 9 % and 3 to 7 % slower (docs/experiments.md).
+#   the backward 7 to 9 % slower, and dK and dV alone 3 to 7 % (docs/experiments.md).
 SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "forward_sm90": {
         dim: {

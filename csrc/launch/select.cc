@@ -146,7 +146,7 @@ constexpr bool Always(const Operands&, const Device&) {
 constexpr float kLargestCap = 1024;     // up to which tanh may err by 4e-7 (sm90/soft_cap.py)
 constexpr int64_t kElementsAtOnce = 8;  // 16 bytes of a 16-bit dtype
 
-// Whether the call has exactly these options, with values that their specialized kernels support
+// Whether the call has exactly these options, with values that their dedicated kernels support
 // (sm90, and sm80 for a soft cap).
 template <uint32_t options>
 bool Only(const AttentionOperands& o) {

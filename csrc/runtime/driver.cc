@@ -92,7 +92,7 @@ std::string ResultText(const Api& api, CUresult result) {
 
 // Opens libcuda, once.
 ffi::Error GetApi(const Api** api) {
-  static const auto* opened = new OpenedDriver(OpenDriver());  // never destroyed: GetRegistry()
+  static const auto* opened = new OpenedDriver(OpenDriver());  // never destroyed: see GetRegistry()
   *api = &opened->api;
   return opened->error;
 }

@@ -43,7 +43,7 @@ class ErrorBuilder {
   } else /* NOLINT */                 \
     return ::packax::ErrorBuilder(::xla::ffi::ErrorCode::code)
 
-// PACKAX_TRY(CheckMask(shape, mask));
+// PACKAX_TRY(CheckGrid(kernel, grid));
 #define PACKAX_TRY(expression)                                                                  \
   do {                                                                                          \
     if (::xla::ffi::Error packax_error_ = (expression); packax_error_.failure()) [[unlikely]] { \

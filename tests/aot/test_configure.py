@@ -65,7 +65,9 @@ def test_a_relative_cache_is_refused(tmp_path):
     assert "PACKAX_CUBIN_CACHE is 'here': an absolute folder is accepted" in text
 
 
-@pytest.mark.parametrize("name", ["PACKAX_ARCHS", "PACKAX_HEAD_DIMS", "PACKAX_DTYPES"])
+@pytest.mark.parametrize(
+    "name", ["PACKAX_ARCHS", "PACKAX_HEAD_DIMS", "PACKAX_DTYPES", "PACKAX_ASSEMBLERS"]
+)
 def test_what_decides_the_version_is_refused_as_a_define(tmp_path, name):
     """The version of the wheel is computed before CMake runs, from the environment."""
     text = configure(tmp_path, f"-D{name}=all")

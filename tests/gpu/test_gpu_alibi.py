@@ -1,5 +1,5 @@
 """ALiBi on a GPU. For positions that are indices Hopper has dedicated kernels; positions in arrays
-use the general ones. `pytest -m gpu`."""
+use the fallback kernels. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_long_rows():
 
 
 def test_the_gradient_of_slopes():
-    """It uses the general backward after Hopper's forward."""
+    """It uses the fallback backward after Hopper's forward."""
     x, mask = tensors(3, 500, 500, 4, 2, 64, "bfloat16"), MASKS["documents"]()
     mask = build(mask, x)
 

@@ -1,4 +1,4 @@
-"""Head dims between those of the general kernels, which are padded or have dedicated kernels:
+"""Head dims between those of the plain kernels, which are padded or have dedicated kernels:
 `pytest -m gpu`.
 
 Guards against a scale from the padded head dim, padding in results, and columns of another head.

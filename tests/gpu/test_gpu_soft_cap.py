@@ -1,5 +1,5 @@
 """Soft caps on a GPU. For a scale that is a number, Hopper has dedicated kernels; an array as scale
-uses the general ones. `pytest -m gpu`."""
+uses the fallback kernels. `pytest -m gpu`."""
 
 from __future__ import annotations
 

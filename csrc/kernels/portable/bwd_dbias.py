@@ -29,7 +29,7 @@ def backward_dbias(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows that attend to nothing (an empty range, or a logsumexp of -inf) contribute nothing."""
+    """Rows that attend to nothing (an empty range, or a log-sum-exp of -inf) contribute nothing."""
     group = heads // kv_heads
     has_batch, has_heads, has_rows = bias_axes & 1, bias_axes & 2, bias_axes & 4
     row_tiles = tl.cdiv(q_len, BLOCK_M)

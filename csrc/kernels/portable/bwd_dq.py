@@ -3,7 +3,7 @@ of the gradients of scale and slopes. bwd.py has the formulas.
 
     dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|)    per row, in `score_grads`
 
-As in fwd.py, plain and fallback kernels are compiled from one function. Rows with a logsumexp of
+As in fwd.py, plain and fallback kernels are compiled from one function. Rows with a log-sum-exp of
 -inf, which attend to nothing, are not read.
 """
 

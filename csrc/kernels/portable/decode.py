@@ -4,7 +4,7 @@
 pytorch.org/blog/flash-decoding): a program processes one key/value head of one sequence, a tile of
 the rows of its group (rows of one query token are adjacent), and a share of the keys that those
 rows attend to. `decode_tall` is the same function with a taller tile. A program writes the
-normalised float32 output and the base-2 logsumexp of its share. A share without keys writes -inf,
+normalised float32 output and the base-2 log-sum-exp of its share. A share without keys writes -inf,
 and its values are never read. Each sequence has `splits` equal shares or, if `shares` is not 0, a
 number that depends on its length: every program then derives its sequence and share from the row
 ranges. Keys that all rows of the tile attend to come first, without a mask. `decode_combine` merges
@@ -263,7 +263,8 @@ def decode(
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs that run at the same time read the keys of neighbouring heads."""
+    """One share of one tile of rows. Programs that run at the same time read the keys of
+    neighbouring heads."""
     group = heads // kv_heads
     FP8: tl.constexpr = NATIVE_FP8 is not None
     PARTS: tl.constexpr = parts_of(NATIVE_FP8)

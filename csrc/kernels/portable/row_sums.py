@@ -1,7 +1,7 @@
 """The row statistics of the softmax, which the forward stores and from which the backward computes
 probabilities.
 
-Kernels without a bias array store the logsumexp, (B, H, Sq), and use logits in base 2. A bias may
+Kernels without a bias array store the log-sum-exp, (B, H, Sq), and use logits in base 2. A bias may
 be -1e9 or the lowest finite number on all keys of a row: adding the logarithm of a sum to such a
 logit rounds the logarithm away, and multiplying the logit by log2(e) may overflow. Kernels with a
 bias array therefore use logits in base e and store two numbers per row, (B, H, Sq, 2): the largest

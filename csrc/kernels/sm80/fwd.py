@@ -1,4 +1,4 @@
-"""Forward attention with mma.sync and cp.async, for GPUs of compute capability 8.x and 12.x.
+"""Forward attention with mma.sync and cp.async, for compute capabilities 8.x, 11.0 and 12.x.
 
 This is the portable forward (portable/fwd.py) in Gluon, which controls what stays in shared memory.
 Queries stay there and are read again in every step. A warp then has enough registers for 32 rows,

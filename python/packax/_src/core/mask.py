@@ -93,7 +93,7 @@ class AttentionMask(NotAnArray):
     q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
     kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
     kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
-    # For block_sparse(...): the block map as bits, (Bp, H, NQ, words), and each tile's block list.
+    # For block_sparse(...): the block mask as bits, (Bp, H, NQ, words), and each tile's block list.
     block_mask: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
     q_block_lists: jax.Array | None = field(
         default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE)

@@ -532,7 +532,7 @@ def _nodes_of_row(levels: int, ids: Any, parents: Any, xp: ModuleType) -> Nodes:
 def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
     """Maps function(*arrays of one row, np or jnp) over the batch; arrays: (B or 1, ...)."""
     xp = numpy_of(*arrays)
-    (batch,) = np.broadcast_shapes(*(x.shape[:1] for x in arrays))
+    batch = next((x.shape[0] for x in arrays if x.shape[0] != 1), 1)  # may be symbolic
     arrays = tuple(xp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays)
     if xp is jnp:
         return jax.vmap(lambda *row: function(*row, jnp))(*vary_together(*arrays))

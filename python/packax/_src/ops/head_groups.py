@@ -72,8 +72,8 @@ def _primitive(direction: Pass, results: Any, call: Any) -> Primitive:
         return results(spec, Operands.of(names, avals), heads.heads)
 
     def batch(operands, dims, **params):
-        results = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
-        return results, [0] * len(results)
+        outputs = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
+        return outputs, [0] * len(outputs)
 
     def jvp(primals, tangents, **params):
         indices = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -173,7 +173,7 @@ register(
 
 # --- Masks
 
-_CHUNK = 1024  # keys per program of the document kernels; the workspace has an int for each
+_CHUNK = 1024  # keys per program of the document kernels; the workspace has an int for each chunk
 _MOST_TABLE_KEYS = 1 << 27  # as in csrc/ffi/mask.cc
 _MOST_MASK_ROWS = 65535  # batch rows are the y axis of the grid of the mask kernels
 
@@ -267,7 +267,7 @@ def _decode_cuda(ctx, *operands, spec, names):
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """The size of the workspace in shares of the keys: `most` in csrc/launch/decode_shares.cc."""
+    """The size of the workspace in shares of the keys: `room` in csrc/call/operands.h."""
     if is_symbolic(keys):  # symbolic: enough for any size
         return _MOST_SHARES
     most = min(_MOST_SHARES, -(-keys // 128))
@@ -466,7 +466,8 @@ def _added(gradient: Any, parts: int) -> Any:
 #
 # Zeros do not change scores, and the padding of results and gradients is cut off. The fallback
 # kernels need no padding, but take two to four and a half times as long on Hopper
-# (docs/performance.md), and more than twice as long on other GPUs (docs/internals/proxy.md).
+# (benchmarks/results/head_dims_h100.json), and more than twice as long on other GPUs
+# (docs/internals/proxy.md).
 
 
 def padded_dims(

@@ -135,5 +135,5 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: An
 
 def _by_levanter() -> Any:
     """Levanter's own `attention`, which `install` replaces."""
-    attention = importlib.import_module("levanter.grug.attention._core").attention
-    return getattr(attention, "by_levanter", attention)
+    current = importlib.import_module("levanter.grug.attention._core").attention
+    return getattr(current, "by_levanter", current)
