@@ -150,6 +150,24 @@ def test_equals_one_device_and_moves_halos_alone(case):
         assert not bytes_of
 
 
+@pytest.mark.parametrize("case", some([0, 1, 2, 5], 1))
+def test_axes_in_another_order_than_in_the_mesh(case):
+    """Ranks count along the axes in the order of the sharding."""
+    expression, kind, chunk, ranks, _ = CASES[case]
+    mesh = mesh_of(ranks // 2, 2, axes=("host", "gpu"))
+    spec = P(None, ("gpu", "host"))
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    plan = plan_of(kind, ranks, chunk)
+    lengths = {"q_len": LENGTH, "kv_len": LENGTH}
+    expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression, **lengths))
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan, **lengths)
+        assert mask.halo is not None
+        inputs = placed(mesh, moved(plan, tensors()), sharding)
+        got = in_order(plan, jax.block_until_ready(jax.jit(all_results)(*inputs, mask)))
+    assert_same(got, expected)
+
+
 def structures(number):
     """Random meshes, plans, windows and heads; each is one program, used for several rows."""
     rng = np.random.default_rng(38)

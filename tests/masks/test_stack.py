@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from context import mesh_of
 from jax.sharding import PartitionSpec as P
 from packax.masks import stack_masks
 from tiers import some
@@ -138,6 +139,31 @@ def test_under_a_mesh(kind):
     wanted = jax.jit(lambda *x: model(*x, lambda k: alone[k], LAYERS, scan=True))(*tensors())
     got = scanned if plan is None else plan.unpermute(scanned)
     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mask_for_all_rows_on_a_mesh(kind, context):
+    """Stacked with a mask whose batch is sharded; the types of Explicit axes say so."""
+    mesh = mesh_of(2, 2, kind=kind, axes=("data", "context"))
+    spec = P("data", "context") if context else P("data")
+    sharding = packax.AttentionSharding(spec, spec) if context else None
+    ids = np.repeat([[0, 1], [2, 3]], LENGTH // 2, axis=1).astype(np.int32)
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 2, 8)).astype(np.float32)
+
+    def attend(x, ids, sharding=None):
+        kinds = packax.causal() & packax.documents(ids), packax.sliding_window(15)
+        options = {"sharding": sharding, "q_len": LENGTH, "kv_len": LENGTH}
+        masks = [packax.create_attention_mask(y, **options) for y in kinds]
+        stack = stack_masks(masks)
+        return [packax.flash_attention(x, x, x, stack[n]) for n in range(2)]
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(attend, sharding=sharding))(
+            jax.device_put(x, spec), jax.device_put(ids, P("data"))
+        )
+    for y, z in zip(got, jax.jit(attend)(x, ids), strict=True):
+        np.testing.assert_allclose(np.asarray(y), np.asarray(z), rtol=1e-5, atol=1e-6)
 
 
 def test_errors():

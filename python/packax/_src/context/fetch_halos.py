@@ -167,7 +167,7 @@ def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
             rows = where(places, other, rows)
         if not send.is_local:
             pairs = [(source.rank, target.rank) for source, target in send.pairs]
-            rows = jax.lax.ppermute(rows, axes, pairs)
+            rows = _ppermute(rows, pairs, axes, layout)
         for slot, places in targets.items():
             at = send.hop, slot
             hops[at] = where(places, rows, hops.get(at, jnp.zeros_like(rows)))
@@ -178,6 +178,18 @@ def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
         parts = [hops.get((hop, slot), jnp.zeros_like(x[:, 0, : sizes[hop]])) for hop in order]
         chunks.append(jnp.concatenate([*parts, x[:, slot, :0]], 1))
     return jnp.stack(chunks, 1)
+
+
+def _ppermute(
+    x: jax.Array, pairs: list[tuple[int, int]], axes: tuple[str, ...], layout: Layout
+) -> jax.Array:
+    """`jax.lax.ppermute` between ranks that count along `axes`. JAX's function counts ranks in the
+    mesh's order of axes, unlike `axis_index` and `all_gather`."""
+    in_mesh = tuple(axis for axis, _ in layout.sizes if axis in axes)
+    ranks = np.arange(layout.size(axes)).reshape([layout.size((axis,)) for axis in axes])
+    place = np.argsort(ranks.transpose([axes.index(axis) for axis in in_mesh]), axis=None)
+    at = [(int(place[source]), int(place[target])) for source, target in pairs]
+    return jax.lax.ppermute(x, in_mesh, at)
 
 
 def _by_slot(places: Iterable[Place]) -> dict[int, list[Place]]:

@@ -39,6 +39,17 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
     return results
 
 
+def checks_vma() -> bool:
+    """The `check_vma` of the surrounding shard_map, which a nested one must share: only with it do
+    types say over which mesh axes values vary."""
+    try:
+        from jax._src.config import _check_vma
+
+        return bool(_check_vma.value)
+    except (ImportError, AttributeError):
+        return True
+
+
 def check_for_nans(primitive: Any) -> None:
     """Makes checkify check the primitive's results for NaNs, as for jax's own primitives."""
     try:

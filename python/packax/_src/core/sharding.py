@@ -16,6 +16,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from packax._src.core import jax_compat
+
 Axes = tuple[str, ...]
 HeadGroups = int | tuple[int, ...] | None  # how a rank groups the gathers of its key/value heads
 
@@ -144,6 +146,7 @@ class Layout:
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(self.mapped),
+            check_vma=jax_compat.checks_vma() if self.manual else True,
         )
 
     def own_part(self, x: jax.Array, axis: int) -> jax.Array:

@@ -121,7 +121,7 @@ class MaskExpression(NotAnArray):
                    [1, 1]])
         """
         check_lengths(self, q_len, kv_len)
-        with jax.numpy_rank_promotion("allow"):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return self._as_array(places_of(self, q_len, kv_len))
 
     def _as_array(self, at: Positions) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from packax._src.context.halo import Halo
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import vary_together
+from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
 from packax._src.core.spec import MaskMode
 
 _INT32 = np.iinfo(np.int32)
@@ -91,7 +91,13 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
 
     def stacked(*arrays: Any) -> jax.Array:
         shape = np.broadcast_shapes(*(x.shape for x in arrays))
-        return jnp.stack([jnp.broadcast_to(x, shape) for x in vary_together(*arrays)])
+        axes = zip(*map(typed_axes, arrays), strict=True)
+        dims = [next(filter(None, of_one), ()) for of_one in axes]  # a batch of 1 has none
+
+        def stack(*arrays: Any) -> jax.Array:
+            return jnp.stack([jnp.broadcast_to(x, shape) for x in arrays])
+
+        return over_auto_axes(stack, vary_together(*arrays), [(), *dims])
 
     return MaskStack(jax.tree.map(stacked, *alike), len(masks))
 
