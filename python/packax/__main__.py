@@ -43,11 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     arguments = parser.parse_args(argv)
+    if arguments.command == "info":
+        return info()
+    from packax.info import jax_platforms
+
+    _, error = jax_platforms()
+    if error is not None:
+        print(f"jax cannot start: {error}", file=sys.stderr)
+        return 2
     if arguments.command == "check":
         from packax.check import run
 
         return run()
-    return info() if arguments.command == "info" else run_demo(arguments)
+    return run_demo(arguments)
 
 
 def info() -> int:
@@ -77,7 +85,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             seed=arguments.seed,
         )
-    except ValueError as error:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         print(f"python -m packax demo: {error}", file=sys.stderr)
         return 2
     return run(settings)

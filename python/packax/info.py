@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +74,7 @@ class Report:
 
 def gather() -> Report:
     """Queries jax and the extension module about this machine."""
-    platforms, jax_error = _jax_platforms()
+    platforms, jax_error = jax_platforms()
     try:
         extension = importlib.import_module("packax._ext")
     except ImportError as error:
@@ -269,10 +270,13 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _jax_platforms() -> tuple[tuple[str, ...], str | None]:
+def jax_platforms() -> tuple[tuple[str, ...], str | None]:
+    """The platforms of jax's devices, and why there are none."""
     import jax
 
     try:
         return tuple(sorted({device.platform for device in jax.devices()})), None
-    except RuntimeError as error:
-        return (), str(error).strip().splitlines()[0]
+    except Exception as error:  # an AssertionError without text if a plugin is missing
+        name = os.environ.get("JAX_PLATFORMS", "")
+        lines = str(error).strip().splitlines()
+        return (), lines[0] if lines else f"{type(error).__name__}, with JAX_PLATFORMS={name}"

@@ -165,6 +165,33 @@ def test_bad_numbers(option, capsys):
     assert f"{option} must be at least" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", ("-1", str(2**32)))
+def test_bad_seeds(seed, capsys):
+    assert main(["demo", "--seed", seed]) == 2
+    assert f"--seed must be from 0 to 4294967295, got {seed}" in capsys.readouterr().err
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+    assert "python -m packax demo: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ("demo", "check", "info"))
+def test_jax_cannot_start(command, monkeypatch, capsys):
+    """With JAX_PLATFORMS=cuda and no plugin, jax raises an AssertionError without text."""
+
+    def devices(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert main([command]) == (0 if command == "info" else 2)
+    printed = capsys.readouterr()
+    text = "cannot start: AssertionError, with JAX_PLATFORMS=cuda"
+    assert text in (printed.out if command == "info" else printed.err)
+
+
 def test_settings_of_a_cpu(tmp_path):
     chosen = settings.defaults(
         steps=None, seq_len=512, batch=None, seconds=None, out=tmp_path, seed=3

@@ -19,7 +19,6 @@ from packax.info import gather, variant_in_use
 def run(settings: Settings) -> int:
     """Runs the demo. Returns the exit code: 1 if a check fails or the loss does not fall."""
     start = time.perf_counter()
-    settings.out.mkdir(parents=True, exist_ok=True)
     config = settings.model
     print(f"device     {device_line(settings)}")
     rows = packed(settings)

@@ -57,4 +57,6 @@ def defaults(
         if value is not None and not value >= least:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be at least {least}, got {value}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed}")
     return dataclasses.replace(chosen, **{k: v for k, v in given.items() if v is not None})
