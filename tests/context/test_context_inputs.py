@@ -91,6 +91,18 @@ def test_eager_arrays_of_numpy_are_placed():
         assert batch["ids"].sharding.spec == P("data", "context")
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mesh_in_the_sharding_alone(kind):
+    mesh = mesh_of(2, 2, 2, kind=kind, axes=AXES)
+    sharding = packax.AttentionSharding(SPEC, SPEC, mesh=mesh)
+    call = functools.partial(packax.context.shard_batch, sharding=sharding)
+    for run in call, jax.jit(lambda x, y: call(x, y)):
+        batch, mask, plan = run({"ids": IDS}, EXPRESSION)
+        np.testing.assert_array_equal(batch["ids"], mask.q_ids)
+        np.testing.assert_array_equal(batch["ids"], plan.permute(IDS))
+        assert batch["ids"].sharding.spec[:2] == ("data", "context")
+
+
 @pytest.mark.parametrize("mesh", ["given", "set"])
 def test_a_mesh_of_one_rank(mesh):
     """Any length works, without a copy, so a program for four devices also runs on one."""
@@ -243,6 +255,22 @@ def test_with_less_to_go_by():
             else:
                 assert (text or "") in alone and (text is None) == (alone == "")
             assert (text is None) == (wrong(case, plan, ids=False) == "")
+
+
+def test_positions_of_ids_that_reappear():
+    """They may count on, as `segments.positions` does, or restart, as for two documents."""
+    ids = np.repeat([[0, 1, 0, -1, 0, 2, 3, -1]], LENGTH // 8, axis=1)
+    on, restarting = packax.segments.positions(ids), positions_of(ids[0])[None]
+    assert (on != restarting)[ids != -1].any()
+    expression = packax.causal() & packax.documents(ids)
+    plan = packax.context_plan(expression, ranks=4)
+    mask = packax.create_attention_mask(expression, plan=plan)
+    with packax.context.debug_checks():
+        for positions in on, restarting:
+            batch = plan.permute({"segment_ids": ids, "positions": positions})
+            packax.context.check_plan(mask, **batch)
+            with pytest.raises(ValueError, match=NOT_PERMUTED):
+                packax.context.check_plan(mask, segment_ids=ids, positions=positions)
 
 
 def test_no_documents():

@@ -80,6 +80,23 @@ def test_what_only_jax_nn_takes(unwarned, options, dtype):
     np.testing.assert_array_equal(ours, jax.nn.dot_product_attention(*x, **others))
 
 
+@pytest.mark.parametrize("window", [np.int32(2), jnp.int8(2), (np.int64(2), 1), 2])
+def test_arguments_that_jax_nn_takes_in_one_form_alone(unwarned, no_bias_kernels, window):
+    """A window in an array, and lengths of another integer dtype, as on packax's path."""
+    q, k, v = tensors()
+    bias = jnp.ones((1, HEADS, T, S)) * jnp.arange(S)
+    lengths = {"query_seq_lengths": [T, 3], "key_value_seq_lengths": [S, 5]}
+    given = {name: np.asarray(x, np.uint8) for name, x in lengths.items()}
+    with pytest.warns(fallback.FallbackWarning):
+        ours = packax.dot_product_attention(q, k, v, bias, local_window_size=window, **given)
+    pair = tuple(map(int, window)) if isinstance(window, tuple) else int(window)
+    expected = jax.nn.dot_product_attention(
+        q, k, v, bias, jnp.ones((1, 1, 1, 1), bool), local_window_size=pair,
+        **{name: jnp.asarray(x, jnp.int32) for name, x in lengths.items()},
+    )  # fmt: skip
+    np.testing.assert_array_equal(ours, expected)
+
+
 def test_an_expression_with_a_bias(unwarned, no_bias_kernels):
     q, k, v = tensors(keys=T)
     bias = jnp.ones((HEADS, T, T)) * jnp.arange(T)

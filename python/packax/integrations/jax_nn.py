@@ -129,6 +129,11 @@ def dot_product_attention(
             FASTER,
             forbidden=implementation == "cuda",
         )
+        if local_window_size is not None:  # jax.nn takes no arrays outside of a pair
+            given["local_window_size"] = _window(local_window_size)
+        for name in ("query_seq_lengths", "key_value_seq_lengths"):
+            if given[name] is not None:
+                given[name] = jnp.asarray(given[name], jnp.int32)
         out = _by_jax_nn(query, key, value, bias, mask, None, given)
         if not return_residual:
             return out.reshape(shape)

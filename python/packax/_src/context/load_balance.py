@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.halo import Halo, keys_of_halos
+from packax._src.core.sharding import typed_axes
 from packax._src.core.spec import TILE
 
 P = jax.sharding.PartitionSpec
@@ -247,6 +248,9 @@ def take_sharded(order: Any, axis: int, x: Any) -> Any:
     """take_chunks that keeps the sharding of x's type."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec):
+        if isinstance(order, jax.Array) and any(typed_axes(order)):
+            mesh = jax.typeof(order).sharding.mesh
+            order = jax.sharding.reshard(order, jax.sharding.NamedSharding(mesh, P()))
         return take_chunks(order, axis, x)
     spec = tuple(sharding.spec)
 

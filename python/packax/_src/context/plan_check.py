@@ -18,6 +18,7 @@ from packax._src.context.load_balance import ContextPlan
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout, layout_of
+from packax._src.segments.ids import positions as token_positions
 
 _PADDING = -1  # segment id of padding
 
@@ -226,7 +227,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
         if positions is None:
             return True
         tokens = slice(None) if sequence is None else sequence[rows] != _PADDING
-        counted = (unmoved, unmoved if sequence is None else _in_document(sequence))
+        counted = _positions_of(length, sequence)
         return any(np.array_equal(positions[tokens], x[rows][tokens]) for x in counted)
 
     sequence = mask_ids  # becomes the ids in the order of the sequence
@@ -279,13 +280,17 @@ def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
     if positions is None:
         return True
     tokens = slice(None) if ids is None else ids != _PADDING
-    counted = [np.arange(len(positions))] + ([] if mask_ids is None else [_in_document(mask_ids)])
+    counted = _positions_of(len(positions), mask_ids)
     mask_tokens = slice(None) if ids is None or mask_ids is None else mask_ids != _PADDING
     return any(np.array_equal(np.sort(positions[tokens]), np.sort(x[mask_tokens])) for x in counted)
 
 
-def _in_document(ids: Any) -> Any:
-    """The index of every token in its run of equal ids."""
-    index = np.arange(len(ids))
+def _positions_of(length: int, ids: Any) -> list[Any]:
+    """The positions that a batch may have: the index of every token in the row, in its run of equal
+    ids, and among all tokens with its id."""
+    index = np.arange(length)
+    if ids is None:
+        return [index]
     begins = np.concatenate([[True], ids[1:] != ids[:-1]])
-    return index - np.maximum.accumulate(np.where(begins, index, 0))
+    in_run = index - np.maximum.accumulate(np.where(begins, index, 0))
+    return [index, in_run, token_positions(ids)]

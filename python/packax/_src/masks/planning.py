@@ -254,7 +254,9 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
     x = layout.own_part(jnp.asarray(x), 1)
     spec: Any = layout.spec(layout.batch, layout.context)
     if layout.explicit:  # other axes keep their sharding
-        return jax.sharding.reshard(x, P(*spec, *jax.typeof(x).sharding.spec[2:]))
+        spec = P(*spec, *jax.typeof(x).sharding.spec[2:])
+        target = spec if layout.mesh is None else jax.sharding.NamedSharding(layout.mesh, spec)
+        return jax.sharding.reshard(x, target)
     if not any(spec):
         return x
     if isinstance(x, jax.core.Tracer):
