@@ -144,6 +144,7 @@ def bare_environment() -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.clear()
         os.environ.update(saved)
 
 

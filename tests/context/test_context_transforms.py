@@ -59,7 +59,7 @@ PARTIAL_HANGS = pytest.mark.skipif(
         pytest.param(AXES, False, True, marks=pytest.mark.exhaustive),
         pytest.param(AXES, True, True, marks=pytest.mark.exhaustive),
         pytest.param(AXES, False, False, marks=pytest.mark.exhaustive),
-        pytest.param(("context",), True, True, marks=[PARTIAL_HANGS, pytest.mark.exhaustive]),
+        pytest.param(("context",), True, True, marks=PARTIAL_HANGS),
         pytest.param(("context",), True, False, marks=PARTIAL_HANGS),
         pytest.param(
             ("data", "fsdp", "tensor"), False, True, marks=[PARTIAL_HANGS, pytest.mark.exhaustive]

@@ -65,7 +65,7 @@ def f(x):
 
 
 def test_comments_of_cpp():
-    source = "// Beside it.\nint beside = 1;  // likewise\n"
+    source = '// And so does it.\nSay("and so is");  // neither is y\n'
     prose = check_words.prose_of("a.cc", source)
-    assert found(prose) == [(1, "Beside"), (2, "likewise")]
+    assert found(prose) == [(1, "And so does"), (2, "neither is")]
     assert check_words.prose_of("a.md", source) == source

@@ -255,15 +255,14 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
     spec: Any = layout.spec(layout.batch, layout.context)
     if layout.explicit:  # other axes keep their sharding
         spec = P(*spec, *jax.typeof(x).sharding.spec[2:])
-        target = spec if layout.mesh is None else jax.sharding.NamedSharding(layout.mesh, spec)
-        return jax.sharding.reshard(x, target)
-    if not any(spec):
+    elif not any(spec):
         return x
-    if isinstance(x, jax.core.Tracer):
+    elif isinstance(x, jax.core.Tracer):
         spec = P(*spec, *[P.UNCONSTRAINED] * (x.ndim - 2))
     if layout.mesh is not None:
         spec = jax.sharding.NamedSharding(layout.mesh, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+    place = jax.sharding.reshard if layout.explicit else jax.lax.with_sharding_constraint
+    return place(x, spec)
 
 
 def _levels(
