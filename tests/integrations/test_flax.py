@@ -401,3 +401,12 @@ def test_export_with_symbolic_sizes():
     shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in y.shape], y.dtype) for y in x]
     program = jax.export.export(jax.jit(run))(*shapes)
     np.testing.assert_allclose(program.call(*x), jax.jit(run)(*x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_takes_all_the_weight_of_a_row_without_keys():
+    x = jnp.asarray(RNG.standard_normal((1, 4, 1, 8)), jnp.float32)
+    mask = jnp.asarray([[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]], bool)[None, None]
+    got = ours.attention_fn(sinks=jnp.ones(1))(x, x, x, mask=mask)
+    logits = jnp.where(mask, jnp.einsum("bqhd,bkhd->bhqk", x, x) / 8**0.5, -jnp.inf)
+    logits = jnp.concatenate([logits, jnp.ones((1, 1, 4, 1))], -1)
+    same(got, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits)[..., :-1], x))

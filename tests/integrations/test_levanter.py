@@ -89,6 +89,23 @@ def test_bounds_of_fa4_say_everything():
     np.testing.assert_allclose(got, plain(*args, allowed), rtol=1e-5, atol=1e-5)
 
 
+def test_a_window_narrows_bounds_and_no_mask():
+    row, key = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+    lower = np.maximum(np.arange(LENGTH, dtype=np.int32) - 3, 0)[None]
+    bounds = Mask(True, None, None, (jnp.asarray(lower), jnp.ones((1, LENGTH), bool)))
+    window = key > row - 2
+    for mask, want in ((bounds, window & (key <= row)), (None, window)):
+        built = levanter.build_mask(mask, LENGTH, sliding_window=2)
+        np.testing.assert_array_equal(built.as_array()[0], want)
+
+
+def test_a_dense_mask_in_numpy():
+    args, allowed = tensors(), MASKS["all"].dense()
+    allowed[:, :, 0] = True
+    got = levanter.attention(*args, allowed)
+    np.testing.assert_allclose(got, plain(*args, allowed), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, LENGTH, LENGTH), (BATCH, LENGTH, LENGTH)])
 def test_dense_masks(shape):
@@ -166,6 +183,11 @@ def test_requests_that_are_wrong():
         levanter.attention(q, k, v, Mask(True, None, 0))
     with pytest.raises(ValueError, match=r"a dense mask must have shape \(24, 24\).*has \(3, 24\)"):
         levanter.attention(q, k, v, jnp.ones((3, 24), bool))
+    text = r"mask must be Grug's AttentionMask or None, but is an array, bool\[24, 24\]: pass a"
+    with pytest.raises(ValueError, match=text):
+        levanter.build_mask(np.ones((24, 24), bool), LENGTH)
+    with pytest.raises(ValueError, match="sliding_window must be positive, but is 0"):
+        levanter.build_mask(None, LENGTH, sliding_window=0)
 
 
 def named(seed, *axes):
@@ -185,6 +207,12 @@ LAYERS = {
     "precision": lambda m, x: {"mask": m.causal(), "precision": jax.lax.Precision.HIGHEST},
     "dtype and blocks": lambda m, x: {"attention_dtype": jnp.float32, "flash_block_size": 4},
     "sinks": lambda m, x: {"mask": m.causal(), "attn_sink": x["sink"]},
+    "sinks below a cap": lambda m, x: {
+        "mask": m.causal(),
+        "attn_sink": x["sink"] * 3,
+        "logits_soft_cap": 1.5,
+    },
+    "sinks and a dense mask": lambda m, x: {"mask": x["dense"], "attn_sink": x["sink"]},
     "soft cap": lambda m, x: {"logits_soft_cap": 1.5},
     "bias": lambda m, x: {"bias": x["bias"]},
     "scale": lambda m, x: {"scaling_factor": 0.3},
@@ -200,6 +228,7 @@ def test_layers(name, rows_first):
     sizes = {"batch": 2, "position": 12, "key_position": 12, "kv_heads": 2, "group": 3, "dim": 8}
     B, Q, K, H, G, D = hax.make_axes(**sizes)
     arrays = {"sink": named(3, H, G), "bias": named(4, G, Q, K), "dense": named(5, B, Q, K) > 0}
+    arrays["dense"] = arrays["dense"] & (hax.arange(Q) != 1)  # a query without keys
     arrays["ids"] = hax.named(jnp.asarray([[0] * 5 + [2] * 7, [4] * 12]), (B, Q))
     arrays["prefix"] = hax.nn.attention.prefix_lm_mask(Q, K, 5)
     arrays["offset"] = hax.named(jnp.asarray([0, 2]), (B,))

@@ -138,7 +138,7 @@ def dot_product_attention(
 
     Returns:
         (*batch, q_len, heads, v_dim). A row that attends to no key gives 0; in Flax, and here with
-        a dense mask, it gives the mean of all values.
+        a dense mask and no sinks, it gives the mean of all values.
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
@@ -238,8 +238,9 @@ def dot_product_attention(
         drawn = OneForAll(dropout_rng) if broadcast_dropout else dropout_rng
         options |= {"dropout_rate": rate, "dropout_key": drawn}
     whole: Any = functools.reduce(operator.and_, expressions) if expressions else full()
-    out: Any = flash_attention(q, k, v, whole, **options, return_lse=dense)
-    if dense:
+    means = dense and options.get("sinks") is None  # a sink takes all the weight of an empty row
+    out: Any = flash_attention(q, k, v, whole, **options, return_lse=means)
+    if means:
         out = mean_where_empty(out[0], out[1], v)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 

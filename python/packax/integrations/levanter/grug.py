@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import packax
+from packax._src.core.arguments import described
 from packax._src.ops.ffi import has_kernels
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import FASTER, array_mask, bias_array, mean_where_empty
@@ -51,8 +53,8 @@ def attention(
     if implementation not in OURS:
         return _by_levanter()(q, k, v, mask, implementation=implementation)
     chosen: Any = None if implementation == "packax" else implementation
-    if isinstance(mask, jax.Array):
-        return _dense(q, k, v, mask, chosen)
+    if isinstance(mask, (jax.Array, np.ndarray)):
+        return _dense(q, k, v, jnp.asarray(mask), chosen)
     if not isinstance(mask, (AttentionMask, MaskExpression)):
         mask = expression_of(mask, q.shape[1])
     return packax.flash_attention(q, k, v, mask, implementation=chosen)
@@ -67,12 +69,16 @@ def build_mask(
     `packax.masks.stack_masks`.
 
     Args:
-        mask: Grug's AttentionMask.
+        mask: Grug's AttentionMask, or None.
         q_len, kv_len: numbers of queries and keys; kv_len None: the same as q_len.
-        sliding_window: replaces the window of the mask.
+        sliding_window: replaces the window of the mask. If the mask has fa4_bounds, it narrows
+            them: a window that they include remains.
 
     Returns:
         AttentionMask: pass it as the mask of `attention`.
+
+    Raises:
+        ValueError: another mask, such as a dense one, or a window that is not positive.
     """
     expression = expression_of(mask, q_len, sliding_window)
     return packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len or q_len)
@@ -80,20 +86,26 @@ def build_mask(
 
 def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> MaskExpression:
     """The expression with the meaning of Grug's AttentionMask."""
-    if mask is None:
-        return packax.full()
-    if mask.fa4_bounds is not None:  # the bounds define the whole mask
+    if not (mask is None or hasattr(mask, "fa4_bounds")):
+        raise ValueError(
+            f"mask must be Grug's AttentionMask or None, but is {described(mask)}"
+            + ": pass a dense mask to `attention`" * isinstance(mask, (jax.Array, np.ndarray))
+        )
+    window = sliding_window
+    parts: list[MaskExpression] = []
+    if mask is not None and mask.fa4_bounds is not None:  # these include the mask's own window
         lower, valid = mask.fa4_bounds
         index = jax.lax.broadcasted_iota(jnp.int32, (1, q_len), 1)
-        return packax.masks.ranges(lower, jnp.where(valid, index + 1, 0))
-    window = mask.sliding_window if sliding_window is None else sliding_window
-    parts = [packax.causal()] if mask.is_causal else []
+        parts = [packax.masks.ranges(lower, jnp.where(valid, index + 1, 0))]
+    elif mask is not None:
+        window = mask.sliding_window if sliding_window is None else sliding_window
+        parts = [packax.causal()] if mask.is_causal else []
+        if mask.segment_ids is not None:
+            parts.append(documents_of(*mask.segment_ids))
     if window is not None:
         if window <= 0:
             raise ValueError(f"sliding_window must be positive, but is {window}")
         parts.append(packax.sliding_window(window - 1, None))
-    if mask.segment_ids is not None:
-        parts.append(documents_of(*mask.segment_ids))
     return all_of(parts)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import packax
 from packax import AttentionSharding
+from packax._src.core.spec import accumulator
 from packax._src.ops.ffi import has_kernels
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import FASTER, array_mask, mean_where_empty
@@ -83,7 +84,7 @@ def dot_product_attention(
         inference: whether to omit dropout.
         prng: the key for dropout.
         attn_sink: a NamedArray with axes of heads: one more logit per head in the softmax's
-            denominator. None: no sinks.
+            denominator, capped like the other logits. None: no sinks.
 
     Returns:
         A NamedArray with the axes of query except Key, in their order, then the head dim of value;
@@ -133,13 +134,17 @@ def dot_product_attention(
         every = (axes.batch, axes.heads, (axes.rows,), (axes.keys,))
         options["bias"] = _broadcast(bias, *every, keep=3).astype(jnp.float32)
     if attn_sink is not None:
-        options["sinks"] = _broadcast(attn_sink, axes.heads, keep=0)
+        sinks = _broadcast(attn_sink, axes.heads, keep=0)
+        if logits_soft_cap is not None:  # in Levanter a sink is a key, so its logit is capped, too
+            sinks = sinks.astype(accumulator(sinks.dtype))
+            sinks = logits_soft_cap * jnp.tanh(sinks / logits_soft_cap)
+        options["sinks"] = sinks
     if rate:
         options |= {"dropout_rate": rate, "dropout_key": prng}
     expression, dense = _expression(mask, axes)
     q, k, v = tensors
     out, lse = packax.flash_attention(q, k, v, expression, return_lse=True, **options)
-    if dense:
+    if dense and attn_sink is None:  # a sink takes all the weight of a row without keys
         out = mean_where_empty(out, lse, v)
     result = (*axes.batch, axes.rows, *axes.heads, axes.value_dim)
     named = importlib.import_module("haliax").named
