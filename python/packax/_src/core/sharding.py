@@ -126,12 +126,7 @@ class Layout:
 
         Otherwise x is returned unchanged, and shard_map reshards it.
         """
-        if not self.explicit:
-            return x
-        dims_spec = self.spec(*dims)
-        # Without a mesh in the context a spec alone has no meaning.
-        target = dims_spec if self.mesh is None else NamedSharding(self.mesh, dims_spec)
-        return jax.sharding.reshard(x, target)
+        return self._resharded(x, self.spec(*dims)) if self.explicit else x
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """Maps the function over all mesh axes that the caller's shard_map does not cover.
@@ -140,7 +135,7 @@ class Layout:
         """
         if not self.mapped:
             return function
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
@@ -148,6 +143,21 @@ class Layout:
             axis_names=set(self.mapped),
             check_vma=jax_compat.checks_vma() if self.manual else True,
         )
+        if not self.explicit:
+            return mapped
+
+        def placed(*operands: Any) -> Any:
+            # Types must agree with in_specs. Where no mesh is set, jnp.zeros_like and other
+            # functions that make arrays return unsharded ones.
+            specs = jax.tree.broadcast(in_specs, operands, is_leaf=lambda x: isinstance(x, P))
+            return mapped(*jax.tree.map(self._resharded, operands, specs))
+
+        return placed
+
+    def _resharded(self, x: Any, dims: P) -> Any:
+        # Without a mesh in the context a spec alone has no meaning.
+        target = dims if self.mesh is None else NamedSharding(self.mesh, dims)
+        return jax.sharding.reshard(x, target)
 
     def own_part(self, x: jax.Array, axis: int) -> jax.Array:
         """This rank's piece of a complete x, if the caller's shard_map covers the context axes."""
