@@ -168,14 +168,24 @@ def unpadded() -> Iterator[None]:
     jax.clear_caches()
 
 
+def keys_of(case: Any) -> int:
+    """The number of keys of a batch row: as many as queries, except in some of model_cases.py."""
+    return getattr(case, "kv_len", case.seq)
+
+
 def random_inputs(case: Any, seed: int = 0) -> Arrays:
     """query, key, value and the output's cotangent: bfloat16, normally distributed."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    qk, v = case.head_dim, case.value_dim
-    sizes = ((case.heads, qk), (case.kv_heads, qk), (case.kv_heads, v), (case.heads, v))
+    rng = jax.random.split(jax.random.key(seed), 4)
+    rows, keys, qk, v = case.seq, keys_of(case), case.head_dim, case.value_dim
+    sizes = (
+        (rows, case.heads, qk),
+        (keys, case.kv_heads, qk),
+        (keys, case.kv_heads, v),
+        (rows, case.heads, v),
+    )
     return tuple(
-        jax.random.normal(key, (case.batch, case.seq, *size), jnp.bfloat16)
-        for key, size in zip(keys, sizes, strict=True)
+        jax.random.normal(key, (case.batch, *size), jnp.bfloat16)
+        for key, size in zip(rng, sizes, strict=True)
     )
 
 

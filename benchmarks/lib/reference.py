@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lib.implementations import Arrays
+from lib.implementations import Arrays, keys_of
 
 ROWS = 32
 BLOCK = 256
@@ -48,11 +48,13 @@ class Reference:
         rng = np.random.default_rng(1)
         self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
         self.head = int(rng.integers(case.kv_heads))
-        self.window = slice(0, case.seq)
+        keys = keys_of(case)
+        self.window = slice(0, keys)  # of keys; a whole row has all queries
+        queries = slice(0, case.seq)
         if case.seq > WHOLE_ROW:
             edges = np.concatenate([[0], np.cumsum(case.lengths)])
             document = int(np.argsort(case.lengths)[case.documents // 2])
-            self.window = slice(int(edges[document]), int(edges[document + 1]))
+            queries = self.window = slice(int(edges[document]), int(edges[document + 1]))
         group = case.heads // case.kv_heads
         heads = jnp.arange(case.heads).reshape(-1, group)
         query, key, value, cotangent = (x[0] for x in inputs)
@@ -65,7 +67,7 @@ class Reference:
         def some_rows(tables, q, do, k, v, rows):
             def of_head(operands):
                 q, do, k, v, h = operands
-                every = rows, jnp.arange(case.seq), h
+                every = rows, jnp.arange(keys), h
                 out, back = jax.vjp(lambda q: dense_rows(case, tables, q, k, v, *every), q)
                 return out, back(do)[0]
 
@@ -74,8 +76,8 @@ class Reference:
             return [jnp.moveaxis(x, 0, 1).reshape(len(rows), case.heads, -1) for x in found]
 
         @jax.jit
-        def one_head(tables, q, do, k, v, at, h):
-            """dK and dV, (keys, D) each; `at`: the indices of the rows and keys."""
+        def one_head(tables, q, do, k, v, at, j, h):
+            """dK and dV, (keys, D) each; `at`, `j`: the indices of the rows and keys."""
             blocks = [
                 jnp.pad(x, [(0, -len(x) % BLOCK)] + [(0, 0)] * (x.ndim - 1))
                 for x in (q, do)  # rows with cotangent 0 contribute nothing
@@ -84,7 +86,7 @@ class Reference:
 
             def step(sums, block):
                 q, do, i = block
-                _, back = jax.vjp(lambda k, v: dense_rows(case, tables, q, k, v, i, at, h), k, v)
+                _, back = jax.vjp(lambda k, v: dense_rows(case, tables, q, k, v, i, j, h), k, v)
                 return jax.tree.map(jnp.add, sums, back(do)), None
 
             apart = tuple(x.reshape(-1, BLOCK, *x.shape[1:]) for x in (*blocks, rows))
@@ -93,11 +95,11 @@ class Reference:
         rows = jnp.asarray(self.rows)
         out, dq = some_rows(looked_up, query[rows], cotangent[rows], key, value, rows)
         of_group = slice(self.head * group, (self.head + 1) * group)
-        own = [x[self.window, of_group] for x in (query, cotangent)]
+        own = [x[queries, of_group] for x in (query, cotangent)]
         own += [x[self.window, self.head] for x in (key, value)]
         own = [x.astype(jnp.float32) for x in own]
-        at = jnp.arange(self.window.start, self.window.stop)
-        dk, dv = one_head(looked_up, *own, at, heads[self.head])
+        at, j = (jnp.arange(x.start, x.stop) for x in (queries, self.window))
+        dk, dv = one_head(looked_up, *own, at, j, heads[self.head])
         self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     def slices(self) -> dict[str, list[int]]:

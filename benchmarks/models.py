@@ -1,0 +1,158 @@
+"""Times the attention of public models in packax and in cuDNN through jax.nn, in turns.
+
+    python benchmarks/models.py [--cases GROUP,NAME,...] [--rounds 5] [--round-ms 40] [--out DIR]
+    python benchmarks/models.py --draw DIR/models.json
+
+Cases and groups: lib/model_cases.py. Masks are built before. Every output and gradient is first
+compared with one float32 reference; wrong results are not timed, and the exit status is 1. The
+backward pass is timed separately. Passes that take less than about 0.3 ms run LOOP times in one
+jitted call (lib/implementations.py). cuDNN has no sinks in jax.nn, so its rows are without them. If
+jax.nn cannot express a case (packed documents, values of another head dim), cuDNN runs through
+jax's private function; masks that cuDNN does not know (prefill on a cache, windows on both sides)
+are passed as arrays, as a user of jax.nn would.
+
+A ratio is cuDNN's time divided by packax's: below 1, packax is slower. Prints a table of all cases,
+then what falls short, worst first. Writes models.json and a picture of the sorted ratios,
+models.svg, into --out (default: $OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from lib.implementations import LOOP, Compiled, Implementation, random_inputs
+from lib.machine import machine
+from lib.model_cases import ModelCase, select
+from lib.output import Report, arguments_of, require_gpu, say
+from lib.passes import usable
+from lib.ratios import draw, ratios, summary
+from lib.reference import Reference
+from lib.turns import PASSES, bad_cases, burst, table, time_rows
+
+ORDER = ("packax", "cudnn")
+SHORT = 1e11  # operations of a forward pass that is shorter than about 0.3 ms
+
+
+def bias_of(case: ModelCase) -> Any:
+    if not case.bias:
+        return None
+    shape = (1, case.heads, case.seq, case.kv_len)
+    return jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+
+
+def packax_function(case: ModelCase) -> Implementation:
+    build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
+    mask = build(case.expression(), q_len=case.seq, kv_len=case.kv_len)
+    options = {"sinks": jnp.asarray(case.sink_logits())} if case.sinks else {}
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, operands: Any) -> jax.Array:
+        mask, bias = operands
+        return packax.flash_attention(q, k, v, mask, bias=bias, **options)
+
+    return Implementation("packax", attention, (mask, bias_of(case)))
+
+
+def cudnn_function(case: ModelCase) -> Implementation:
+    """cuDNN, without the case's sinks. Arrays are operands, as those of a model are."""
+    if case.split or case.value_dim != case.head_dim:
+        return _private_cudnn(case)
+    options: dict[str, Any] = {"scale": case.head_dim**-0.5, "implementation": "cudnn"}
+    arrays: dict[str, Any] = {"bias": bias_of(case)} if case.bias else {}
+    if case.shortest:
+        arrays["key_value_seq_lengths"] = jnp.asarray(case.key_lengths())
+    if case.offset or case.kind == "both_sides":
+        lo, hi = (x[0][:, None] for x in case.row_ranges())
+        keys = np.arange(case.kv_len)
+        arrays["mask"] = jnp.asarray((keys >= lo) & (keys < hi))[None, None]
+    elif case.kind != "full":
+        options["is_causal"] = True
+    if case.kind == "window":
+        options["local_window_size"] = (case.window - 1, 0)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, **arrays, **options)
+
+    return Implementation("cudnn", attention, arrays)
+
+
+def _private_cudnn(case: ModelCase) -> Implementation:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    causal = case.kind == "causal"
+    arrays: dict[str, Any] = {}
+    if case.split:
+        lengths = jnp.asarray(np.tile(case.lengths, (case.batch, 1)), jnp.int32)
+        edges = np.concatenate([[0], np.cumsum(case.lengths)])
+        offsets = jnp.asarray(np.tile(edges, (case.batch, 1)), jnp.int32)
+        arrays = {"q_seqlen": lengths, "kv_seqlen": lengths}
+        arrays |= {"q_offsets": offsets, "kv_offsets": offsets}
+        kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    else:
+        kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any) -> jax.Array:
+        scale = case.head_dim**-0.5
+        return cudnn.dot_product_attention(q, k, v, **arrays, scale=scale, mask_type=kind)
+
+    return Implementation("cudnn", attention, arrays)
+
+
+def run_case(case: ModelCase, rounds: int, round_ms: float) -> dict[str, Any]:
+    inputs, tables = random_inputs(case), case.tables()
+    if case.bias:
+        tables["bias"] = np.asarray(bias_of(case))
+    loops = LOOP if case.flops("fwd") < SHORT else 1
+    rows = {}
+    for made in (packax_function(case), cudnn_function(case)):
+        compared = case if made.name == "packax" else dataclasses.replace(case, sinks=False)
+        reference = Reference(compared, inputs, tables)
+        errors_of = reference.errors
+        rows[made.name] = usable(Compiled(made, inputs), errors_of, loops=loops, round_ms=round_ms)
+
+    def ask(name: str, what: str, launches: int) -> float:
+        return burst(rows[name]["passes"][what], jax.block_until_ready, launches) / loops
+
+    time_rows(rows, ask, {what: case.flops(what) for what in PASSES}, rounds)
+    for row in rows.values():
+        del row["passes"]
+    return rows
+
+
+def shown(results: dict[str, Any]) -> str:
+    """The table of some cases; of several, the ratios and what falls short come last."""
+    return table(results, ORDER) + (f"\n\n{summary(results)}" if len(results) > 1 else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = arguments_of(__doc__, "names and groups of lib/model_cases.py", rounds=5)
+    parser.add_argument("--round-ms", type=float, default=40.0, help="length of a burst")
+    parser.add_argument("--draw", type=Path, help="only draw the picture of this report")
+    options = parser.parse_args(arguments)
+    if options.draw:
+        draw(json.loads(options.draw.read_text()), options.draw.with_suffix(".svg"))
+        return 0
+    cases = select(options.cases)
+    require_gpu()
+    report = Report(options.out, "models", options.rounds, machine=machine())
+    say(str(report["machine"]))
+    results = report.run(
+        cases, lambda case: run_case(case, options.rounds, options.round_ms), shown
+    )
+    if ratios(results):
+        draw(report, report.path.with_suffix(".svg"))
+    return report.end(bad_cases(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
