@@ -11,7 +11,7 @@ import pytest
 from cases import ids_of, positions_of
 from context import mesh_of
 from jax.sharding import PartitionSpec as P
-from packax._src.context.load_balance import ContextPlan
+from packax._src.context.load_balance import ContextPlan, _sum_of_top_bits, balanced
 from packax._src.masks import planning
 
 
@@ -195,6 +195,37 @@ def test_default_chunk_of_windows():
     assert chunk(window(511) & packax.documents(ids), 2) == 16384
     crossed = packax.documents(ids, kv_segment_ids=np.zeros(1000, np.int32))
     assert chunk(window(511) & crossed, 2) == 4096
+
+
+def test_balance_of_long_sequences():
+    """Areas of chunks exceed int32. The device has no int64, and computes the same plan."""
+    length, rng = 16 * 2**20, np.random.default_rng(0)
+    plan = packax.context_plan(packax.causal(), ranks=2, length=length)
+    chunks = plan.order.reshape(2, -1).astype(np.int64)
+    first, second = chunks.sum(axis=1)
+    assert first == second
+    sizes = rng.multinomial(length - 40, rng.dirichlet(np.full(40, 0.1))) + 1
+    ids = np.repeat(np.arange(40, dtype=np.int32), sizes)
+    expression = packax.causal() & packax.documents(ids)
+    keys = planning._keys(expression, length, length)
+    of_chunks = keys.reshape(64, -1).sum(axis=1, dtype=np.int64)
+    host = packax.context_plan(expression, ranks=4)
+    load = of_chunks[host.order].reshape(4, -1).sum(axis=1)
+    assert load.max() <= load.mean() + of_chunks.max() / 4
+    on_device = balanced(4, jnp.asarray(keys), host.chunk)
+    np.testing.assert_array_equal(on_device.order, host.order)
+
+
+@pytest.mark.parametrize("length", [2**24, 2**27, 2**30, 2**31 - 2**20])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_of_areas_on_the_device(rows, length):
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, length, (rows, 4, 1000)).astype(np.int32)
+    tiles[0] >>= 9
+    sums = tiles.sum(axis=2, dtype=np.int64)
+    shift = [[max(0, int(x.max()).bit_length() - 30)] for x in sums]
+    got = jax.jit(_sum_of_top_bits, static_argnums=1)(tiles, length)
+    np.testing.assert_array_equal(got, sums >> np.array(shift))
 
 
 def test_balance_of_real_lengths():

@@ -153,6 +153,8 @@ def test_next_tokens_do_not_cross_a_document():
             assert targets[row, i] == (tokens[row, i + 1] if same else 0)
             assert weights[row, i] == same
             assert weighted[row, i] == (each[row, i + 1] if same else 0)
+    each[:, 1:][weights[:, :-1] == 0] = np.nan
+    np.testing.assert_array_equal(both(segments.next_tokens, tokens, ids, each).weights, weighted)
     assert segments.next_tokens([7], [0]).targets.tolist() == [0]
     assert segments.next_tokens(np.zeros((2, 0), int), np.zeros((2, 0), int)).targets.size == 0
 

@@ -33,6 +33,8 @@ Tree = TypeVar("Tree")
 # halos are at most half a chunk.
 _ROUNDS, _ROUNDS_WITH_HALOS = 16, 4
 
+_AREA_BITS = 30  # of the largest area: the difference of two loads, plus an area, fits int32
+
 
 class Step(NamedTuple):
     """A gather among `size` ranks whose indices are `stride` apart."""
@@ -397,11 +399,49 @@ def _balanced_chunk(length: int, ranks: int, chunk: int | None, expression: Any)
 
 
 def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
-    """(B, chunks) int32: attended pairs of each chunk, in units of TILE pairs, rounded down."""
+    """(B, chunks) int32: attended pairs of each chunk, in units of TILE pairs, rounded down.
+
+    If the largest area of a row has more than _AREA_BITS bits, all of its areas lose the low bits
+    that are too many.
+    """
     batch, length = keys.shape
-    keys = keys >> max(0, length.bit_length() - 24)  # so that the sum of a tile fits int32
-    tiles = keys.reshape(batch, -1, TILE).sum(axis=2, dtype=np.int32) // TILE
-    return tiles.reshape(batch, length // chunk, -1).sum(axis=2, dtype=np.int32)
+    most = 1 << length.bit_length()  # keys of a row
+    small = TILE * most < 2**31
+    by_tile = keys.reshape(batch, -1, TILE)
+    if xp is np or small:
+        tiles = by_tile.sum(axis=2, dtype=np.int32 if small else np.int64) // TILE
+    else:
+        quotients, remainders = by_tile // TILE, by_tile % TILE
+        tiles = quotients.sum(axis=2, dtype=np.int32)
+        tiles += remainders.sum(axis=2, dtype=np.int32) // TILE
+    tiles = tiles.reshape(batch, length // chunk, -1)
+    if most * tiles.shape[2] < 1 << _AREA_BITS:
+        return tiles.sum(axis=2, dtype=np.int32)
+    if xp is np:
+        areas = tiles.sum(axis=2, dtype=np.int64)
+        bits = [int(x).bit_length() for x in areas.max(axis=1)]
+        return (areas >> np.maximum(np.array(bits)[:, None] - _AREA_BITS, 0)).astype(np.int32)
+    return _sum_of_top_bits(tiles, most)
+
+
+def _sum_of_top_bits(tiles: jax.Array, most: int) -> jax.Array:
+    """tiles.sum(axis=2) >> shift, with the shift for which the largest sum of a row has _AREA_BITS
+    bits. `most`: no value of tiles is larger. jax has int64 only with jax_enable_x64."""
+    size = 31 - tiles.shape[2].bit_length()  # bits of a digit: the sum of digits fits int32
+    mask = (1 << size) - 1
+    carry: Any = 0
+    digits: list[tuple[int, jax.Array]] = []  # each with the number of bits below it
+    for below in range(0, (most * tiles.shape[2]).bit_length(), size):
+        total = ((tiles >> min(below, 31)) & mask).sum(axis=2, dtype=np.int32) + carry
+        digits.append((below, total & mask))
+        carry = total >> size
+    tops = [(below, x.max(axis=1, keepdims=True)) for below, x in digits]
+    bits = [jnp.where(top > 0, 32 - jax.lax.clz(top) + below, 0) for below, top in tops]
+    shift = jnp.maximum(functools.reduce(jnp.maximum, bits) - _AREA_BITS, 0)
+    return functools.reduce(
+        jnp.add,
+        [(x << jnp.clip(n - shift, 0, 31)) >> jnp.clip(shift - n, 0, 31) for n, x in digits],
+    )
 
 
 def deal_in_rounds(areas: np.ndarray, order: np.ndarray, load: np.ndarray) -> np.ndarray:

@@ -292,7 +292,7 @@ def next_tokens(
         given = token_weights if isinstance(token_weights, jax.Array) else np.asarray(token_weights)
         same_shape("token_weights", given, "tokens", words.shape)
         xp = numpy_of(words, ids, given)
-        weights = weights * given[..., 1:].astype(np.float32)
+        weights = xp.where(inside, given[..., 1:].astype(np.float32), np.float32(0))
     last = [(0, 0)] * (words.ndim - 1) + [(0, min(1, words.shape[-1]))]
     return NextTokens(xp.pad(xp.where(inside, words[..., 1:], 0), last), xp.pad(weights, last))
 
