@@ -63,14 +63,14 @@ def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None
     # The expression is for documents in order; the plan permutes the batch and the mask's rows.
     expression = packax.causal() & packax.documents(batch["segment_ids"])
     if sharding is None:
-        mask = packax.create_attention_mask(expression)
+        inputs, mask = batch, packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context.shard_batch(
+        inputs, mask, _ = packax.context.shard_batch(
             batch, expression, sharding=sharding, kind=kind, plan=plan
         )
     return model.loss(
         parameters,
-        *(batch[name] for name in ("tokens", "positions", "following", "weight")),
+        *(inputs[name] for name in ("tokens", "positions", "following", "weight")),
         mask,
         config,
     )

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_balanced():
     ids = np.zeros((1, LENGTH), np.int32)
     expression = packax.causal() & packax.documents(ids)
     plan = plan_of(ids)
-    assert plan.shared == LENGTH // RANKS and plan.split is None and plan.checksum is None
+    assert plan.shared == LENGTH // RANKS and plan.split is None
     np.testing.assert_array_equal(plan.order, packax.context_plan(expression, ranks=RANKS).index())
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import packax
 import pytest
 from cases import ids_of, positions_of
+from jax._src.dispatch import runtime_tokens
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -107,6 +108,17 @@ def expression_of(kind: str, ids: np.ndarray = ROWS) -> Any:
             & packax.documents(ids, positions=np.stack([positions_of(row) for row in ids]))
         ),
     }[kind]()
+
+
+def run_to_end(function):
+    """Runs to completion, including callbacks, so that no error reaches another test."""
+    try:
+        jax.block_until_ready(function())
+    finally:
+        try:
+            jax.effects_barrier()
+        finally:
+            runtime_tokens.clear()  # jax 0.10 raises an error again at every later barrier
 
 
 def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):

@@ -44,10 +44,10 @@ def batch():
 def loss(weights, batch, sharding=None):
     expression = packax.causal() & packax.documents(batch["segment_ids"])
     if sharding is None:
-        mask = packax.create_attention_mask(expression)
+        rows, mask = batch, packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context.shard_batch(batch, expression, sharding=sharding)
-    x = batch["x"]
+        rows, mask, _ = packax.context.shard_batch(batch, expression, sharding=sharding)
+    x = rows["x"]
     query = (x @ weights["query"]).reshape(*x.shape[:2], HEADS, DIM)
     both = (x @ weights["key_value"]).reshape(*x.shape[:2], KV_HEADS, 2 * DIM)
     out = packax.flash_attention(query, both[..., :DIM], both[..., DIM:], mask)

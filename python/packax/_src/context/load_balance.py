@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.halo import Halo, keys_of_halos
+from packax._src.core.provenance import mark_permuted
 from packax._src.core.sharding import typed_axes
 from packax._src.core.spec import TILE
 
@@ -64,9 +65,9 @@ class ContextPlan:
         split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank belong to
             documents that are split, at each level: over hosts, or inside a host. These rows come
             first, at most `shared` of them. After them come the rows of documents that are not
-            split, in the order of the sequence.
-        checksum: where there is `split`: (B or 1,) int32, of the segment ids from which the plan
-            was made. None: attention gathers all keys.
+            split, in the order of the sequence. None: attention gathers all keys.
+        checksum: (B or 1,) int32, of the segment ids from which the plan was made. None: it was
+            made without ids, or with separate ids for the keys.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """
@@ -94,6 +95,11 @@ class ContextPlan:
         rows = self.shared if isinstance(self.shared, tuple) else (self.shared,)
         groups = itertools.accumulate((1, *self.levels), operator.mul)
         return tuple(zip(groups, rows, strict=False))
+
+    @property
+    def moves(self) -> bool:
+        """Whether `permute` may change the order: not with one rank and one chunk."""
+        return self.ranks > 1 or self.chunk != self.length
 
     @property
     def fetched(self) -> int:
@@ -169,16 +175,19 @@ class ContextPlan:
         """Every array of `tree` with its rows along `axis` in the plan's order.
 
         Rank r's rows are then the r-th of `ranks` equal pieces: shard that axis over the context
-        axes of the mesh. numpy arrays stay numpy arrays if the plan was made on the host.
+        axes of the mesh. numpy arrays stay numpy arrays if the plan was made on the host. Do not
+        make a mask from permuted ids: expressions describe the sequence in its original order, and
+        `create_attention_mask` permutes their arrays.
 
         Raises:
             ValueError: an array whose `axis` is not as long as the plan. If the plan has one order
                 per batch row, also an array whose first axis does not have that batch size.
 
         Examples:
-            >>> batch = plan.permute(batch)
+            >>> permuted = plan.permute(batch)
         """
-        return self._move(tree, self.order, axis)
+        permuted = self._move(tree, self.order, axis)
+        return mark_permuted(permuted) if self.moves else permuted
 
     def unpermute(self, tree: Tree, axis: int = 1) -> Tree:
         """Every array of `tree` with its rows along `axis` back in the order of the sequence.
@@ -186,7 +195,7 @@ class ContextPlan:
         The exact inverse of `permute`, with the same arguments and errors.
 
         Examples:
-            >>> batch = plan.unpermute(plan.permute(batch))
+            >>> outputs = plan.unpermute(plan.permute(query))
         """
         return self._move(tree, self.inverse, axis)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +23,11 @@ from packax._src.core.sharding import Layout, layout_of
 from packax._src.segments.ids import positions as token_positions
 
 _PADDING = -1  # segment id of padding
+TWICE = (
+    "the ids in the mask's expression were already permuted by the plan, and the mask permutes "
+    "them again: make the expression from ids in the order of the sequence. For masks of several "
+    "kinds, pass all their expressions to one call of packax.context.shard_batch"
+)
 
 
 class _Switch:
@@ -42,8 +49,16 @@ _new = getattr(jax, "make_user_context", _Switch)  # jax 0.8 and later: part of 
 _enabled: Any = _new(os.environ.get("PACKAX_DEBUG", "") not in ("", "0"))
 
 
+def enabled() -> bool:
+    """Whether `debug_checks` are on."""
+    return bool(_enabled.value)
+
+
 def debug_checks(enable: bool = True) -> Any:
-    """A context in which packax's debug checks are on, or off: currently `check_plan`.
+    """A context in which packax's debug checks are on, or off.
+
+    They are `check_plan`, and a check in `create_attention_mask` that finds segment ids that the
+    plan has already permuted. (Outside jit, the second check is always on.)
 
     The environment variable PACKAX_DEBUG=1 turns them on for a whole process. A function that was
     compiled while they were off is compiled again; in jax 0.7 it is not, so turn them on before its
@@ -92,7 +107,7 @@ def check_plan(
     Examples:
         >>> packax.context.check_plan(mask, segment_ids=segment_ids)
     """
-    if not _enabled.value:
+    if not enabled():
         return
     if not isinstance(mask, AttentionMask):
         raise ValueError(f"mask must come from create_attention_mask, but is {described(mask)}")
@@ -125,16 +140,18 @@ def check_plan(
         order = mask.kv_plan[:, 0]
     held = [whole(mask.q_ids), order, whole(segment_ids), whole(positions)]
     if any(isinstance(x, jax.core.Tracer) for x in held):
-        _on_every_device(_Report(mask.permuted), held, layout)
+        report_when_run(functools.partial(_check, mask.permuted), held, layout)
     else:
         _check(mask.permuted, *held)
 
 
-def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) -> None:
-    """Calls report(index of the device, *held) on every device, with complete arrays.
+def report_when_run(check: Callable[..., None], held: list[Any], layout: Layout | None) -> None:
+    """Calls check(*held) with complete arrays when the program runs, and raises its ValueError.
 
-    Every process then finds the error, and XLA gathers for all devices, not only for the first.
+    The callback runs on every device. Every process then finds the error, and XLA gathers for all
+    devices, not only for the first.
     """
+    report = _Report(check)
     mesh: Any = jax.sharding.get_abstract_mesh()
     given = None
     if mesh.empty and layout is not None:
@@ -159,8 +176,8 @@ def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) ->
 class _Report:
     """Checks a traced program on the host. Only one device of each process runs the check."""
 
-    def __init__(self, permuted: bool) -> None:
-        self.permuted = permuted
+    def __init__(self, check: Callable[..., None]) -> None:
+        self.check = check
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         self.speaker: int | None = None
@@ -172,7 +189,7 @@ class _Report:
         if int(device) != self.speaker:
             return
         try:
-            _check(self.permuted, *held)
+            self.check(*held)
         except ValueError as error:
             if threading.get_ident() == self.thread:
                 raise  # jax runs programs of a single device in the caller's thread
@@ -247,14 +264,10 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
             "the batch was not permuted, but the mask was built with a plan: "
             "use plan.permute(batch)"
         )
-        repeated = (
-            "the ids in the mask's expression were already permuted by the plan, and the mask "
-            "permutes them again: make the expression from ids in the order of the sequence"
-        )
         if forgotten and twice:
-            return f"either {unpermuted}; or {repeated}. Pass positions= to find out which"
+            return f"either {unpermuted}; or {TWICE}. Pass positions= to find out which"
         if forgotten or twice:
-            return unpermuted if forgotten else repeated
+            return unpermuted if forgotten else TWICE
     elif is_batch(sequence, moved) or (order is None and _rearranged(mask_ids, ids, positions)):
         return (
             "the batch was permuted, but the mask was built without a plan: pass plan= to "

@@ -14,6 +14,8 @@ import jax.typing
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from packax._src.core.provenance import is_permuted, mark_permuted
+
 Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # includes nested sequences
 
@@ -68,8 +70,14 @@ def as_int32(
 ) -> Array:
     """x as an int32 array with one of the accepted `ranks` (numbers of dimensions).
 
-    Values that do not fit int32 saturate with saturate=True, and otherwise raise ValueError.
+    Values that do not fit int32 saturate with saturate=True, and otherwise raise ValueError. The
+    result of an array that a plan has permuted counts as permuted, too.
     """
+    converted = _as_int32(name, x, saturate, ranks, shapes)
+    return mark_permuted(converted) if is_permuted(x) else converted
+
+
+def _as_int32(name: str, x: Any, saturate: bool, ranks: tuple[int, ...], shapes: str) -> Array:
     if is_symbolic_dim(x):  # from jax.export, as in causal(kv_len - q_len)
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.context.permuted_ids import check_has_plan, check_ids, check_in_order
 from packax._src.core.arguments import Array, described
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
@@ -132,6 +134,14 @@ def create_attention_mask(
 
     parts = expression.parts()
     document = documents_of(expression)
+    if plan is not None and plan.moves:
+        check_in_order(expression.arrays())
+        if document is not None:
+            check_ids(plan, document.q_ids, layout)
+        if plan.split is None:  # what follows reads the checksum of local plans only
+            plan = dataclasses.replace(plan, checksum=None)
+    elif document is not None and len(parts) > 1:
+        check_has_plan(document)
     for part in expression.walk():
         part.warn_with(document)
     warn_of_offsets(expression, q_len, kv_len)

@@ -43,7 +43,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     """Whether ranks gather only the shared keys. Needs a "local" plan, keys that are sharded, and
     documents without separate ids for keys."""
     plan, layout = ranks.plan, ranks.layout
-    if plan is None or plan.checksum is None or layout is None:
+    if plan is None or plan.split is None or layout is None:
         return False
     documents = document.q_ids is not None and document.kv_ids is None
     return documents and layout.size(layout.kv_context) > 1
@@ -160,7 +160,9 @@ def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...
 def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
     """Whether the plan was made from these segment ids, (B or 1, length). None: the program must
     check it, because ids or plan are not numpy arrays."""
-    if plan is None or not isinstance(plan.checksum, np.ndarray) or not isinstance(ids, np.ndarray):
+    if plan is None or plan.split is None:
+        return None
+    if not isinstance(plan.checksum, np.ndarray) or not isinstance(ids, np.ndarray):
         return None
     return bool((checksum(np.atleast_2d(ids)) == plan.checksum).all())
 

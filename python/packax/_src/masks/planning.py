@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
+    checksum,
     in_order,
     indices,
     positive,
@@ -22,8 +25,10 @@ from packax._src.context.load_balance import (
     zigzag,
 )
 from packax._src.context.local_plan import local
+from packax._src.context.permuted_ids import check_in_order
 from packax._src.core.arguments import described, plus
 from packax._src.core.mask import AttentionMask
+from packax._src.core.provenance import is_permuted, mark_permuted
 from packax._src.core.sharding import (
     AttentionSharding,
     Layout,
@@ -51,6 +56,8 @@ from packax._src.ops.primitives import Implementation
 
 Kind = Literal["zigzag", "balanced", "local"]
 Tree = TypeVar("Tree")
+Masks = TypeVar("Masks")
+Key = TypeVar("Key")
 
 _KINDS = ("zigzag", "balanced", "local")
 _WERE = {"head_tail": "zigzag", "area": "balanced"}
@@ -121,7 +128,7 @@ def context_plan(
 
     Examples:
         >>> plan = packax.context_plan(expression, sharding=sharding)
-        >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
+        >>> permuted = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
         >>> mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
     """
     if not isinstance(expression, MaskExpression):
@@ -147,16 +154,32 @@ def context_plan(
         raise ValueError(f"expression is for {q_len} query rows, but length says {rows}")
     if ranks == 1 and chunk is None:
         return in_order(kind, rows)
-    if kind == "zigzag":
-        return zigzag(ranks, rows, chunk)
+    check_in_order(expression.arrays())
     if kind == "local":
         expression = jax.tree.map(_on_host, expression)
-    keys = _keys(expression, rows, rows if kv_len is None else kv_len)
-    if kind == "balanced":
-        return balanced(ranks, keys, chunk, expression if kv_len in (None, rows) else None)
     document = documents_of(expression)
     ids = None if document is None or document.kv_ids is not None else document.q_ids
-    return local(levels, ids, np.asarray(keys), shared)
+    if kind == "zigzag":
+        return _with_checksum(zigzag(ranks, rows, chunk), ids)
+    keys = _keys(expression, rows, rows if kv_len is None else kv_len)
+    if kind == "balanced":
+        within = expression if kv_len in (None, rows) else None
+        return _with_checksum(balanced(ranks, keys, chunk, within), ids)
+    return _with_checksum(local(levels, ids, np.asarray(keys), shared), ids)
+
+
+def _with_checksum(plan: ContextPlan, ids: Any) -> ContextPlan:
+    """The plan with the checksum of the ids that it is for, if there are ids."""
+    if ids is None:
+        return plan
+    on_device = isinstance(ids, jax.Array)
+    of_ids = _checksum_on_device(ids) if on_device else checksum(np.atleast_2d(ids))
+    return dataclasses.replace(plan, checksum=of_ids)
+
+
+@functools.partial(jax.jit, inline=True)
+def _checksum_on_device(ids: jax.Array) -> jax.Array:
+    return checksum(whole_rows(jnp.atleast_2d(ids)))
 
 
 def _on_host(x: Any) -> Any:
@@ -170,17 +193,53 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-class ShardedBatch(NamedTuple, Generic[Tree]):
-    """What `shard_batch` returns."""
+class ShardedBatch(NamedTuple, Generic[Tree, Masks]):
+    """What `shard_batch` returns. The arrays of `batch` are in the order of `plan`, on its mesh."""
 
     batch: Tree
-    mask: AttentionMask
+    mask: Masks
     plan: ContextPlan
 
 
+@overload
 def shard_batch(
     batch: Tree,
     expression: MaskExpression,
+    *,
+    sharding: AttentionSharding,
+    kind: Kind = ...,
+    chunk: int | None = ...,
+    shared: float | int | tuple[float | int, ...] | None = ...,
+    plan: ContextPlan | None = ...,
+    implementation: Implementation | None = ...,
+) -> ShardedBatch[Tree, AttentionMask]: ...
+@overload
+def shard_batch(
+    batch: Tree,
+    expression: Mapping[Key, MaskExpression],
+    *,
+    sharding: AttentionSharding,
+    kind: Kind = ...,
+    chunk: int | None = ...,
+    shared: float | int | tuple[float | int, ...] | None = ...,
+    plan: ContextPlan | None = ...,
+    implementation: Implementation | None = ...,
+) -> ShardedBatch[Tree, dict[Key, AttentionMask]]: ...
+@overload
+def shard_batch(
+    batch: Tree,
+    expression: Sequence[MaskExpression],
+    *,
+    sharding: AttentionSharding,
+    kind: Kind = ...,
+    chunk: int | None = ...,
+    shared: float | int | tuple[float | int, ...] | None = ...,
+    plan: ContextPlan | None = ...,
+    implementation: Implementation | None = ...,
+) -> ShardedBatch[Tree, tuple[AttentionMask, ...]]: ...
+def shard_batch(
+    batch: Any,
+    expression: Any,
     *,
     sharding: AttentionSharding,
     kind: Kind = "balanced",
@@ -188,8 +247,8 @@ def shard_batch(
     shared: float | int | tuple[float | int, ...] | None = None,
     plan: ContextPlan | None = None,
     implementation: Implementation | None = None,
-) -> ShardedBatch[Tree]:
-    """A batch and its mask for context-parallel self-attention, both in the order of one plan.
+) -> ShardedBatch[Any, Any]:
+    """A batch and its masks for context-parallel self-attention, all in the order of one plan.
 
     It combines `context_plan`, `plan.permute(batch)` and `create_attention_mask(..., plan=plan)`,
     so that no step can be forgotten. Then call `flash_attention(query, key, value, mask)`.
@@ -197,7 +256,9 @@ def shard_batch(
     Args:
         batch: arrays (B, length, ...), or a pytree of them, in the order of the sequence:
             everything with a value per token (tokens, positions, targets, weights).
-        expression: the mask in the order of the sequence; do not permute its ids.
+        expression: the mask in the order of the sequence; do not permute its ids. If layers have
+            different masks, pass a tuple or a dict with an expression for each kind. The plan
+            balances the work of the first: put the one with the most query-key pairs first.
         sharding: how the attention is sharded.
         kind, chunk, shared: as in `context_plan`.
         plan: instead of those, a plan that `context_plan` made from this expression, such as a
@@ -209,16 +270,24 @@ def shard_batch(
 
     Returns:
         ShardedBatch, a named tuple (batch, mask, plan): the batch is permuted, and sharded over the
-        batch and context axes. `plan.unpermute(x)` returns outputs to the original order.
+        batch and context axes. The mask is a tuple or dict of masks if the expression is one. Do
+        not build further masks from the permuted batch: an expression of its arrays raises an error
+        when it is used with a plan. `plan.unpermute(x)` returns outputs to the original order.
 
     Raises:
-        ValueError: arrays of another length; plan= together with kind=, chunk= or shared=; or what
-            `context_plan` and `create_attention_mask` raise.
+        ValueError: arrays of another length; a batch that is already permuted; plan= together with
+            kind=, chunk= or shared=; or what `context_plan` and `create_attention_mask` raise.
 
     Examples:
-        >>> batch, mask, plan = packax.context.shard_batch(
+        >>> permuted, mask, plan = packax.context.shard_batch(
         ...     batch, expression, sharding=sharding
         ... )
+        >>> document = packax.documents(batch["segment_ids"])
+        >>> kinds = {
+        ...     "global": packax.causal() & document,
+        ...     "window": packax.sliding_window(511) & document,
+        ... }
+        >>> permuted, masks, plan = packax.context.shard_batch(batch, kinds, sharding=sharding)
     """
     leaves = jax.tree.leaves(batch)
     shapes = {np.shape(x)[1] for x in leaves if np.ndim(x) > 1}
@@ -227,26 +296,55 @@ def shard_batch(
             "batch must hold arrays (batch, length, ...) of the same length, but holds "
             + (", ".join(str(np.shape(x)) for x in leaves) or "none")
         )
+    if any(map(is_permuted, leaves)):
+        raise ValueError(
+            "batch was already permuted by a plan: pass it in the order of the sequence. For masks "
+            "of several kinds, pass all their expressions to one call of shard_batch"
+        )
     (length,) = shapes
+    expressions = _expressions(expression)
     if plan is None:
         plan = context_plan(
-            expression, sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
+            expressions[0], sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
         )
     elif (kind, chunk, shared) != ("balanced", None, None):
         raise ValueError("plan defines the order of rows: leave kind=, chunk= and shared= out")
-    mask = create_attention_mask(
-        expression,
-        q_len=length,
-        kv_len=length,
-        sharding=sharding,
-        plan=None if plan.ranks == 1 and plan.chunk == length else plan,
-        implementation=implementation,
-    )
+    masks = [
+        create_attention_mask(
+            x,
+            q_len=length,
+            kv_len=length,
+            sharding=sharding,
+            plan=plan if plan.moves else None,
+            implementation=implementation,
+        )
+        for x in expressions
+    ]
     layout = layout_of(sharding)
     for x in leaves:
         check_divides(layout, "batch", "batch size", np.shape(x)[0], layout.batch)
     moved = jax.tree.map(functools.partial(_own_rows, layout), plan.permute(batch))
+    if plan.moves:
+        mark_permuted(moved)
+    mask: Any = tuple(masks)
+    if isinstance(expression, Mapping):
+        mask = dict(zip(expression, masks, strict=True))
+    elif isinstance(expression, MaskExpression):
+        (mask,) = masks
     return ShardedBatch(moved, mask, plan)
+
+
+def _expressions(given: Any) -> list[Any]:
+    """The expressions of `shard_batch`, the first of which determines the plan."""
+    if isinstance(given, MaskExpression):
+        return [given]
+    found = list(given.values()) if isinstance(given, Mapping) else given
+    if not isinstance(found, (list, tuple)) or not found:
+        raise ValueError(
+            "expression must be a mask expression, such as causal() & documents(segment_ids), or a "
+            f"tuple or dict of them, but is {described(given)}"
+        )
+    return list(found)
 
 
 def _own_rows(layout: Layout, x: Any) -> jax.Array:
