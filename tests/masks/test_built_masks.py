@@ -16,7 +16,7 @@ IDS = np.array([[0, 0, 0, 1, 1, 1, 0, 0, -1], [3, 3, 3, 3, 5, 5, 5, -1, -1]], np
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 1, 4, 0], [0, 1, 2, 3, 2, 1, 0, 0, 0]], np.int32)
 BLOCKS = np.random.default_rng(1).random((B, HEADS, S, 3)) < 0.6
 PACKED = packax.documents(IDS, positions=POSITIONS)
-KINDS = {  # expression, and what repr says it was built from
+KINDS = {  # expression, and what repr says of it after a transformation
     "ranges": (packax.masks.ranges(IDS, IDS + 4), "ranges of keys, without documents"),
     "ids": (packax.sliding_window(4) & packax.documents(IDS), "documents>"),
     "positions": (packax.causal() & PACKED, "an upper limit, as of causal>"),
@@ -38,7 +38,11 @@ KINDS = {  # expression, and what repr says it was built from
 
 
 def build(kind):
-    return packax.create_attention_mask(KINDS[kind][0], q_len=S, kv_len=S)
+    return build_of(KINDS[kind][0])
+
+
+def build_of(expression):
+    return packax.create_attention_mask(expression, q_len=S, kv_len=S)
 
 
 @pytest.mark.parametrize("kind", some(KINDS, 0, 2, 4, 6, 8))
@@ -49,10 +53,20 @@ def test_as_array_and_text(kind):
     np.testing.assert_array_equal(mask.as_array(), expected)
     np.testing.assert_array_equal(jax.jit(lambda m: m.as_array())(mask), expected)
     first, second = repr(mask).splitlines()
+    assert second == f" built from {KINDS[kind][0]!r}>"
+    transformed = repr(jax.tree.map(lambda x: x, mask))
     size = sum(x.nbytes for x in jax.tree.leaves(mask))
     batch = 1 if kind == "one_for_all" else B
     assert first == f"<AttentionMask: batch {batch}, 9 query rows, 9 keys, {size:,} bytes"
-    assert second.startswith(" built from ") and KINDS[kind][1] in second
+    same, second = transformed.splitlines()
+    assert same == first and second.startswith(" built from ") and KINDS[kind][1] in second
+
+
+def test_text_of_windows_of_several_sizes():
+    """The text shows the window, and masks of several windows share one compiled program."""
+    one, other = (build_of(packax.causal() & packax.sliding_window(n)) for n in (2, 4))
+    assert "built from causal() & sliding_window(2)>" in repr(one)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
 def test_as_array_is_for_small_lengths():
@@ -64,7 +78,7 @@ def test_as_array_is_for_small_lengths():
 def test_text_of_trees_of_anything():
     mask = build("map")
     assert "2 x" not in repr(jax.eval_shape(lambda: mask))
-    assert repr(jax.eval_shape(lambda: mask)) == repr(mask)
+    assert repr(jax.eval_shape(lambda: mask)) == repr(jax.tree.map(lambda x: x, mask))
     assert "kv_start=0" in repr(jax.tree.map(lambda x: 0, mask))
     assert "no batch axis" in repr(jax.tree.map(lambda x: x[0], mask))
 

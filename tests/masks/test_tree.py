@@ -8,6 +8,7 @@ tree that are none.
 from __future__ import annotations
 
 import functools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -287,12 +288,33 @@ def test_errors(make, error, message):
         make()
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_dense_array_of_4096_rows_takes_little_memory(deep):
+    length = 4096
+    index = np.arange(length, dtype=np.int32)
+    if deep:  # a chain of segments of one token
+        expression, want = packax.masks.tree(index, index - 1), np.tri(length, dtype=bool)
+    else:  # an answer for every token of the second half
+        half = length // 2
+        expression = packax.masks.shared_prefix(0 * index, np.maximum(index - half, -1))
+        want = (index < half) | (index == index[:, None])
+        want[:half] = index < half
+    tracemalloc.start()
+    got = expression.as_array(length, length)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(got, want)
+    assert peak < 12 * length**2
+
+
 def test_text_and_static_fields():
     assert repr(TREE & packax.causal()) == "tree(int32[3], int32[2]) & causal()"
     expression = packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1])
     assert repr(expression) == "shared_prefix(int32[3], int32[3])"
     mask = packax.create_attention_mask(expression)
-    assert "built from a tree" in repr(mask) and mask.block_size == (1 << 30, 1 << 30)
+    assert "built from shared_prefix(int32[3], int32[3])>" in repr(mask)
+    assert "built from a tree" in repr(jax.tree.map(lambda x: x, mask))
+    assert mask.block_size == (1 << 30, 1 << 30)
 
 
 @pytest.mark.exhaustive

@@ -115,10 +115,16 @@ def test_ids_that_look_like_padding(ids):
         packax.documents(np.full((1, 3), 1), kv_segment_ids=ids)
 
 
+def test_attention_masks_with_padding_on_the_left():
+    with pytest.warns(UserWarning, match=r"^segment_ids is 0, then 1, .*from_attention_mask"):
+        packax.documents([[0, 0, 1, 1], [1, 1, 1, 1]])
+
+
 @pytest.mark.parametrize(
     "ids",
     [
         [0, 0, 1, 1],
+        [[0, 0, 1, 1], [0, 1, 1, 1]],  # two documents in each row
         [0, 0, 1, 1, 0, 0],  # an id that reappears
         [0, 0, 0],
         [1, 1, -1, 0],

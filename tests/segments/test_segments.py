@@ -264,18 +264,59 @@ def test_pack_cuts_what_is_longer_than_a_row():
 
 
 def test_numpy_starts_no_backend_of_jax():
+    """Data loaders fork workers, in which jax would hang."""
     program = """
+import multiprocessing
 import numpy as np
 import packax
-from packax import segments
+from packax import masks, segments
 from jax._src import xla_bridge
-packed = segments.pack([np.arange(5), np.arange(3)], 4)
-segments.next_tokens(packed.tokens, packed.segment_ids)
-segments.cu_seqlens(segments.from_cu_seqlens(np.array([0, 2, 4])))
-segments.from_positions(packed.positions, packed.segment_ids >= 0)
-str(segments.check_packing(packed.segment_ids, packed.positions, packed.tokens))
-packax.masks.tree_positions(packax.masks.tree(np.array([0, 1]), np.array([-1, 0])))
+
+def work():
+    packed = segments.pack([np.arange(5), np.arange(3)], 4)
+    segments.next_tokens(packed.tokens, packed.segment_ids, np.ones((2, 4)))
+    segments.cu_seqlens(segments.from_cu_seqlens(np.array([0, 2, 4])))
+    segments.from_positions(packed.positions, packed.segment_ids >= 0)
+    segments.positions(segments.from_one_based(np.array([1, 2, 0])))
+    segments.positions(segments.from_lengths([2, 1], 4))
+    segments.from_attention_mask(np.array([1, 0]))
+    str(segments.check_packing(packed.segment_ids, packed.positions, packed.tokens))
+    index = np.arange(512)
+    ids = index // 200
+    placed = packax.documents(ids, positions=index % 200)
+    keys = packax.documents(ids, kv_segment_ids=np.where(index % 4, -1, ids))
+    tree = masks.tree(np.minimum(ids, 1), [-1, 0])
+    group = masks.shared_prefix(ids, index % 200 // 50 - 1)
+    window, chunked = packax.sliding_window(9), packax.chunked(64)
+    spans, ranges = masks.spans(ids), masks.ranges(index - 3, index)
+    expressions = [
+        *(packax.full(), packax.causal(), window & placed, chunked & packax.documents(ids)),
+        *(packax.prefix(7), packax.causal() | spans, ranges, keys, packax.causal() & keys),
+        *(tree, group & packax.causal(), tree & window & packax.documents(ids)),
+        *(masks.block_sparse(np.ones((2, 4, 4), bool), 128), packax.causal(np.array([3, 5]))),
+    ]
+    for expression in expressions:
+        repr(expression)
+        assert isinstance(expression.as_array(512, 512), np.ndarray)
+        for kind in ("balanced", "zigzag", "local"):
+            plan = packax.context_plan(expression, ranks=2, kind=kind, length=512)
+            moved = plan.permute(np.ones((2, 512)))
+            arrays = (plan.order, plan.inverse, plan.index(), moved, plan.unpermute(moved))
+            assert all(isinstance(x, np.ndarray) for x in arrays), (expression, kind)
+            plan.traffic(2, 8), repr(plan)
+    for expression in (tree, group):
+        masks.tree_positions(expression), masks.path_predecessors(expression)
+
+work()
 assert not xla_bridge._backends, xla_bridge._backends
+import jax
+jax.numpy.ones(9).sum().block_until_ready()
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join(60)
+alive = process.is_alive()
+process.kill()
+assert not alive and process.exitcode == 0
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -310,6 +351,10 @@ def test_a_good_batch_has_no_problem():
         (lambda: problems([[0, 1, 0, 2]]), "reappear after others in 1 row: first row 0, id 0"),
         (lambda: problems([0, 0, 1, 1], [0, 1, 2, 3]),
          "1 document does not start at position 0: first row 0, token 2, position 2"),
+        (lambda: problems([[0, 0, 1], [1, 1, 1]]), "padding on the left.*from_attention_mask"),
+        (lambda: problems(segments.from_attention_mask(jnp.array([1, 1, 2, 2, 2, 0])),
+                          [0, 1, 0, 1, 2, 0]),
+         "start again at 0 inside documents, at 1 token: first row 0, token 2.*from_one_based"),
         (lambda: problems([0, 0, 0], [0, 2, 3]), "at 1 token: first row 0, token 1, position 2"),
         (lambda: problems([0, 0, 1, 1, -1], None, [2, 3, 4, -100, -1]),
          "1 target counts at the last token of a document.*first row 0, token 1"),

@@ -127,9 +127,13 @@ class AttentionMask(NotAnArray):
     # The fields of context.halo.Halo: which keys next to its chunks a rank fetches. None: no halos.
     halo: tuple[Any, ...] | None = None
     fetched: int = 0  # keys that a rank fetches from other ranks in one pass, for logs
+    # The expression as text, for `repr`. It is not part of the pytree: masks of windows of several
+    # sizes share a compiled program.
+    expression: str | None = None
 
     def __repr__(self) -> str:
-        """Two lines: the sizes, and what the mask was built from, as far as its arrays show it."""
+        """Two lines: the sizes, and the expression, or where a transformation such as jit made the
+        mask, what its arrays show of it."""
         if not all(hasattr(x, "shape") for x in (self.kv_start, *jax.tree.leaves(self))):
             fields = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self))
             return f"AttentionMask({', '.join(f'{name}={x!r}' for name, x in fields)})"
@@ -138,11 +142,7 @@ class AttentionMask(NotAnArray):
         batch = "no batch axis" if len(shape) < 2 else f"batch {shape[0]}"
         size = 4 * sum(math.prod(x.shape) for x in leaves)
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
-        parts = [_BUILT_FROM[self.mask_mode]]
-        if self.block_size == ONE_BLOCK:
-            parts = ["a tree"]
-        elif self.block_mask is not None:
-            parts.append(f"block_sparse of blocks {self.block_size}")
+        parts = [self.expression or self._seen_in_arrays()]
         if self.shards > 1 and self.sharding is not None:
             parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
         if self.permuted:
@@ -156,6 +156,15 @@ class AttentionMask(NotAnArray):
             f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
             f" built from {'; '.join(parts)}>"
         )
+
+    def _seen_in_arrays(self) -> str:
+        """What the arrays show of the expression, as text."""
+        if self.block_size == ONE_BLOCK:
+            return "a tree"
+        text = _BUILT_FROM[self.mask_mode]
+        if self.block_mask is not None:
+            text += f"; block_sparse of blocks {self.block_size}"
+        return text
 
     def __hash__(self) -> int:
         raise TypeError(
@@ -283,6 +292,7 @@ class AttentionMask(NotAnArray):
 
 
 _PARTS = ("shared_parts", "private_part")
+_NOT_IN_PYTREE = ("expression",)
 FIELDS: dict[str, Field] = {
     x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
 }
@@ -290,8 +300,11 @@ jax.tree_util.register_dataclass(
     AttentionMask,
     data_fields=[*FIELDS, *_PARTS],
     meta_fields=[
-        x.name for x in dataclasses.fields(AttentionMask) if x.name not in (*FIELDS, *_PARTS)
+        x.name
+        for x in dataclasses.fields(AttentionMask)
+        if x.name not in (*FIELDS, *_PARTS, *_NOT_IN_PYTREE)
     ],
+    drop_fields=_NOT_IN_PYTREE,
 )
 
 

@@ -181,10 +181,13 @@ def create_attention_mask(
         of_plan=of_plan,
         halos=halos_of(expression, plan, layout, q_len, kv_len, permuted_keys),
     )
+    operands = (sides, interval, ranges, block_mask, tree, plan)
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
-        shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return build(sides, interval, ranges, block_mask, tree, plan)
+        shapes = jax.eval_shape(build, *operands)
+        mask = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    else:
+        mask = build(*operands)
+    return dataclasses.replace(mask, expression=repr(expression))
 
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:

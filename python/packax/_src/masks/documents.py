@@ -16,6 +16,7 @@ from packax._src.masks.expressions import (
     check_lengths,
     pytree,
 )
+from packax._src.segments.ids import is_left_padded_mask
 
 
 @pytree("lo", "hi")
@@ -98,11 +99,20 @@ _LIKE_PADDING = (0, -100)
 
 
 def _warn_of_padding(name: str, ids: Array | None) -> None:
-    """Warns if rows end with an id that other libraries use for padding. Only for numpy arrays:
-    reading the values of a jax array would wait for the device."""
+    """Warns if rows end with an id that other libraries use for padding, or are attention masks
+    with padding on the left. Only for numpy arrays: reading the values of a jax array would wait
+    for the device."""
     if not isinstance(ids, np.ndarray) or 0 in ids.shape or np.any(ids == PADDING_SEGMENT_ID):
         return
     rows = np.atleast_2d(ids)
+    if is_left_padded_mask(rows):
+        warnings.warn(
+            f"{name} is 0, then 1, in every row, which looks like an attention mask with padding "
+            f"on the left, but only {PADDING_SEGMENT_ID} is padding, and 0 is a document. Pass "
+            f"packax.segments.from_attention_mask({name})",
+            stacklevel=3,
+        )
+        return
     for padding in _LIKE_PADDING:
         tail = rows == padding
         if not np.any(tail[:, -1]):

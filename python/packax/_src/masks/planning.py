@@ -50,6 +50,7 @@ from packax._src.masks.expressions import (
     documents_of,
     intervals_of,
 )
+from packax._src.masks.host_keys import keys_on_host
 from packax._src.masks.spans import begins_of, extremes
 from packax._src.masks.tree import tree_keys, tree_of
 from packax._src.ops.primitives import Implementation
@@ -391,8 +392,11 @@ def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
         or (tree is not None and not alone)
         or any(isinstance(part, BlockSparse) for part in parts)
     ):
-        mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
-        keys = _keys_of_mask(mask)
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(expression)):
+            mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
+            keys: Any = _keys_of_mask(mask)
+        else:
+            keys = keys_on_host(expression, length, kv_len)
         return keys >> max(0, kv_len.bit_length() - length.bit_length())
     structure: Any
     leaves, structure = jax.tree.flatten(expression)

@@ -85,28 +85,35 @@ class Tree(MaskExpression):
         number = parents.shape[-1]
         if number == 0:  # groups without tokens
             return np.zeros((*ids.shape[:-1], 0, 0), bool)
-        name = np.arange(number)
-        # above[n, m]: segment m is n or an ancestor of n. Repeated squaring, for any numbering.
-        above = (parents[..., :, None] == name) | (name[:, None] == name)
-        for _ in range(levels_of(number)):
-            above = (above[..., :, :, None] & above[..., None, :, :]).any(-2)
+        name = np.arange(number, dtype=np.int32)
+        # above[n, m]: segment m is n or an ancestor of n. By pointer doubling, for any numbering:
+        # `up` leads 1, 2, 4, ... segments up, and segment `number` is above every root.
+        inside = (parents >= 0) & (parents < number)
+        root = np.full((*parents.shape[:-1], 1), number, np.int32)
+        up = xp.concatenate([xp.where(inside, parents, number).astype(np.int32), root], -1)
+        above = xp.broadcast_to(
+            np.eye(number + 1, number, dtype=bool), (*parents.shape[:-1], number + 1, number)
+        )
+        for _ in range(1 if self.name == _SHARED_PREFIX else levels_of(number)):
+            above = above | _rows(above, up)
+            up = xp.take_along_axis(up, up, axis=-1)
+        above = above[..., :-1, :]
         real = ids != PADDING_SEGMENT_ID
         at_segment = xp.clip(ids, 0, number - 1)
         lead = np.broadcast_shapes(above.shape[:-2], ids.shape[:-1])
         above = xp.broadcast_to(above, (*lead, number, number))
         at_segment = xp.broadcast_to(at_segment, (*lead, ids.shape[-1]))
-        of_rows = xp.take_along_axis(above, at_segment[..., :, None], axis=-2)
-        attended = xp.take_along_axis(of_rows, at_segment[..., None, :], axis=-1)
+        of_keys = _rows(above, at_segment).swapaxes(-1, -2)
+        attended = _rows(of_keys, at_segment).swapaxes(-1, -2)
         # Depth-first order: a segment comes before its descendants, which are contiguous.
-        last = xp.where(above, name[:, None], -1).max(-2)
+        last = number - 1 - xp.argmax(above[..., ::-1, :], axis=-2)
         orders = (
             (last - name + 1 == above.sum(-2, dtype=np.int32)) & (parents < name) & (parents >= -1)
         )
-        later = np.arange(ids.shape[-1])
-        comes_back = (ids[..., :, None] < ids[..., None, :]) & (later[None, :] < later[:, None])
-        falls = (comes_back & real[..., :, None] & real[..., None, :]).any((-2, -1))
+        greatest = np.maximum.accumulate if xp is np else jax.lax.cummax
+        falls = real & (ids < greatest(xp.where(real, ids, 0), axis=ids.ndim - 1))
         known = (ids >= PADDING_SEGMENT_ID) & (ids < number)
-        valid = orders.all(-1) & ~falls & known.all(-1)
+        valid = (orders.all(-1) & known.all(-1)) & ~falls.any(-1)
         both = real[..., :, None] & real[..., None, :]
         return attended & both & valid[..., None, None]
 
@@ -292,10 +299,8 @@ def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
     return interval.limits(at) if interval.members else (None, None)
 
 
-def tree_rows(
-    operands: tuple[Tree, jax.Array | None], interval: And
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lo, hi, end) for each token of whole sequences, (B, S) each.
+def tree_rows(operands: tuple[Tree, Array | None], interval: And) -> tuple[Array, Array, Array]:
+    """(lo, hi, end) for each token of whole sequences, (B, S) each; numpy for numpy.
 
     Row i attends to key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
     subtree of the key's segment. In depth-first order the tokens of a subtree are contiguous, so
@@ -307,23 +312,26 @@ def tree_rows(
     tree, ids = operands
     nodes = tree.nodes()
     low, high = position_limits(nodes, ids, interval)
+    xp = numpy_of(nodes.position, low, high)
     causal = high is nodes.position
     batch = max(x.shape[0] for x in (nodes.position, low, high) if x is not None)
     nodes, low, high = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), (nodes, low, high)
+        lambda x: xp.broadcast_to(x, (batch, *x.shape[1:])), (nodes, low, high)
     )
     empty = nodes.end == 0
     lo, hi = nodes.first, nodes.own_end
     if low is not None:
         empty = empty | (low > nodes.last)
-        lo = index_at(nodes, jnp.clip(low, 0, nodes.last))
+        lo = index_at(nodes, xp.clip(low, 0, nodes.last))
     if causal:
-        hi = jax.lax.broadcasted_iota(jnp.int32, hi.shape, 1) + 1
+        index = xp.arange(hi.shape[1], dtype=np.int32) + np.int32(1)
+        hi = xp.broadcast_to(index[None], hi.shape)
     elif high is not None:
         empty = empty | (high < 0)
-        hi = index_at(nodes, jnp.clip(high, 0, nodes.last)) + 1
-    lo, hi, empty = vary_together(lo, hi, empty)
-    return jnp.where(empty, 0, lo), jnp.where(empty, 0, hi), nodes.end
+        hi = index_at(nodes, xp.clip(high, 0, nodes.last)) + 1
+    if xp is jnp:
+        lo, hi, empty = vary_together(lo, hi, empty)
+    return xp.where(empty, 0, lo), xp.where(empty, 0, hi), nodes.end
 
 
 def tree_keys(tree: Tree, interval: And) -> Any:
@@ -371,6 +379,11 @@ def _segments_of_row(groups: Any, answers: Any, xp: ModuleType) -> tuple[Any, An
     ids = xp.where(real, segment, PADDING_SEGMENT_ID)
     wrong = begins & ~new_group & (answers == PROMPT)
     return xp.where(wrong.any(), length, ids).astype(np.int32), parents
+
+
+def _rows(x: Any, index: Any) -> Any:
+    """x (B, N, M) or (N, M) at the rows `index`, (B, K) or (K,)."""
+    return x[index] if x.ndim == 2 else x[np.arange(x.shape[0])[:, None], index]
 
 
 def _two(x: Any) -> Any:
@@ -468,6 +481,8 @@ def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
 
 def index_at(nodes: Nodes, position: Any) -> Any:
     """(B, S): the index of the token at a position, from 0 to `last`, on each token's path."""
+    if numpy_of(nodes.position, position) is np:
+        return _by_row(lambda *x: _index_at(Nodes(*x[:-2]), x[-2], np), *nodes, position)
     return jax.vmap(_index_at)(nodes, position)
 
 

@@ -365,6 +365,14 @@ def returning(ids: np.ndarray) -> list[int]:
     return found[counts > 1].tolist()
 
 
+def is_left_padded_mask(ids: np.ndarray) -> bool:
+    """Whether ids (B, S) look like an attention mask with padding on the left: 0s, then 1s, in all
+    rows, of which some have no padding."""
+    if not ids.size or ids.min() != 0 or ids.max() != 1:
+        return False
+    return bool((ids[:, 1:] >= ids[:, :-1]).all() and (ids[:, 0] == 1).any())
+
+
 def _flags(name: str, x: ArrayLike, shape: tuple[int, ...] | None = None) -> Array:
     array = x if isinstance(x, jax.Array) else numpy_array(name, x)
     flags = as_int32(name, array.astype(np.int32) if array.dtype == bool else array)

@@ -10,7 +10,7 @@ import numpy as np
 
 from packax._src.core.arguments import ArrayLike, as_int32, described, numpy_array
 from packax._src.core.spec import PADDING_SEGMENT_ID
-from packax._src.segments.ids import checked_size, returning, same_shape
+from packax._src.segments.ids import checked_size, is_left_padded_mask, returning, same_shape
 from packax._src.segments.ids import positions as positions_of
 
 # Padding values of other formats: 0 if ids start at 1, -100 in labels.
@@ -123,7 +123,13 @@ def _tokens(name: str, document: Any) -> np.ndarray:
     tokens = numpy_array(name, document)
     if tokens.shape == (0,):  # numpy makes an empty list an array of floats
         tokens = tokens.astype(np.int32)
-    return np.asarray(as_int32(name, tokens, ranks=(1,), shapes="(tokens,)"))
+    shapes = "(tokens,)"
+    if tokens.ndim > 1:
+        shapes += (
+            " (for arrays with features, pack np.arange(len(x)) for each array x, and take "
+            "np.concatenate(arrays)[packed.source]; where source is -1, it is padding)"
+        )
+    return np.asarray(as_int32(name, tokens, ranks=(1,), shapes=shapes))
 
 
 def check_packing(
@@ -209,6 +215,11 @@ def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
                 f"rows end with id {padding} after ids from 1 on, as if it were padding: only "
                 f"{PADDING_SEGMENT_ID} is (packax.segments.from_one_based turns 0 into -1)"
             )
+    if is_left_padded_mask(ids):
+        found.append(
+            "ids are 0, then 1, in every row, as in an attention mask with padding on the left, but "
+            "0 is a document: packax.segments.from_attention_mask turns such a mask into ids"
+        )
     back = [(row, returning(x)) for row, x in enumerate(ids)]
     back = [(row, which) for row, which in back if which]
     if back:
@@ -233,7 +244,16 @@ def _of_positions(at_token: np.ndarray, ids: np.ndarray, real: np.ndarray) -> li
         )
     bad = np.zeros_like(real)
     bad[:, 1:] = real[:, 1:] & (ids[:, 1:] == ids[:, :-1]) & (np.diff(at_token) != 1)
-    if bad.any():
+    again = bad & (at_token == 0)
+    if again.any() and (again == bad).all():
+        row, at = np.argwhere(bad)[0]
+        found.append(
+            f"positions start again at 0 inside documents, at {_count(int(bad.sum()), 'token')}: "
+            f"first row {row}, token {at}. Documents were joined, as from_attention_mask joins "
+            "those of a mask that numbers them 1, 2, 3 (use from_one_based), or they are pieces "
+            "with one id"
+        )
+    elif bad.any():
         row, at = np.argwhere(bad)[0]
         found.append(
             f"positions do not count by 1 inside documents, at {_count(int(bad.sum()), 'token')}"
