@@ -46,7 +46,20 @@ TENSOR_MAPS["backward_dkdv_sm90_dbias"] = TENSOR_MAPS["backward_dkdv_sm90"] | {
     "top": ("fp32", 1, 64),
     **dict.fromkeys(("bias", "dbias"), ("", 64, 64)),
 }
-TENSOR_MAPS["forward_sm90_bias"] = TENSOR_MAPS["forward_sm90"] | {"bias": ("", 64, "BLOCK_N")}
+for _dtype, _element in (("", ""), ("_float32", "fp32")):  # of the bias
+    TENSOR_MAPS[f"backward_dkdv_sm90{_dtype}_bias"] = TENSOR_MAPS["backward_dkdv_sm90"] | {
+        "top": ("fp32", 1, 64),
+        "bias": (_element, 64, 64),
+    }
+    for _kernel in ("forward_sm90", "backward_dq_sm90"):
+        TENSOR_MAPS[f"{_kernel}{_dtype}_bias"] = TENSOR_MAPS[_kernel] | {
+            "bias": (_element, 64, "BLOCK_N")
+        }
+    TENSOR_MAPS[f"backward_shared{_dtype}_dbias"] = {
+        **dict.fromkeys(("query", "key"), ("", 64, "QK_CHUNK")),
+        **dict.fromkeys(("value", "dout"), ("", 64, "V_CHUNK")),
+        **dict.fromkeys(("lse2", "delta", "top"), ("fp32", 1, 64)),
+    }
 
 # Run-time numbers that are multiples of this: rows with such head dims are 16-byte aligned.
 MULTIPLES = {"qk_dim": 8, "v_dim": 8}
@@ -55,7 +68,7 @@ MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("bias", "dbias"), ""),  # or float32, which kernels check at run time
-    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum", "dbias_sums"), "fp32"),
     **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
     **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
@@ -65,4 +78,5 @@ POINTERS = {
     **dict.fromkeys(("partial", "sums", "sinks", "key_scale", "value_scale"), "fp32"),
     **dict.fromkeys(("block_table", "dropout_streams", "dropout_rows"), "i32"),
 }
+POINTERS_OF_KERNEL = {"backward_shared_float32_dbias": {"bias": "fp32"}}  # in place of POINTERS
 FLOATS = ("scale", "soft_cap", "inverse_keep")

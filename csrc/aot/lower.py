@@ -42,7 +42,9 @@ def tensor_map_type(
 
     element, *sizes = tile
     shape = [1, *(constants[n] if isinstance(n, str) else n for n in sizes)]
-    if element:
+    if element and shape[1] > 1:
+        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
+    elif element:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     else:
         half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
@@ -96,7 +98,8 @@ def triton_types(
         if kind == "tma":
             types[name] = tensor_map_type(dtype, table.TENSOR_MAPS[kernel][name], constants)
         elif kind == "ptr":
-            types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
+            pointers = table.POINTERS | table.POINTERS_OF_KERNEL.get(kernel, {})
+            types[name] = "*" + (pointers[name] or TRITON_DTYPES[dtype])
         else:
             types[name] = "fp32" if kind == "f32" else kind
     return types

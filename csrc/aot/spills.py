@@ -32,7 +32,7 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq_fallback", 512): 176,  # none in the loop without a mask
     ("backward_dkdv_bias", 64): 544,
     ("backward_dkdv_bias", 128): 160,
-    ("backward_dq_bias", 64): 232,
+    ("backward_dq_bias", 64): 240,
     ("backward_dq_bias", 128): 696,
     ("backward_dq_bias", 256): 336,
     ("forward_bias", 128): 152,
@@ -42,6 +42,7 @@ SPILLS: dict[tuple, int] = {
     ("forward_bias_alone", 64): 32,
     ("forward_bias_alone", 128): 24,
     ("forward_bias_alone", 256): 240,
+    ("backward_dkdv_bias_alone", 64): 16,
     ("backward_dkdv_bias_alone", 128): 344,
     ("backward_dkdv_bias_alone", 256): 544,
     ("backward_dq_bias_alone", 64): 64,
@@ -49,7 +50,7 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq_bias_alone", 256): 320,
     ("backward_dkdv_dbias_alone", 128): 400,
     ("backward_dkdv_dbias_alone", 256): 568,
-    ("backward_dbias_alone", 64): 96,
+    ("backward_dbias_alone", 64): 104,
     ("backward_dbias_alone", 128): 176,
     ("backward_dbias_alone", 256): 8,
     ("backward_dbias", 128, "f32"): 360,
@@ -108,9 +109,31 @@ SPILLS: dict[tuple, int] = {
     ("backward_dkdv_sm90_block_lists", 256): 96,  # under ptxas 13.4
     ("backward_dq_sm90_block_lists", 256): 200,  # under ptxas 12.9; 160 under 13.4
     # with a bias array
+    ("forward_sm90_bias", (32, 32)): 96,  # under ptxas 12.9; 32 under 13.4
     ("forward_sm90_bias", 64): 96,  # under ptxas 12.9; 32 under 13.4
     ("forward_sm90_bias", 128): 96,  # under ptxas 12.9; 64 under 13.4
     ("forward_sm90_bias", 256): 144,  # under ptxas 12.9; 104 under 13.4
+    ("forward_sm90_float32_bias", (32, 32)): 104,  # under ptxas 12.9; 32 under 13.4
+    ("forward_sm90_float32_bias", 64): 104,  # under ptxas 12.9; 32 under 13.4
+    ("backward_dkdv_sm90_bias", (32, 32)): 8,  # under ptxas 12.9
+    ("backward_dkdv_sm90_float32_bias", (32, 32)): 24,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dkdv_sm90_dbias", (32, 32)): 16,  # under ptxas 13.4; 8 under 12.9
+    ("backward_dq_sm90_bias", (32, 32)): 88,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dq_sm90_bias", 64): 88,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dq_sm90_float32_bias", (32, 32)): 104,  # under ptxas 12.9; 32 under 13.4
+    ("backward_dq_sm90_float32_bias", 64): 104,  # under ptxas 12.9; 32 under 13.4
+    ("forward_sm90_float32_bias", 128): 104,  # under ptxas 12.9; 48 under 13.4
+    ("forward_sm90_float32_bias", 256): 144,  # under ptxas 12.9; 120 under 13.4
+    ("backward_dkdv_sm90_bias", 128): 16,  # under ptxas 12.9
+    ("backward_dkdv_sm90_float32_bias", 128): 32,  # under ptxas 12.9
+    ("backward_dq_sm90_bias", 128): 120,
+    ("backward_dq_sm90_float32_bias", 128): 160,  # under ptxas 13.4; 120 under 12.9
+    ("backward_shared_dbias", 128): 152,  # under ptxas 12.9; 48 under 13.4
+    ("backward_shared_float32_dbias", 128): 152,  # under ptxas 12.9; 48 under 13.4
+    ("backward_shared_dbias", (32, 32)): 144,  # under ptxas 12.9; 32 under 13.4
+    ("backward_shared_dbias", 64): 144,  # under ptxas 12.9; 32 under 13.4
+    ("backward_shared_float32_dbias", (32, 32)): 144,  # under ptxas 12.9; 32 under 13.4
+    ("backward_shared_float32_dbias", 64): 144,  # under ptxas 12.9; 32 under 13.4
     ("backward_dkdv_sm90_dbias", 128): 16,  # under ptxas 12.9
     ("backward_dkdv_sm90_dbias", 256): 144,
     # with ALiBi

@@ -22,6 +22,7 @@ from archs import exact as exact
 from arguments import FLOATS as FLOATS
 from arguments import MULTIPLES as MULTIPLES
 from arguments import POINTERS as POINTERS
+from arguments import POINTERS_OF_KERNEL as POINTERS_OF_KERNEL
 from arguments import TENSOR_MAPS as TENSOR_MAPS
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
@@ -98,7 +99,15 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "backward_dq_sm90_soft_cap": "sm90.bwd_dq",
     "forward_sm90_alibi": "sm90.fwd",
     "forward_sm90_bias": "sm90.fwd",
+    "forward_sm90_float32_bias": "sm90.fwd",
     "backward_preprocess_dbias": "sm90.bwd_prepost",
+    "backward_dkdv_sm90_bias": "sm90.bwd_dkdv_d256",
+    "backward_dkdv_sm90_float32_bias": "sm90.bwd_dkdv_d256",
+    "backward_dq_sm90_bias": "sm90.bwd_dq",
+    "backward_dq_sm90_float32_bias": "sm90.bwd_dq",
+    "backward_shared_dbias": "sm90.shared_dbias",
+    "backward_shared_float32_dbias": "sm90.shared_dbias",
+    "sum_dbias": "portable.sum_dbias",
     "backward_dkdv_sm90_dbias": "sm90.bwd_dkdv_d256",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
@@ -147,12 +156,14 @@ KERNELS = {  # kernel -> module in csrc/kernels
 # module -> the function of all its kernels, if it is not named after the kernel
 FUNCTIONS = {
     "portable.bwd_dbias": "backward_dbias",
+    "portable.sum_dbias": "sum_dbias",
     "portable.dbias_of_pairs": "backward_dq_of_dbias",
     "sm90.fwd": "forward_sm90",
     "sm90.bwd": "backward_sm90",
     "sm90.bwd_dq": "backward_dq_sm90",
     "sm90.bwd_dkdv_d192": "backward_dkdv_sm90",
     "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
+    "sm90.shared_dbias": "backward_shared_dbias",
     "sm80.fwd": "forward",
 }
 
@@ -445,17 +456,24 @@ def sm90(
     if assembler == "12.9":
         tile = tile | UNDER_12_9.get((kernel, row), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
+    registers = constants.pop("REGISTERS", 0)
     if "QK_CHUNK" in tile:  # Gluon's tiles are powers of two
         constants["V_CHUNK"] = min(v_dim & -v_dim, 256)
     if kernel == "backward_postprocess":
         del constants["V_DIM"]
+    if kernel == "sum_dbias":
+        del constants["QK_DIM"], constants["V_DIM"]
     # rows per program; keys for kernels of dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
         "backward_sm90": 128,
         "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, row), ("", 128))[1],
         "backward_dq_sm90": 128,
-        "backward_dkdv_sm90_dbias": 64,
+        **dict.fromkeys(
+            (f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")), 64
+        ),
+        **dict.fromkeys(("backward_shared_dbias", "backward_shared_float32_dbias"), 64),
+        "sum_dbias": tile.get("ELEMENTS", 0),
         "backward_dkdv_sm90_parts": 64,
         "backward_dq_sm90_parts": 64,
     }
@@ -469,6 +487,7 @@ def sm90(
         block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("ROWS", 0)),
         4,  # warps of the default partition; other partitions add theirs
         assembler,
+        registers,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 Dims = int | tuple[int, int]
 # Head dims (query and key, value) with separate kernels on Hopper. tiles_sm80.py has those of other
 # GPUs.
-HOPPER_DIMS = ((192, 192),)
+HOPPER_DIMS = ((32, 32), (192, 192))
 
 
 def row_of(qk_dim: int, v_dim: int) -> Dims:
@@ -146,8 +146,8 @@ OPTIONS = {
     "soft_cap": ("soft_cap",),
     "alibi": ("slopes",),
     "max_logits": ("row_max",),
-    "bias": ("bias", "bias_axes"),  # also in kernels ending in "dbias"
-    "dbias": ("dbias", "top"),
+    "bias": ("bias", "bias_axes", "top"),  # also in kernels ending in "dbias"
+    "dbias": ("dbias",),
     "block_lists": (
         *("block_mask", "q_block_lists", "kv_block_lists"),
         *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
@@ -224,20 +224,73 @@ SM90_TILES["backward_dq_sm90_block_lists"] |= {
 }
 # With a bias array, whose tiles are loaded with those of the keys. At 64, three warp groups would
 # not have enough registers. At 128, shared memory has no room for a separate output.
-BIAS = {"forward_sm90_bias": "forward_sm90"}
+BIAS = {
+    f"{kernel}{dtype}_bias": kernel
+    for kernel in ("forward_sm90", "backward_dq_sm90")
+    for dtype in ("", "_float32")
+}
+_NARROW = {"QK_CHUNK": 32, "WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 SM90_TILES["forward_sm90_bias"] = {
+    (32, 32): SM90_TILES["forward_sm90"][64] | _NARROW | {"STAGES": 3},
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
     128: SM90_TILES["forward_sm90"][128] | {"OUT_IN_QUERY": 1},
     256: SM90_TILES["forward_sm90"][256],
 }
-# With a bias that has one element per logit: dK, dV and the gradient of the bias.
+# A tile of a float32 bias takes twice the memory, so steps have half as many keys.
+SM90_TILES["forward_sm90_float32_bias"] = {
+    dim: SM90_TILES["forward_sm90_bias"][dim] | {"BLOCK_N": keys, "STAGES": stages}
+    for dim, keys, stages in (((32, 32), 64, 4), (64, 64, 4), (128, 64, 2), (256, 32, 2))
+}
+# The backward with a bias: separate kernels, of which that of dK and dV has programs of 64 keys at
+# all head dims. BIAS_STAGES: tiles of the bias that are loaded ahead. REGISTERS: per thread at
+# launch, so that two programs fit on a multiprocessor; at 64, products would be serialised. At 256, only a
+# bias with one element per logit has such kernels: with a float32 bias, those of dK and dV would
+# exceed the shared memory by 16 bytes.
+BIAS_BACKWARD_DIMS: tuple[Dims, ...] = ((32, 32), 64, 128, 256)
 SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
-    (128, 256), SM90_TILES["backward_preprocess"][256]
+    BIAS_BACKWARD_DIMS, SM90_TILES["backward_preprocess"][256]
 )
-SM90_TILES["backward_dkdv_sm90_dbias"] = dict.fromkeys(
-    (128, 256), SM90_TILES["backward_dkdv_sm90"][256]
-)
+SM90_TILES["backward_dkdv_sm90_dbias"] = {
+    dim: SM90_TILES["backward_dkdv_sm90"][256] | {"BIAS_STAGES": 1 if dim == 256 else 2, **more}
+    for dim, more in zip(
+        BIAS_BACKWARD_DIMS,
+        (
+            {"QK_CHUNK": 32, "CONSUMER_REGISTERS": 104, "REGISTERS": 80},
+            {},
+            {},
+            {},
+        ),
+        strict=True,
+    )
+}
+SM90_TILES |= {
+    f"backward_dkdv_sm90{dtype}_bias": {
+        dim: SM90_TILES["backward_dkdv_sm90_dbias"][dim] for dim in BIAS_BACKWARD_DIMS[:3]
+    }
+    for dtype in ("", "_float32")
+}
+SM90_TILES |= {
+    f"backward_dq_sm90{dtype}_bias": {
+        dim: SM90_TILES["backward_dq_sm90"][256] | {"QK_CHUNK": chunk, "STAGES": stages}
+        for dim, chunk, stages in (((32, 32), 32, 3), (64, 64, 3), (128, 128, 2))
+    }
+    for dtype in ("", "_float32")
+}
+# The gradient of a bias that batch rows share (csrc/kernels/sm90/shared_dbias.py).
+SM90_TILES |= {
+    f"backward_shared{dtype}_dbias": {
+        dim: {
+            "QK_CHUNK": chunk,
+            "STAGES": stages,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+        }
+        for dim, chunk, stages in (((32, 32), 32, 4), (64, 64, 3), (128, 128, 2))
+    }
+    for dtype in ("", "_float32")
+}
+SM90_TILES["sum_dbias"] = {dim: {"ELEMENTS": 1024} for dim in BIAS_BACKWARD_DIMS[:3]}
 # With the largest logit of each row: the running maximum, which is updated by every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
 SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])
@@ -280,7 +333,8 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_sm90",
     "backward_dq_sm90",
     *LIKE_PLAIN,
-    "backward_dkdv_sm90_dbias",
+    *(f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")),
+    *("backward_shared_dbias", "backward_shared_float32_dbias"),
     *PARTS,
 )
 # Exceptions, for which 12.9 is 1 to 8 % faster.

@@ -13,6 +13,7 @@ namespace {
 constexpr int32_t kMultiple = 8;  // of head dims, so that rows are aligned to 16 bytes
 constexpr int64_t kTwoTo32 = int64_t{1} << 32;
 constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in 128 rows of a bias fit in 32 bits
+constexpr int64_t kMostRowsOfBias = (int64_t{1} << 28) - 1;  // above three bits of bias_axes
 constexpr ffi::DataType kS32 = ffi::DataType::S32, kF32 = ffi::DataType::F32;
 
 TensorMapElement ElementOf(ffi::DataType dtype) {
@@ -120,9 +121,18 @@ ffi::Error ReadScores(const AttentionBuffers& b, AttentionOperands* o) {
 
 ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOperands* o) {
   if (Absent(bias)) return ffi::Error::Success();
-  PACKAX_TRY(ExpectRank("bias", bias, 4, "(1 or batch, 1 or heads, 1 or q_len, kv_len)"));
-  const Axis axes[] = {{"batch", o->batch}, {"heads", o->heads}, {"q_len", o->q_len}};
-  for (int axis = 0; axis < 3; ++axis) {
+  PACKAX_TRY(ExpectRank("bias", bias, 4, "(groups, 1 or heads, 1 or q_len, kv_len)"));
+  const int64_t groups = bias.dimensions()[0];
+  PACKAX_CHECK(groups == 1 || (groups > 0 && o->batch % groups == 0), kInvalidArgument)
+      << "bias has " << groups << " entries along axis 0, expected a divisor of batch, "
+      << o->batch;
+  const int64_t group = o->batch / groups;
+  PACKAX_CHECK(group <= kMostRowsOfBias, kUnimplemented)
+      << "bias has " << groups << " entries along axis 0 for " << o->batch
+      << " batch rows, there are kernels for " << kMostRowsOfBias << " batch rows of each at most";
+  o->bias_axes = static_cast<int32_t>(group << 3) | (groups > 1 ? 1 : 0);
+  const Axis axes[] = {{"batch", groups}, {"heads", o->heads}, {"q_len", o->q_len}};
+  for (int axis = 1; axis < 3; ++axis) {
     const int64_t size = bias.dimensions()[axis];
     PACKAX_CHECK(size == 1 || size == axes[axis].size, kInvalidArgument)
         << "bias has " << size << " entries along axis " << axis << ", expected 1 or "

@@ -44,7 +44,7 @@ auto AttentionSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // slopes: (1 or batch, heads) float32; or absent
       .template Arg<ffi::AnyBuffer>()  // q_bias_pos: (1 or batch, q_len) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // bias: (1 or batch, 1 or heads, 1 or q_len, kv_len), in
+      .template Arg<ffi::AnyBuffer>()  // bias: (groups, 1 or heads, 1 or q_len, kv_len), in
                                        //   query's dtype or float32; or absent
       .template Arg<ffi::AnyBuffer>()  // dropout_streams: (batch, heads, 4) uint32; or absent
       .template Arg<ffi::AnyBuffer>()  // dropout_rows: (1 or batch, q_len) int32; or absent

@@ -16,6 +16,7 @@ struct BackwardBuffers : AttentionBuffers {
   int32_t needs_grad;
 };
 
+constexpr int64_t kCounter = 64;  // elements, so that what follows is aligned to 256 bytes
 constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
 
 ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
@@ -53,7 +54,8 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
 // Splits the workspace into sections of 4-byte elements, each aligned to 256 bytes: delta and lse2
 // (batch, heads, padded) float32, lo and hi (mask_batch, padded) int32, with a bias also top (like
 // delta), then the sum of dQ (batch, heads, padded, qk_dim) float32, or the counter of the separate
-// kernels. The portable kernels use only delta, with q_len rows per head.
+// kernels, in 64 elements if the sums of the bias gradient follow it, any number of them. The
+// portable kernels use only delta, with q_len rows per head.
 ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t rows = o->padded_rows();
   const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
@@ -64,7 +66,13 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
   const int64_t elements = workspace.dimensions()[0];
   PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
-  PACKAX_CHECK(elements == needed, kInvalidArgument)
+  // The lowering chose the number of sums.
+  const int64_t sum = Product({o->bias.batch, o->bias.length, o->bias.columns});
+  const int64_t rest = elements - Sum({sections, kCounter});
+  if (o->algorithm == Algorithm::kSm90Separate && sum > 0 && rest > 0 && rest % sum == 0) {
+    PACKAX_TRY(ToInt32("sums of dbias in workspace", rest / sum, 1, kMaxInt32, &o->dbias_parts));
+  }
+  PACKAX_CHECK(elements == needed || o->dbias_parts > 0, kInvalidArgument)
       << "workspace has " << elements << " elements, expected " << needed << " for algorithm \""
       << kAlgorithms[static_cast<int>(o->algorithm)] << "\"";
   auto* next = static_cast<float*>(workspace.untyped_data());
@@ -78,6 +86,7 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   o->hi = line("hi", next += mask_rows, TensorMapElement::kI32, mask_rows);
   o->top = line("top", next += mask_rows, TensorMapElement::kF32, top_rows);
   o->dq_sum = o->counter = next + top_rows;
+  o->dbias_sums = next + top_rows + kCounter;
   return ffi::Error::Success();
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 // --- How kernels are selected.
 
-constexpr size_t kMaxSteps = 4;
+constexpr size_t kMaxSteps = 5;
 
 // One kernel of a call.
 template <typename Operands>
@@ -165,15 +165,17 @@ bool IsPlain(const AttentionOperands& o) {
 // Whether the bias is not broadcast along the axis (bits of `bias_axes`).
 bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis & 1) != 0; }
 
-// Whether the only option is a bias in the query's dtype, with rows aligned to 16 bytes.
-bool OnlyBias(const AttentionOperands& o) {
-  return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
-         o.heads == o.row_heads;
+// Whether the only option is a bias with rows aligned to 16 bytes, in the query's dtype or (kind 2)
+// in float32 for queries of 16 bits.
+bool OnlyBias(const AttentionOperands& o, int kind = 1) {
+  const bool wide = o.dtype == Dtype::kF32 || o.dtype == Dtype::kTf32;
+  return o.options() == kBias && o.bias_kind == kind && !(kind == 2 && wide) &&
+         o.kv_len % (kElementsAtOnce / kind) == 0 && o.heads == o.row_heads;
 }
 
-// Also requires a bias row for every query row: the kernel reads the bias by tensor maps.
-bool OnlyBiasOfRows(const AttentionOperands& o) {
-  return OnlyBias(o) && (o.q_len == 1 || HasAxis(o, 2));
+// Also requires a bias row for every query row: the kernels read the bias by tensor maps.
+bool OnlyBiasOfRows(const AttentionOperands& o, int kind) {
+  return OnlyBias(o, kind) && (o.q_len == 1 || HasAxis(o, 2));
 }
 
 ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
@@ -236,8 +238,10 @@ constexpr Row<F> kForward[] = {
     {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
     {HasOnly<kRowStats>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90MaxLogitsArgs>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
-    {[](const F& o, const Device&) { return OnlyBiasOfRows(o); }, Gpus::kSome, Dims::kExact,
+    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 1); }, Gpus::kSome, Dims::kExact,
      Persistent<ForwardSm90BiasArgs>()},
+    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 2); }, Gpus::kSome, Dims::kExact,
+     Persistent<ForwardSm90Float32BiasArgs>()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
     {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
@@ -265,16 +269,44 @@ Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
 // A program computes a square tile of the bias gradient.
 Grid BiasTiles(const B& o, int64_t block) {
   const auto along = [&](int axis, int64_t size) { return HasAxis(o, axis) ? size : 1; };
-  return {Product({along(0, o.batch), along(1, o.heads), CeilDiv(along(2, o.q_len), block),
+  return {Product({o.batch / o.bias_group(), along(1, o.heads), CeilDiv(along(2, o.q_len), block),
                    CeilDiv(o.kv_len, block)})};
+}
+
+// A program walks through a part of the batch rows of a tile of 2 * block rows and `block` keys
+// (csrc/kernels/sm90/shared_dbias.py).
+Grid SharedTiles(const B& o, int64_t block) {
+  return {Product({o.dbias_parts, o.bias.batch, CeilDiv(o.q_len, 2 * block),
+                   CeilDiv(o.kv_len, block)})};
+}
+
+Grid DbiasElements(const B& o, int64_t block) {
+  return {CeilDiv(Product({o.bias.batch, o.bias.length, o.bias.columns}), block)};
 }
 
 // Whether the bias gradient is the gradient of the logits, since no axis is broadcast. The kernel
 // for dK and dV then writes it, and dQ is its product with the keys.
 bool DkvWritesDbias(const B& o, const Device&) {
   const auto full = [&](int axis, int64_t size) { return size == 1 || HasAxis(o, axis); };
-  return OnlyBias(o) && o.needs_dbias && o.needs_dkv && full(0, o.batch) && full(1, o.heads) &&
+  return OnlyBias(o) && o.needs_dbias && o.needs_dkv && o.bias_group() == 1 && full(1, o.heads) &&
          full(2, o.q_len);
+}
+
+// Whether the Hopper kernels with a bias take the call.
+template <int kind>
+bool BiasOnSm90(const B& o, const Device&) {
+  return o.algorithm >= Algorithm::kSm90Separate && o.padded_rows() <= kMaxInt32 &&
+         OnlyBiasOfRows(o, kind);
+}
+
+template <int kind>
+bool DbiasOnSm90(const B& o, const Device& device) {
+  return BiasOnSm90<kind>(o, device) && o.needs_dbias && o.dbias_parts > 0;
+}
+
+template <int kind>
+bool NoDbiasOnSm90(const B& o, const Device& device) {
+  return BiasOnSm90<kind>(o, device) && !o.needs_dbias;
 }
 
 // One kernel for all gradients. It accumulates dQ in float32 in no fixed order; dK and dV do not
@@ -337,6 +369,21 @@ constexpr Steps<B> SeparateWithDbias() {
           Use<BackwardDqOfDbiasAloneArgs, B>(QueryTiles, NeedsDq)};
 }
 
+template <typename Dkdv, typename Dq>
+constexpr Steps<B> SeparateWithBias() {
+  return {Use<BackwardPreprocessDbiasArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
+          Use<Dq, B>(Rows, NeedsDq, &B::counter)};
+}
+
+// With the gradient of a bias that batch rows share.
+template <typename Dkdv, typename Dq, typename Dbias>
+constexpr Steps<B> SeparateWithSharedDbias() {
+  auto steps = SeparateWithBias<Dkdv, Dq>();
+  steps[3] = Use<Dbias, B>(SharedTiles);
+  steps[4] = Use<SumDbiasArgs, B>(DbiasElements);
+  return steps;
+}
+
 constexpr auto kSeparate = Algorithm::kSm90Separate, kFused = Algorithm::kSm90Fused;
 
 constexpr Row<B> kBackward[] = {
@@ -360,6 +407,16 @@ constexpr Row<B> kBackward[] = {
        return o.algorithm >= kSeparate && o.padded_rows() <= kMaxInt32 && DkvWritesDbias(o, device);
      },
      Gpus::kSome, Dims::kExact, SeparateWithDbias()},
+    {DbiasOnSm90<1>, Gpus::kSome, Dims::kExact,
+     SeparateWithSharedDbias<BackwardDkdvSm90BiasArgs, BackwardDqSm90BiasArgs,
+                             BackwardSharedDbiasArgs>()},
+    {DbiasOnSm90<2>, Gpus::kSome, Dims::kExact,
+     SeparateWithSharedDbias<BackwardDkdvSm90Float32BiasArgs, BackwardDqSm90Float32BiasArgs,
+                             BackwardSharedFloat32DbiasArgs>()},
+    {NoDbiasOnSm90<1>, Gpus::kSome, Dims::kExact,
+     SeparateWithBias<BackwardDkdvSm90BiasArgs, BackwardDqSm90BiasArgs>()},
+    {NoDbiasOnSm90<2>, Gpus::kSome, Dims::kExact,
+     SeparateWithBias<BackwardDkdvSm90Float32BiasArgs, BackwardDqSm90Float32BiasArgs>()},
     {DkvWritesDbias, Gpus::kSome, Dims::kCovering,
      Portable<BackwardDeltaFallbackArgs, BackwardDkdvDbiasAloneArgs, BackwardDqOfDbiasAloneArgs>()},
     {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,

@@ -31,6 +31,10 @@ def rows_of(x: np.ndarray) -> TensorMap:
     return TensorMap(x.reshape(*x.shape[:2], -1))
 
 
+def planes(x: np.ndarray) -> TensorMap:
+    return TensorMap(x.reshape(-1, *x.shape[2:]))
+
+
 def line(x: np.ndarray) -> TensorMap:
     return TensorMap(x.reshape(1, 1, -1))
 
@@ -54,7 +58,7 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
         extra["row_max"] = np.full_like(lse, np.nan)
     if p.bias is not None:
         lse = np.full((*lse.shape, 2), np.nan, np.float32)
-        extra["bias"] = TensorMap(p.bias.reshape(-1, *p.bias.shape[2:]))
+        extra["bias"] = planes(p.bias)
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "out": rows_of(out), "lse": lse, **extra,
@@ -128,10 +132,10 @@ def launch_keys(
     programs = -(-p.kv_len // 128) * (128 // variant.block) * p.batch * p.kv_heads
     programs *= 2 if kernel in table.PARTS else 1
     pairs = {}
+    if p.bias is not None:
+        pairs = {"bias": planes(p.bias), "top": line(stats.top)}
     if dbias is not None:
-        of_pairs = {"bias": p.bias, "dbias": dbias}
-        pairs = {k: TensorMap(x.reshape(-1, *x.shape[2:])) for k, x in of_pairs.items()}
-        pairs["top"] = line(stats.top)
+        pairs["dbias"] = planes(dbias)
     launch(variant.source, table.function(kernel, variant.source), programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout),
@@ -204,13 +208,14 @@ def queries_alone(p: Problem, kernel: str = "backward_dq_sm90") -> None:
     in_parts = kernel in table.PARTS
     programs = -(-p.q_len // 128) * 2 * p.batch * p.heads if in_parts else 2
     counter = {} if in_parts else {"counter": np.zeros(1, np.int32)}
+    of_bias = {} if p.bias is None else {"bias": planes(p.bias), "top": stats.top}
     launch(source, table.function(kernel, source), programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
             "q_block_lists"),
-        **counter, "scale": p.scale, **p.sizes(),
+        **counter, **of_bias, "scale": p.scale, **p.sizes(),
         **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
@@ -265,14 +270,47 @@ def test_alibi(dim, case):
     backward(p, "backward_sm90", {})
 
 
+BIAS_DIMS = (32, 64, 128, 256)
+
+
+@pytest.mark.parametrize("option", ["_bias", "_float32_bias"])
 @pytest.mark.parametrize(
-    "dim,case", some(itertools.product([64, 128, 256], (*SOME, "longer keys", "one row")), 0, 6, 11)
+    "dim,case",
+    some(itertools.product(BIAS_DIMS, (*SOME, "longer keys", "one row")), 0, 6, 11, 16),
 )
-def test_bias(dim, case):
-    forward(Problem(case, (dim, dim), "_bias", heads=4, kv_heads=2), {})
+def test_bias(dim, case, option):
+    batch = 1 if case == "two rows" else 4
+    p = Problem(case, (dim, dim), option, heads=4, kv_heads=2, batch=batch)
+    forward(p, {})
 
 
-@pytest.mark.parametrize("dim,case", some(itertools.product([128, 256], MASKS), 1, 13))
+@pytest.mark.parametrize("option", ["_bias", "_float32_bias"])
+@pytest.mark.parametrize("dim,case", some(itertools.product(BIAS_DIMS[:3], MASKS), 1, 12, 21))
+def test_backward_with_a_bias(dim, case, option):
+    batch = 1 if case == "two rows" else 4
+    p = Problem(case, (dim, dim), option, heads=2, kv_heads=1, batch=batch)
+    backward(p, "backward_dkdv_sm90", {})
+    queries_alone(p)
+    shared_gradient(p, parts=2)
+
+
+def shared_gradient(p: Problem, parts: int) -> None:
+    stats, sums = Statistics(p), np.full((parts, *p.bias.shape), np.nan, np.float32)
+    kernel = f"backward_shared{p.option.replace('_bias', '_dbias')}"
+    tiles = -(-p.q_len // 128) * -(-p.kv_len // 64)
+    source = table.KERNELS[kernel]
+    launch(source, table.function(kernel, source), tiles * parts * np.prod(p.bias.shape[:2]), {
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
+        "dout": rows_of(p.dout),
+        "lse2": line(stats.lse2), "delta": line(stats.delta), "top": line(stats.top),
+        "bias": p.bias, "dbias_sums": sums, "dbias_parts": parts,
+        **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
+        "scale": p.scale, **p.sizes(), **constants(kernel, (p.qk_dim, p.v_dim), {}),
+    }, p.seed)  # fmt: skip
+    p.check("shared dbias", sums.sum(0))
+
+
+@pytest.mark.parametrize("dim,case", some(itertools.product(BIAS_DIMS, MASKS), 1, 13, 20, 26))
 def test_bias_with_its_gradient(dim, case):
     backward(Problem(case, (dim, dim), "_dbias", heads=4, kv_heads=2), "backward_dkdv_sm90", {})
 

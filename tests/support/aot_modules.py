@@ -49,12 +49,14 @@ OF_DBIAS = ["backward_dq_of_dbias_alone"]
 FORWARDS = [
     *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
     *("forward_sm90_alibi", "forward_sm90_block_lists", "forward_sm90_max_logits"),
-    "forward_sm90_bias",
+    *("forward_sm90_bias", "forward_sm90_float32_bias"),
 ]
 KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
 KEYS += ["backward_dkdv_sm90_parts", "backward_dkdv_sm90_dbias"]
+KEYS += ["backward_dkdv_sm90_bias", "backward_dkdv_sm90_float32_bias"]
 ROWS = ["backward_dq_sm90", "backward_dq_sm90_soft_cap", "backward_dq_sm90_block_lists"]
-ROWS += ["backward_dq_sm90_parts"]
+ROWS += ["backward_dq_sm90_parts", "backward_dq_sm90_bias", "backward_dq_sm90_float32_bias"]
+SHARED_DBIAS = ["backward_shared_dbias", "backward_shared_float32_dbias"]
 ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
 
 

@@ -1,7 +1,10 @@
 """A bias array that is added to the logits, loaded tile by tile.
 
-Its shape is (1 or batch, 1 or heads, 1 or q_len, kv_len), and broadcast axes are not expanded. Its
-dtype is the kernel's or float32, selected at run time by one branch per tile.
+Its shape is (groups, 1 or heads, 1 or q_len, kv_len), and broadcast axes are not expanded. Batch
+rows are divided evenly among the groups, in order. `axes` describes it: bits 0, 1 and 2 are set if
+it has more than one group, a heads axis and a rows axis, and the higher bits are the number of
+batch rows of a group. Its dtype is the kernel's or float32, selected at run time by one branch per
+tile.
 """
 
 from typing import NamedTuple
@@ -29,16 +32,16 @@ class Bias(NamedTuple):
 
 @triton.jit
 def bias_of(bias, kind, axes, b, heads, q_len, kv_len):
-    """The bias of batch row `b`. Bits 0, 1 and 2 of `axes` are set if the array has a batch, heads
-    and rows axis."""
+    """The bias of batch row `b`."""
     if bias is None:
         result = Bias(None, None, None, None, None, None, None)
     else:
         row_step = tl.where((axes & 4) != 0, kv_len, 0).to(tl.int64)
         size = tl.where((axes & 4) != 0, q_len, 1).to(tl.int64) * kv_len
         head_step = tl.where((axes & 2) != 0, size, 0)
-        batch_step = tl.where((axes & 1) != 0, tl.where((axes & 2) != 0, heads, 1), 0) * size
-        result = Bias(bias, b * batch_step, kind, head_step, row_step, q_len, kv_len)
+        group_step = tl.where((axes & 2) != 0, heads, 1) * size
+        first = b // tl.maximum(axes >> 3, 1) * group_step
+        result = Bias(bias, first, kind, head_step, row_step, q_len, kv_len)
     return result
 
 

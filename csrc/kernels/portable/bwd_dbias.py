@@ -31,7 +31,7 @@ def backward_dbias(
 ):  # fmt: skip
     """Rows that attend to nothing (an empty range, or a log-sum-exp of -inf) contribute nothing."""
     group = heads // kv_heads
-    has_batch, has_heads, has_rows = bias_axes & 1, bias_axes & 2, bias_axes & 4
+    has_heads, has_rows = bias_axes & 2, bias_axes & 4
     row_tiles = tl.cdiv(q_len, BLOCK_M)
     key_tiles = tl.cdiv(kv_len, BLOCK_N)
     own_tiles = tl.where(has_rows != 0, row_tiles, 1)
@@ -42,10 +42,10 @@ def backward_dbias(
     own_tile = rest % own_tiles
     rest = rest // own_tiles
     own_head = rest % own_heads
-    own_batch = rest // own_heads
+    own_group = rest // own_heads
 
     # the numbers of batch rows, heads and tiles of rows that read this tile
-    batches = tl.where(has_batch != 0, 1, batch)
+    batches = bias_axes >> 3
     members = tl.where(has_heads != 0, 1, heads)
     tiles = tl.where(has_rows != 0, 1, row_tiles)
 
@@ -62,7 +62,7 @@ def backward_dbias(
     for i in tl.range(0, batches * members * tiles, num_stages=1):
         row = (own_tile + i % tiles) * BLOCK_M
         head = own_head + i // tiles % members
-        b = own_batch + i // tiles // members
+        b = own_group * batches + i // tiles // members
         mask_b = tl.where(mask_batch > 1, b, 0)
         start, end, _full_lo, _full_hi, segment_checked = key_range(
             q_blocks, mask_b, row, q_len, BLOCK_M
@@ -116,7 +116,7 @@ def backward_dbias(
             inside &= attended[:, None]
             acc += tl.where(inside, p * (dp - dlt[:, None]), 0.0)
 
-    own = (own_batch.to(tl.int64) * own_heads + own_head) * tl.where(has_rows != 0, q_len, 1)
+    own = (own_group.to(tl.int64) * own_heads + own_head) * tl.where(has_rows != 0, q_len, 1)
     if bias_kind is None:  # the compiler sees that rows are 16-byte aligned
         kv_len = kv_len // 8 * 8
         present = keys < kv_len

@@ -30,8 +30,8 @@ class KernelScalars:
 
 @gluon.aggregate
 class Maps:
-    """Tensor maps of the arrays that producers load. `bias` is (planes, q_len, kv_len), with one
-    plane for each batch row and head that the bias has."""
+    """Tensor maps of the arrays that producers load. `bias` is (planes, q_len, kv_len)
+    (row_producer.plane_of_bias)."""
 
     query: Map
     key: Map
@@ -224,13 +224,15 @@ class Exchange:
 
 @gluon.aggregate
 class PairBias:
-    """A bias with an element for every logit: (planes, q_len, kv_len), with one plane for each
-    batch row and head. `map` and `gradient` are tensor maps of the bias and of its gradient. Each
-    tile is loaded together with the largest logits of its rows (`top`, as in RowStats)."""
+    """A bias: (planes, q_len, kv_len), with planes as `axes` says. `map` is its tensor map, and
+    `gradient` that of its gradient, or None: it exists if the bias has a plane for each batch row
+    and head. Each tile is loaded together with the largest logits of its rows (`top`, as in
+    RowStats), in one or two stages."""
 
     map: Map
     gradient: Map
     top: Map
+    axes: Number
     tiles_s: Buffer
     top_s: Buffer
     full: Buffer

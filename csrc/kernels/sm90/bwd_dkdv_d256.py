@@ -1,5 +1,6 @@
 """dK and dV on Hopper in Gluon for head dims whose sums do not fit in one warp group's registers
-(256, and 192/192): the same results as `backward_sm90` of sm90/bwd.py without dQ.
+(256, and 192/192), and with a bias at all head dims: the same results as `backward_sm90` of
+sm90/bwd.py without dQ.
 
 A program computes 64 keys of one key/value head. One of its two warp groups computes dV, the other
 dK (sm90/bwd_split_consumer.py).
@@ -22,6 +23,7 @@ from sm90.bwd_listed_producer import produce_listed
 from sm90.bwd_producer import ROWS, allocate_row_stats, produce, tile_of_program
 from sm90.bwd_split_consumer import KEYS, SplitArgs, consume_gradients, consume_scores
 from sm90.config import constants
+from sm90.row_producer import bytes_of_bias
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,13 +34,15 @@ def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, top, bias, dbias,
     q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
     scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+    BIAS_STAGES: gl.constexpr = 1,
 ):  # fmt: skip
-    """As bwd.backward_sm90 without dQ. Options: `soft_cap`, block lists, or a bias with an element
-    for every logit, whose gradient it also stores. Lists are of tiles of 128 keys, so a program may
-    visit blocks of rows that attend only to the other 64 keys."""
+    """As bwd.backward_sm90 without dQ. Options: `soft_cap`, block lists, or a bias, as in
+    forward_sm90, of which BIAS_STAGES tiles are loaded ahead. If the bias has an element for every
+    logit, `dbias` is its gradient. Lists are of tiles of 128 keys, so a program may visit blocks of
+    rows that attend only to the other 64 keys."""
     BIAS: gl.constexpr = bias is not None
     BLOCK_LISTS: gl.constexpr = block_mask is not None
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -46,7 +50,7 @@ def backward_dkdv_sm90(
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS,
         V_CHUNKS=V_CHUNKS, HALVES=1, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
-        PARTS=1, SOFT_CAP=soft_cap is not None,
+        PARTS=1, SOFT_CAP=soft_cap is not None, BIAS_BYTES=bytes_of_bias(bias, query),
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
@@ -67,14 +71,14 @@ def backward_dkdv_sm90(
     pair_bias = None
     if BIAS:
         line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        bias_tile: gl.constexpr = get_layout([ROWS, KEYS], dtype)
+        bias_tile: gl.constexpr = get_layout([ROWS, KEYS], bias.dtype)
         pair_bias = PairBias(
-            map=bias, gradient=dbias, top=top,
-            tiles_s=gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], bias_tile),
-            top_s=gl.allocate_shared_memory(gl.float32, [1, ROWS], line),
-            full=barriers(1), empty=barriers(1),
+            map=bias, gradient=dbias, top=top, axes=bias_axes,
+            tiles_s=gl.allocate_shared_memory(bias.dtype, [BIAS_STAGES, ROWS, KEYS], bias_tile),
+            top_s=gl.allocate_shared_memory(gl.float32, [BIAS_STAGES, ROWS], line),
+            full=barriers(BIAS_STAGES), empty=barriers(BIAS_STAGES),
         )  # fmt: skip
-        init_barriers(1, (pair_bias.full, pair_bias.empty), (1, 4))
+        init_barriers(BIAS_STAGES, (pair_bias.full, pair_bias.empty), (1, 4))
     init_barriers(1, (shared.kv_full,), (1,))
     init_barriers(
         2,

@@ -42,7 +42,7 @@ from sm90.pipeline import (
     skip_blocks,
     stage_of_values,
 )
-from sm90.row_producer import produce
+from sm90.row_producer import bytes_of_bias, produce
 from sm90.soft_cap import tanh_of_scores
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
@@ -57,9 +57,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.aggregate
 class DqArgs(RowTileArgs):
+    """top: the largest logits of rows, with a bias."""
+
     dq: Map
     lse2: Number
     delta: Number
+    top: Number
 
 
 @gluon.constexpr_function
@@ -67,6 +70,13 @@ def value_stages(v_dim, block_n, stages):
     """Stages of the ring of values: as many as for keys if there is room."""
     v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
     return 1 if v_dim == 256 and block_n == 64 else stages
+
+
+@gluon.jit
+def add_bias(s, bias_s, W: gl.constexpr, stage, scale, top, config: gl.constexpr):
+    """Logits in base e, minus the largest logit of their row. See bwd_split_consumer.add_bias."""
+    tile = bias_s.index(stage * 2 + W).load(accumulator(config.BLOCK_N))
+    return gl.minimum(s * scale + tile.to(gl.float32) - gl.expand_dims(top, 1), 0.0)
 
 
 @gluon.jit
@@ -86,7 +96,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     padded = (q_len + 63) // 64 * 64
-    scale2 = (scalars.soft_cap if SOFT_CAP else scale) * LOG2E
+    BIAS: gl.constexpr = config.BIAS
+    if BIAS:
+        scale2 = LOG2E
+    else:
+        scale2 = (scalars.soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     q_layout: gl.constexpr = accumulator(QK_CHUNK)
@@ -114,6 +128,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         stat = (tile.b.to(gl.int64) * scalars.heads + head) * padded + rows
         lse = gl.load(args.lse2 + stat, mask=in_bounds, other=float("inf"))
         dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
+        if BIAS:
+            top = gl.load(args.top + stat, mask=in_bounds, other=0.0)
         dq_sum = zeros(q_layout, QK_CHUNK, CHUNKS)
         mbarrier.wait(shared.q_full.index(W), q_phase)
         q = left_chunks(shared.q_s, W, CHUNKS)
@@ -157,6 +173,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / scalars.soft_cap, BLOCK_N)
                     dtanh = 1.0 - s * s  # the derivative of tanh
+                if BIAS:
+                    s = add_bias(s, shared.bias_s, W, stage, scale, top, config)
                 if part == 0:
                     if not BLOCK_LISTS:
                         at = kv_range.nth(i, BLOCK_N)
@@ -184,6 +202,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 ping_pong_pass(W, 2)
                 dq_sum = wait_products(dq_tokens, CHUNKS, CHUNKS)
                 if more:
+                    if BIAS:
+                        fence_async_shared()  # the loads of the bias tile have finished
                     warp_arrive(shared.k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(shared.k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
@@ -218,17 +238,18 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
 
 @gluon.jit
 def backward_dq_sm90(
-    query, key, value, dout, dq, lse2, delta,
+    query, key, value, dout, dq, lse2, delta, top, bias,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask,
     q_block_lists, scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch,
-    block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    block_mask_heads, q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout and dq are tensor maps (batch, length, heads * dim) with boxes of 64
-    or BLOCK_N rows of one head. lse2 and delta are results of backward_preprocess. `counter` is as
-    in forward_sm90, as are the options: `soft_cap` or block lists."""
+    or BLOCK_N rows of one head. lse2 and delta are results of backward_preprocess, as is `top` with
+    a bias. `counter` is as in forward_sm90, as are the options: `soft_cap`, block lists or
+    `bias`."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
@@ -238,6 +259,7 @@ def backward_dq_sm90(
         WARP_GROUPS=2, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=V_STAGES,
         DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE,
         SOFT_CAP=soft_cap is not None, BLOCK_LISTS=block_mask is not None,
+        BIAS=bias is not None, BIAS_BYTES=bytes_of_bias(bias, query),
     )  # fmt: skip
     gl.static_assert(not (DO_REGISTERS and V_CHUNKS > 1), "cotangents in registers are one tile")
     dtype: gl.constexpr = query.dtype
@@ -245,12 +267,16 @@ def backward_dq_sm90(
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
     v_tile: gl.constexpr = get_layout([64, V_CHUNK], dtype)
+    bias_s = None
+    if config.BIAS:
+        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], bias.dtype)
+        bias_s = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 64, BLOCK_N], bias_tile)
     shared = RowTileShared(
         q_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
         do_s=gl.allocate_shared_memory(dtype, [2 * V_CHUNKS, 64, V_CHUNK], v_tile),
         k_s=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         v_s=gl.allocate_shared_memory(dtype, [V_STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
-        bias_s=None,
+        bias_s=bias_s,
         o_s=None, work_s=gl.allocate_shared_memory(gl.int32, [2, 16], line),
         q_full=barriers(2), q_empty=barriers(2),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
@@ -265,7 +291,7 @@ def backward_dq_sm90(
     )
 
     args = DqArgs(
-        maps=Maps(query, key, value, dout, None),
+        maps=Maps(query, key, value, dout, bias),
         mask=Mask(kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos),
         blocks=BlockMask(
             block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
@@ -273,9 +299,9 @@ def backward_dq_sm90(
         scalars=KernelScalars(
             mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap
         ),
-        bias_axes=None, q_blocks=q_blocks, q_order=q_order, counter=counter,
+        bias_axes=bias_axes, q_blocks=q_blocks, q_order=q_order, counter=counter,
         programs=gl.num_programs(0),
-        shared=shared, dq=dq, lse2=lse2, delta=delta,
+        shared=shared, dq=dq, lse2=lse2, delta=delta, top=top,
     )  # fmt: skip
     gl.warp_specialize(
         [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],

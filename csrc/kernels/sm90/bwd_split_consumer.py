@@ -8,6 +8,7 @@ the last product of a step. Head dims are divided into chunks of columns, as in 
 
 from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number, PairBias
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
+from sm90.bwd_bias_producer import stage_of_bias
 from sm90.bwd_producer import mask_bits
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
 from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
@@ -147,15 +148,16 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
 
 @gluon.jit
 def add_bias(s, args, nth):
-    """Logits in base e, minus the largest logit of their row. `nth` is the number of the block, or
-    its parity. The caller releases the tile after a store or a product has consumed the result: an
+    """Logits in base e, minus the largest logit of their row. `nth` is the number of the block
+    modulo 4. The caller releases the tile after a store or a product has consumed the result: an
     earlier arrival could overtake the loads from shared memory, and TMA would overwrite the
     tile."""
     bias = args.bias
     layout: gl.constexpr = s.type.layout
-    mbarrier.wait(bias.full.index(0), nth & 1)
-    added = bias.tiles_s.index(0).permute((1, 0)).load(layout).to(gl.float32)
-    top = bias.top_s.index(0).load(gl.SliceLayout(0, layout))
+    stage, phase = stage_of_bias(bias, nth)
+    mbarrier.wait(bias.full.index(stage), phase)
+    added = bias.tiles_s.index(stage).permute((1, 0)).load(layout).to(gl.float32)
+    top = bias.top_s.index(stage).load(gl.SliceLayout(0, layout))
     # Above 0 only where products round differently than in the forward: by 64 at logits of 1e9.
     # The minimum of NaN (-inf minus -inf) and 0 is 0, too.
     return gl.minimum(s * args.scalars.scale + added - top[None, :], 0.0)
@@ -185,7 +187,8 @@ def add_to_values(
         s = tanh_of_scores(s, args.scalars.scale / args.scalars.soft_cap, ROWS)
         dtanh = 1.0 - s * s  # the derivative of tanh
     if args.bias is not None:
-        s = add_bias(s, args, stage)
+        nth = 2 * phase + stage
+        s = add_bias(s, args, nth)
     if MASKED:
         s = select_bits(s, bits_of_masked(n, listed, keys, stage, args), float("-inf"))
         n = gl.where(n + 1 == count, 0, n + 1)
@@ -196,7 +199,8 @@ def add_to_values(
     mbarrier.wait(args.p.empty.index(stage), phase ^ 1)
     args.p.tiles.index(stage).store(passed)
     if args.bias is not None:
-        warp_arrive(args.bias.empty.index(0))
+        bias_stage, _ = stage_of_bias(args.bias, nth)
+        warp_arrive(args.bias.empty.index(bias_stage))
     mbarrier.arrive(args.p.full.index(stage))
     p_half = gl.convert_layout(p, p_layout)
     mbarrier.wait(shared.do_full.index(stage), phase)
@@ -266,6 +270,7 @@ def add_to_keys(
     keys = fixed[0]
     shared = args.shared
     rest = args.do_rest
+    DBIAS: gl.constexpr = args.bias is not None and args.bias.gradient is not None
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     NEW: gl.constexpr = V_CHUNKS if rest is None else 2 * V_CHUNKS
@@ -282,25 +287,25 @@ def add_to_keys(
         ds = select_bits(ds, bits_of_masked(n, listed, keys, stage, args), 0.0)
         n = gl.where(n + 1 == count, 0, n + 1)
     ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-    if args.bias is not None:  # all warps read P before dS overwrites it
+    if DBIAS:  # all warps read P before dS overwrites it
         gl.barrier()
         args.p.tiles.index(stage).permute((1, 0)).store(ds.to(dtype))
     dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
     # The products have consumed dS, so delta and P have been read. An earlier arrival could
     # overtake their loads.
     warp_arrive(shared.do_empty.index(stage))
-    if args.bias is None:
+    if not DBIAS:
         warp_arrive(args.p.empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.do_full.index(other), phase)
     zero_index = opaque_zero(i, stage, rest, config)
     dp_token = start_scores(shared.v_s, shared.do_s, rest, (), zero_index, other, V_CHUNKS)
-    if args.bias is not None:
+    if DBIAS:
         store_block(args, stage, i, count, MASKED)
     dk_sum = wait_products(dk_tokens, NEW, CHUNKS)
     warp_arrive(shared.q_empty.index(stage))
     dp = wait_scores(dp_token, rest)
-    if args.bias is not None:
+    if DBIAS:
         end_store()
         warp_arrive(args.p.empty.index(stage))
     return dk_sum, dp, n, other, phase
@@ -324,7 +329,7 @@ def consume_gradients(args, config: gl.constexpr):
         dp = start_scores(shared.v_s, shared.do_s, rest, (), 0, 0, V_CHUNKS)
         dp = wait_scores(dp, rest)
         dk_sum = add_blocks(add_to_keys, dk_sum, dp, (keys,), args, config)
-    if args.bias is not None:
+    if args.bias is not None and args.bias.gradient is not None:
         clear_rows(args.p.tiles.index(0), args, s_layout)
     keys_read(1, 1)
     head = tile.kv_head * config.PARTS + args.part

@@ -19,7 +19,7 @@ from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
 from sm90.common import LOG2E
 from sm90.config import constants
 from sm90.fwd_consumer import ForwardArgs, consume, query_slots
-from sm90.row_producer import produce
+from sm90.row_producer import bytes_of_bias, produce
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,10 +43,10 @@ def forward_sm90(
 
     At most one option is given, and the arguments of the others are None: `soft_cap` (soft_cap.py),
     ALiBi `slopes` for positions that are indices (alibi.py), block lists (block_lists.py), `bias`,
-    or `row_max`. `bias` is a tensor map of an array with a plane for every batch row (bit 0 of
-    `bias_axes`) or head (bit 1), whose tiles are loaded with those of the keys. `row_max` receives
-    the largest logit of every row. With a bias, logits are in base e, and `lse` has two numbers per
-    row (portable/row_sums.py).
+    or `row_max`. `bias` is a tensor map of an array in the query's dtype or float32, whose planes
+    `bias_axes` describes (portable/bias.py); its tiles are loaded with those of the keys. `row_max`
+    receives the largest logit of every row. With a bias, logits are in base e, and `lse` has two
+    numbers per row (portable/row_sums.py).
     """
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
@@ -57,6 +57,7 @@ def forward_sm90(
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
+        BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
@@ -65,8 +66,10 @@ def forward_sm90(
     v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
     bias_s = None
     if config.BIAS:
-        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], dtype)
-        bias_s = gl.allocate_shared_memory(dtype, [STAGES * WARP_GROUPS, 64, BLOCK_N], bias_tile)
+        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], bias.dtype)
+        bias_s = gl.allocate_shared_memory(
+            bias.dtype, [STAGES * WARP_GROUPS, 64, BLOCK_N], bias_tile
+        )
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     q_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile)

@@ -13,8 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 @gluon.jit
 def plane_of_bias(axes, b, head, heads):
     """Index of the (q_len, kv_len) plane of a bias array for a batch row and head."""
-    per_batch = gl.where((axes & 2) != 0, heads, 1)
-    return gl.where((axes & 1) != 0, b * per_batch, 0) + gl.where((axes & 2) != 0, head, 0)
+    has_heads = (axes & 2) != 0
+    return b // (axes >> 3) * gl.where(has_heads, heads, 1) + gl.where(has_heads, head, 0)
+
+
+@gluon.constexpr_function
+def bytes_of_bias(bias, query):
+    """Bytes of an element of the bias, 0 without one. It has the query's dtype or float32."""
+    while hasattr(bias, "value"):
+        bias = bias.value
+    if bias is None:
+        return 0
+    return 2 if bias.dtype == query.dtype else 4
 
 
 @gluon.jit
@@ -33,6 +43,7 @@ def produce(args, config: gl.constexpr):
     BLOCK_N: gl.constexpr = config.BLOCK_N
     ROWS: gl.constexpr = 64 * WARP_GROUPS
     BIAS: gl.constexpr = 1 if maps.bias is not None else 0
+    BIAS_BYTES: gl.constexpr = ROWS * BLOCK_N * config.BIAS_BYTES
     group = scalars.heads // scalars.kv_heads
     tiles = (scalars.q_len + ROWS - 1) // ROWS
     total = tiles * scalars.batch * scalars.heads * V_PARTS
@@ -89,7 +100,7 @@ def produce(args, config: gl.constexpr):
                 at = kv_range.nth(i, BLOCK_N)
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
             k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, (BLOCK_N * QK_DIM + BIAS * ROWS * BLOCK_N) * 2)
+            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2 + BIAS_BYTES)
             load_chunks(maps.key, b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
             for w in gl.static_range(WARP_GROUPS * BIAS):
                 tile_s = shared.bias_s.index(stage * WARP_GROUPS + w)

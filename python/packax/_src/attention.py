@@ -130,8 +130,9 @@ def flash_attention(
             without a value (gpt-oss). Differentiable.
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
             times the distance between query and key; no Sq x Skv array is created. Or an array,
-            (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. Only the blocks
-            that the mask needs are read, and it is never expanded. It is differentiable; its
+            (G, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. G is 1, B or another
+            divisor of B: batch row b reads `bias[b // (B // G)]`. Only the blocks that the mask
+            needs are read, and it is never expanded. It is differentiable; its
             gradient is 0 for pairs that are not attended. If a plan permutes the sequence, pass the
             array with its rows in the order of query, and its columns in the original order.
         dropout_rate: a Python or numpy number of at least 0 and less than 1: the fraction of the

@@ -263,7 +263,8 @@ def validate_score_params(
 
 
 def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
-    """The checked bias (1 or B, 1 or H, 1 or Sq, Skv), in the dtype of query or its accumulator."""
+    """The checked bias (a divisor of B, 1 or H, 1 or Sq, Skv), in the dtype of query or its
+    accumulator."""
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(
             f"bias must be None, alibi(slopes) or an array of floats, but is {described(bias)}"
@@ -272,12 +273,12 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
         more = ": a mask is an expression, not a bias" if bias.dtype == bool else ""
         raise ValueError(f"bias must be an array of floats, but is {bias.dtype}{more}")
     batch, rows, heads, _ = query.shape
-    sizes = (batch, heads, rows)
-    fits = len(bias.shape) == 4 and bias.shape[3] == kv_len
-    if not fits or any(n not in (1, m) for n, m in zip(bias.shape[:3], sizes, strict=True)):
+    fits = len(bias.shape) == 4 and bias.shape[3] == kv_len and bias.shape[1] in (1, heads)
+    fits = fits and bias.shape[2] in (1, rows)
+    if not fits or not _divides(bias.shape[0], batch):
         raise ValueError(
-            f"bias must have shape (1 or {batch}, 1 or {heads}, 1 or {rows}, {kv_len}), which is "
-            f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
+            f"bias must have shape ({batch} or a divisor of it, 1 or {heads}, 1 or {rows}, "
+            f"{kv_len}), which is (batch, heads, query rows, keys), but has {tuple(bias.shape)}"
         )
     real = accumulator(query.dtype)
     if bias.dtype == jnp.float64 and real == jnp.float32:  # its lowest number must stay finite
@@ -285,10 +286,21 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
         bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
     bias = jnp.asarray(bias)
     # In float32, so that partial gradients of ranks and head groups are added in float32.
-    divided = layout is not None and 1 in bias.shape[:3]
+    groups = bias.shape[0]
+    divided = layout is not None and (1 in bias.shape[:3] or groups != batch)
     if divided or bias.dtype not in (query.dtype, real):
         bias = bias.astype(real)
+    if layout is not None and groups not in (1, batch) and groups % layout.size(layout.batch):
+        bias = jnp.repeat(bias, batch // groups, axis=0)  # ranks have no whole number of biases
     return bias if layout is None else _reshard(bias, layout, *bias_dims(layout, bias))
+
+
+def _divides(groups: Any, batch: Any) -> bool:
+    """Whether the batch consists of `groups` groups of equally many rows."""
+    if groups == 1 or groups == batch:
+        return True
+    known = not (is_symbolic(groups) or is_symbolic(batch))
+    return known and groups > 0 and batch % groups == 0
 
 
 def _reshard(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:

@@ -116,7 +116,19 @@ POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
-POINTERS["forward_sm90_bias"] = f"{POINTERS['forward_sm90']} bias:t"
+for _dtype in ("", "_float32"):
+    POINTERS[f"forward_sm90{_dtype}_bias"] = f"{POINTERS['forward_sm90']} bias:t"
+    POINTERS[f"backward_dkdv_sm90{_dtype}_bias"] = POINTERS["backward_dkdv_sm90"].replace(
+        " dv:t ", " dv:t top:t bias:t "
+    )
+    POINTERS[f"backward_dq_sm90{_dtype}_bias"] = POINTERS["backward_dq_sm90"].replace(
+        " delta ", " delta top bias:t "
+    )
+    POINTERS[f"backward_shared{_dtype}_dbias"] = (
+        "query:t key:t value:t dout:t lse2:t delta:t top:t bias dbias_sums "
+        "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks"
+    )
+POINTERS["sum_dbias"] = "dbias dbias_sums"
 POINTERS["backward_preprocess_dbias"] = POINTERS["backward_preprocess"].replace(" hi ", " hi top ")
 POINTERS["backward_dkdv_sm90_dbias"] = POINTERS["backward_dkdv_sm90"].replace(
     " dv:t ", " dv:t top:t bias:t dbias:t "
@@ -142,12 +154,23 @@ SCALARS = {
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
     "forward_sm90_max_logits": ATTENTION,
-    "forward_sm90_bias": ATTENTION.replace("mask_batch", "mask_batch bias_axes"),
+    **dict.fromkeys(
+        (
+            *(f"forward_sm90{x}_bias" for x in ("", "_float32")),
+            *(f"backward_dq_sm90{x}_bias" for x in ("", "_float32")),
+            *(f"backward_dkdv_sm90{x}bias" for x in ("_", "_float32_", "_d")),
+        ),
+        ATTENTION.replace("mask_batch", "mask_batch bias_axes"),
+    ),
+    **dict.fromkeys(
+        (f"backward_shared{x}_dbias" for x in ("", "_float32")),
+        ATTENTION.replace("mask_mode", "mask_mode bias_axes dbias_parts"),
+    ),
+    "sum_dbias": "bias_kind bias_axes dbias_parts batch q_len kv_len heads",
     "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_preprocess_dbias": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
     "backward_dkdv_sm90": ATTENTION,
-    "backward_dkdv_sm90_dbias": ATTENTION,
     "backward_dq_sm90": ATTENTION,
     "backward_dkdv_sm90_parts": ATTENTION,
     "backward_dq_sm90_parts": ATTENTION,
@@ -235,6 +258,18 @@ SM90 = {
     "forward_max_logits": ["forward_sm90_max_logits"],
     # with a bias array that has a row for every query, as the only option
     "forward_sm90_bias": ["forward_sm90_bias"],
+    # the same with a float32 bias; the backward with either
+    "forward_sm90_float32_bias": ["forward_sm90_float32_bias"],
+    **{
+        f"backward_sm90{x}_bias": [
+            "backward_preprocess_dbias",
+            f"backward_dkdv_sm90{x}_bias",
+            f"backward_dq_sm90{x}_bias",
+            f"backward_shared{x}_dbias",
+            "sum_dbias",
+        ]
+        for x in ("", "_float32")
+    },
     # with a bias array that has an element for every logit, and its gradient
     "backward_sm90_dbias": [
         "backward_preprocess_dbias",

@@ -49,9 +49,10 @@ class Problem:
         heads: int = 2,
         kv_heads: int = 1,
         blocks: tuple[int, ...] = (),
+        batch: int = 1,
     ):
         """`option`: the suffix of the kernels' names. `blocks`: the block sizes of a block mask,
-        for rows and keys, and its number of heads."""
+        for rows and keys, and its number of heads. `batch`: of a mask with one batch row."""
         expression, self.q_len, self.kv_len = (MASKS | TREES)[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
@@ -66,7 +67,8 @@ class Problem:
         self.mask_mode = mask.mask_mode
         attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
         self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])
-        self.batch = len(self.attends)
+        self.batch = max(len(self.attends), batch)
+        self.attends = np.broadcast_to(self.attends, (self.batch, *self.attends.shape[1:]))
         self.seed = int(self.rng.integers(1 << 30))
         self.scale = float(1.3 * self.qk_dim**-0.5)
         self.option = option
@@ -80,12 +82,15 @@ class Problem:
             sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), of, strict=True))
             self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
         self.bias = None
-        if option == "_bias":
+        if option in ("_bias", "_float32_bias"):
             self.bias = self.random_bias()
-            axes = sum(1 << i for i in range(3) if self.bias.shape[i] > 1)
-            self.extra = {"bias_axes": axes}
+        if option == "_float32_bias":
+            self.bias = self.bias.astype(np.float32)
         if option == "_dbias":
             self.bias = self.random_bias((self.batch, heads))
+        if self.bias is not None:
+            axes = sum(1 << i for i in range(3) if self.bias.shape[i] > 1)
+            self.extra = {"bias_axes": axes | self.batch // len(self.bias) << 3}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # The content of keys that no row attends to, and of rows without a key, must not matter.
@@ -98,9 +103,10 @@ class Problem:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
 
     def random_bias(self, planes: tuple[int, ...] = ()) -> np.ndarray:
-        """(1 or batch, 1 or heads, q_len, kv_len). Some rows and some elements of others are -inf,
+        """(groups, 1 or heads, q_len, kv_len). Some rows and some elements of others are -inf,
         -1e9 or the lowest finite number."""
-        planes = planes or tuple(int(self.rng.choice((1, n))) for n in (self.batch, self.heads))
+        groups = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+        planes = planes or tuple(int(self.rng.choice(x)) for x in (groups, (1, self.heads)))
         bias = self.rng.standard_normal((*planes, self.q_len, self.kv_len)).astype(HALF)
         least = ml_dtypes.finfo(HALF).min
         for number in (-np.inf, -1e9, least):
@@ -130,11 +136,11 @@ class Problem:
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
         dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
         ds = (p * dtanh * dp).astype(half).astype(float)
-        # Above head dim 128, and with a bias gradient, dK uses the rounded P; above 256 dQ also
+        # Above head dim 128, and with a bias, dK uses the rounded P; above 256 dQ also
         # does (docs/guide/numerics.md).
         dim = max(self.qk_dim, self.v_dim)
         of_rounded = (rounded * dtanh * dp).astype(half).astype(float)
-        ds_of_keys = of_rounded if dim > 128 or self.option == "_dbias" else ds
+        ds_of_keys = of_rounded if dim > 128 or self.bias is not None else ds
         ds_of_rows = of_rounded if dim > 256 else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
@@ -143,6 +149,10 @@ class Problem:
             "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
             "dbias": ds_of_keys,
         }  # fmt: skip
+        if self.bias is not None:  # summed without rounding dS
+            groups, heads = self.bias.shape[:2]
+            apart = (groups, self.batch // groups, heads, self.heads // heads, *ds.shape[2:])
+            results["shared dbias"] = (p * dtanh * dp).reshape(apart).sum((1, 3))
         results = {name: x.astype(half).astype(float) for name, x in results.items()}
         with np.errstate(divide="ignore"):
             log = np.log(total[..., 0])
@@ -155,7 +165,8 @@ class Problem:
             return tanh * self.extra["soft_cap"], 1 - tanh**2
         if self.bias is not None:
             # In float32, as in the kernels: added to -1e9, a score is rounded away.
-            added = s.astype(np.float32) + self.bias.astype(np.float32)
+            bias = np.repeat(self.bias, self.batch // len(self.bias), 0)
+            added = s.astype(np.float32) + bias.astype(np.float32)
             return added.astype(float), 1.0
         if "slopes" in self.extra:
             far = np.abs(np.arange(self.q_len)[:, None] - np.arange(self.kv_len))

@@ -181,7 +181,7 @@ class Operands(NamedTuple):
     slopes: Any = None  # (Bp, H)
     q_bias_pos: Any = None  # (Bp, Sq)
     kv_bias_pos: Any = None  # (Bp, Skv)
-    bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
+    bias: Any = None  # (a divisor of B, 1 or H, 1 or Sq, Skv)
     dropout_streams: Any = None  # (B, H, 4) uint32; with dropout_rows,
     dropout_rows: Any = None  # (1 or B, Sq) int32, the counters of dropout.py
     # If a call computes only some query heads (head_groups.py): out or dq with the other heads.

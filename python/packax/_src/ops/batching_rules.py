@@ -93,8 +93,8 @@ _TOGETHER = {
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
     **dict.fromkeys((*TENSORS, "init"), "tensors"),
 }
-"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1.
-Tensors and dropout_streams always have the batch."""
+"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1 (biases:
+any divisor of the batch). Tensors and dropout_streams always have the batch."""
 
 
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
@@ -107,14 +107,7 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     values = list(zip(operands, dims, strict=True))
     bias_grad = params["spec"].bias_grad
     batch = operands[0].shape[batch_axis(dims[0])]
-    biases = [value for name, value in zip(every, values, strict=True) if name == "bias"]
-    shared = [x.shape[batch_axis(d)] == 1 for x, d in biases]
-    apart = bias_grad or any(d is not None for _, d in biases)
-    if batch != 1 and any(shared) and apart and not sharded:
-        # folding would repeat the bias for every row of the batch
-        return _one_by_one(primitive, operands, dims, names=names, **params)
     folding = batching_rule(operands, dims)
-    expanded = bias_grad and shared[0]
     groups: dict[str, list[int]] = {}
     for n, name in enumerate(every):
         groups.setdefault(_TOGETHER[name], []).append(n)
@@ -123,10 +116,10 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
         of_group = [values[n] for n in numbers]
         if group == "tensors":
             group_folded = [folding.fold(x, d) for x, d in of_group]
-        elif group == "dropout_streams" or (group == "bias" and expanded):
-            # Dropout bits differ between batch rows. Gradients of the bias differ between mapped
-            # elements.
+        elif group == "dropout_streams":  # dropout bits differ between batch rows
             group_folded = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
+        elif group == "bias":
+            group_folded = _fold_biases(folding, of_group, batch, bias_grad)
         else:
             arrays, axes_of = zip(*of_group, strict=True)
             group_folded = folding.fold_shared(arrays, axes_of, batch)
@@ -134,26 +127,39 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
             folded[n] = x
     results = primitive.bind(*folded, names=names, **params)
     unfolded, axes = folding.unfold(results)
-    if expanded:  # sum the gradients of the batch rows
-        unfolded[-1] = _sum_of_batch(unfolded[-1], 0 if folding.after_batch else 1)
+    if bias_grad and folding.after_batch:
+        x, d = values[every.index("bias")]
+        unfolded[-1] = _sum_of_rows(unfolded[-1], x.shape[batch_axis(d)])
     return unfolded, axes
 
 
-def _one_by_one(primitive: Primitive, operands, dims, **params):
-    """A loop over the mapped axis, so that nothing is repeated."""
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+def _fold_biases(
+    folding: BatchingRule, biases: Sequence[tuple[Any, int | None]], batch: Any, bias_grad: bool
+) -> list[jax.Array]:
+    """The folded bias (and its tangent), each of whose entries serves consecutive batch rows.
 
-    def one(some):
-        rest = iter(some)
-        every = (x if d is None else next(rest) for x, d in zip(operands, dims, strict=True))
-        return tuple(primitive.bind(*every, **params))
+    Gradients of the bias differ between mapped elements, so with `bias_grad` each has a bias.
+    """
+    x, dim = biases[0]
+    groups = x.shape[batch_axis(dim)]
+    shared = not bias_grad and all(d is None for _, d in biases)
+    if shared and (groups == 1 or folding.after_batch):
+        return [x for x, _ in biases]
+    placed = [folding.place(x, d) for x, d in biases]
+    if not folding.after_batch:
+        return [folding.merged(x, groups) for x in placed]
+    # The rows of a mapped element are not consecutive: each row gets a bias.
+    if groups != 1:
+        placed = [jnp.repeat(x, batch // groups, axis=0) for x in placed]
+    return [folding.merged(x, batch) for x in placed]
 
-    results = jax.lax.map(one, mapped)
-    return results, [0] * len(results)
 
-
-def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
-    return x.sum(axis, keepdims=True, dtype=accumulator(x.dtype)).astype(x.dtype)
+def _sum_of_rows(x: jax.Array, groups: int) -> jax.Array:
+    """The gradients of the batch rows, axis 0, summed for each of the groups that share a bias."""
+    if x.shape[0] == groups:
+        return x
+    apart = x.reshape(groups, -1, *x.shape[1:])
+    return apart.sum(1, dtype=accumulator(x.dtype)).astype(x.dtype)
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -356,6 +357,9 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
     algorithm = choose_algorithm(avals._replace(query=query), spec, for_export(ctx))
     elements = workspace_size(algorithm, query, avals.kv_start.shape[0], avals.bias is not None)
+    if algorithm == "sm90_separate" and spec.bias_grad and suffix_of(avals, spec) != "_dbias":
+        # the counter, padded, and the sums of the bias gradient (ReadWorkspace)
+        elements += BLOCK - 1 + dbias_parts(avals.query, avals.bias) * _elements(avals.bias)
 
     # The dq kernel also computes score_grads. The fused kernel always writes dk and dv.
     nothing = array(0, dtype=query.dtype)
@@ -444,6 +448,9 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     fused = kernel_here("backward_sm90" + suffix, *dims, for_export=for_export)
     of_keys = ("backward_dkdv_sm90" + suffix, *(() if suffix else ("backward_dkdv_sm90_parts",)))
     separate = any(kernel_here(kernel, *dims, for_export=for_export) for kernel in of_keys)
+    if spec.bias_grad and suffix != "_dbias":
+        shared = f"backward_shared{suffix.removesuffix('bias')}dbias"
+        separate = separate and kernel_here(shared, *dims, for_export=for_export)
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
     if everything:
         fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)
@@ -478,10 +485,49 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
         (False, False, True, ()): "_max_logits",
         (False, False, False, ("scales", "slopes")): "_alibi",
     }
-    if spec.bias_grad:
-        suffixes[False, False, False, ("bias",)] = "_dbias"
     options = bool(spec.soft_cap), bool(spec.block_size), spec.max_logits
+    if not any(options) and of.optional_operands == ("bias",):
+        return _bias_suffix(of, spec)
     return suffixes.get((*options, of.optional_operands))
+
+
+def _bias_suffix(of: Operands, spec: AttentionSpec) -> str | None:
+    """`suffix_of` for a bias, as in OnlyBiasOfRows and DkvWritesDbias in csrc/launch/select.cc."""
+    batch, q_len, heads, _ = of.query.shape
+    groups, of_heads, rows, kv_len = of.bias.shape
+    own = of.bias.dtype == of.query.dtype
+    if str(of.query.dtype) not in _DTYPES or rows != q_len or is_symbolic(kv_len):
+        return None
+    if kv_len % (8 if own else 4):  # rows of 16 bytes
+        return None
+    of_pairs = own and groups == batch and of_heads == heads
+    if (
+        of.dout is not None
+        and of_pairs
+        and {"key", "value", "bias"} & set(spec.needs_grad) > {"bias"}
+    ):
+        return "_dbias"
+    return "_bias" if own else "_float32_bias"
+
+
+_PROGRAMS = 132  # multiprocessors of an H200, with a program each
+
+
+def dbias_parts(query: Any, bias: Any) -> int:
+    """The parts into which the batch rows that share a bias are divided for its gradient, so that
+    programs of equal length keep all multiprocessors busy (csrc/kernels/sm90/shared_dbias.py)."""
+    batch, _, heads, _ = query.shape
+    groups, of_heads, q_len, kv_len = bias.shape
+    if any(is_symbolic(n) for n in (batch, heads, *bias.shape)) or not batch:
+        return 1
+    tiles = groups * of_heads * ceil_div(q_len, 2 * BLOCK) * ceil_div(kv_len, BLOCK)
+    most = min(batch // groups * (heads // of_heads), max(1, 8 * _PROGRAMS // tiles))
+    rounds = {n: ceil_div(tiles * n, _PROGRAMS) / n for n in range(1, most + 1)}
+    return min(rounds, key=lambda n: (rounds[n], n))
+
+
+def _elements(x: Any) -> Any:
+    return math.prod(x.shape)
 
 
 def takes_fallback(

@@ -514,7 +514,8 @@ def padded(
     if direction == "forward":
         out, *numbers = results
         return [out[..., : x.value.shape[3]], *numbers]
-    return [y[..., : like.shape[3]] for y, like in zip(results, x[:3], strict=True)]
+    narrow = [y[..., : like.shape[3]] for y, like in zip(results, x[:3], strict=False)]
+    return [*narrow, *results[3:]]  # with that of the bias
 
 
 def _wider(x: jax.Array, dim: int) -> jax.Array:

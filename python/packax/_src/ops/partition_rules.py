@@ -83,6 +83,8 @@ def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
     for name, x in zip(names, avals, strict=True):
         if name in TENSORS:
             letters[name] = TENSORS[name].ljust(x.ndim, ".")
+        elif name == "bias" and x.shape[0] not in (1, batch):
+            letters[name] = "e" + _of_heads(x, batch, heads)[1:]
         else:
             letters[name] = _of_heads(x, batch, heads) if name in OF_HEADS else _of_batch(x, batch)
     return letters

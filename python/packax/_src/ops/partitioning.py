@@ -47,6 +47,7 @@ class Dims(NamedTuple):
     """A letter for every dimension of every operand and result.
 
     b, h, g: batch, query heads, and key/value heads, which follow the query heads. Sharded.
+    e: biases, each for equally many consecutive batch rows, which follow the batch. Sharded.
     s, k, p: rows of query, rows of key and value, pages of a cache. They must not arrive sharded,
     except k if `by_keys` is set.
     ".": any other dimension, which every device needs complete.
@@ -182,7 +183,7 @@ def _warn_of_export(devices: int) -> None:
 def _custom_call(
     primitive: Any, dims: Dims, avals: Sequence[Any], params: Any, kernels: bool
 ) -> Any:
-    heads, kv_heads = (_size(letter, dims, avals) for letter in "hg")
+    batch, biases, heads, kv_heads = (_size(letter, dims, avals) for letter in "behg")
     unread: frozenset[int] = frozenset() if kernels else dims.of_kernels
     read_operands = [n for n in range(len(avals)) if n not in unread]
     dims = Dims(
@@ -201,9 +202,16 @@ def _custom_call(
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(mesh, dims, arg_shapes, result_shapes)
         _check_sequence(mesh, dims, arg_shapes, axes["k"])
-        read = _heads_read(heads, kv_heads, _pieces(mesh, axes["h"]))
-        if read is not None:  # fewer key/value heads than devices: each uses those that it reads
-            axes["g"] = ()
+        # With fewer key/value heads or biases than devices, each device uses those that it reads.
+        shared = []
+        for letter, of, whole_size, size in (
+            ("g", "h", heads, kv_heads),
+            ("e", "b", batch, biases),
+        ):
+            read = _heads_read(whole_size, size, _pieces(mesh, axes[of]))
+            if read is not None:
+                shared.append((letter, size, axes[of], read))
+                axes[letter] = ()
 
         sum_axes = {result: _reduced_axes(dims.results[result], axes) for result in dims.summed}
         local_call = whole
@@ -223,14 +231,17 @@ def _custom_call(
                 return tuple(results)
 
         def of_pieces(*operands):
-            if read is None:
-                return local_call(*operands)
-            own = read(jax.lax.axis_index(axes["h"]))
-            operands = _map_kv_heads(
-                dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim)
-            )
-            spread = functools.partial(_scatter_heads, own=own, heads=kv_heads, axes=axes["h"])
-            return _map_kv_heads(dims.results, local_call(*operands), spread)
+            spreads = []
+            for letter, size, over, read in shared:
+                own = read(jax.lax.axis_index(over))
+                take = functools.partial(_take, own=own)
+                operands = _map_shared(letter, dims.operands, operands, take)
+                spread = functools.partial(_scatter_shared, own=own, size=size, axes=over)
+                spreads.append((letter, spread))
+            results = local_call(*operands)
+            for letter, spread in spreads:
+                results = _map_shared(letter, dims.results, results, spread)
+            return results
 
         in_shardings = _shardings(mesh, axes, dims.operands)
         out_shardings = _shardings(mesh, axes, dims.results)
@@ -246,6 +257,7 @@ def _custom_call(
 
 def _reduced_axes(letters: str, axes: dict[str, Axes]) -> Axes:
     """The mesh axes of batch and heads, for those of the two that the result lacks."""
+    letters = letters.replace("e", "b")
     return tuple(axis for of in "bh" if of not in letters for axis in axes[of])
 
 
@@ -272,19 +284,19 @@ def _axes(mesh: Any, dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[st
 
     For each, the axes of the first array whose dimension is sharded evenly.
     """
-    axes: dict[str, Axes] = dict.fromkeys("bhgk", ())
+    axes: dict[str, Axes] = dict.fromkeys("bhgek", ())
     divided = "bh" if dims.by_keys is None else "bhk"
     for letters, x in zip(
         (*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True
     ):
         for letter, cut, size in zip(letters, cuts(mesh, x), x.shape, strict=True):
-            of = "h" if letter == "g" else letter
+            of = {"g": "h", "e": "b"}.get(letter, letter)
             taken = {axis for letter in divided for axis in axes[letter]}
             if of not in divided or axes[of] or not taken.isdisjoint(cut.axes):
                 continue
             if cut.whole and size % cut.pieces == 0:
                 axes[of] = cut.axes
-    axes["g"] = axes["h"]
+    axes["g"], axes["e"] = axes["h"], axes["b"]
     return axes
 
 
@@ -357,9 +369,9 @@ _SHARDED = {
 
 
 def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.Array] | None:
-    """A function from a device's index to the key/value heads that it reads.
+    """A function from a device's index to the key/value heads (or biases) that it reads.
 
-    None: the heads are divided evenly, so each device reads its own shard.
+    None: they are divided evenly, so each device reads its own shard.
     """
     if kv_heads % pieces == 0:
         return None
@@ -368,17 +380,23 @@ def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.A
     return lambda index: (index * local + jnp.arange(0, local, step, dtype=jnp.int32)) // group
 
 
-def _map_kv_heads(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
-    """The arrays, with function(x, dim) applied to those with key/value heads, in dimension dim."""
+def _map_shared(
+    letter: str, all_letters: Sequence[str], arrays: Any, function: Callable
+) -> tuple[Any, ...]:
+    """The arrays, with function(x, dim) applied to those with the letter, in dimension dim."""
     return tuple(
-        function(x, letters.index("g")) if "g" in letters else x
+        function(x, letters.index(letter)) if letter in letters else x
         for x, letters in zip(arrays, all_letters, strict=True)
     )
 
 
-def _scatter_heads(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> jax.Array:
-    """Gradients of the heads that each device read, summed over devices, for all heads."""
-    shape = (*x.shape[:dim], heads, *x.shape[dim + 1 :])
+def _take(x: jax.Array, dim: int, own: jax.Array) -> jax.Array:
+    return jnp.take(x, own, axis=dim)
+
+
+def _scatter_shared(x: jax.Array, dim: int, own: jax.Array, size: int, axes: Axes) -> jax.Array:
+    """Gradients of the heads or biases that each device read, summed over devices, for all."""
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     apart = jnp.zeros(shape, accumulator(x.dtype))
     apart = apart.at[(slice(None),) * dim + (own,)].add(x.astype(apart.dtype))
     return jax.lax.psum(apart, axes).astype(x.dtype)
@@ -394,7 +412,7 @@ def shardy_rule(dims: Dims) -> str:
 
     def text(all_letters: Sequence[str]) -> str:
         return ", ".join(
-            " ".join(letter if letter in "bhg" else next(names) for letter in letters)
+            " ".join(letter if letter in "bhge" else next(names) for letter in letters)
             for letters in all_letters
         )
 

@@ -78,7 +78,7 @@ class ScoreParams(NamedTuple):
     sinks: Any = None  # (H,)
     scales: Any = None  # (1,)
     slopes: Any = None  # (1, H)
-    bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
+    bias: Any = None  # (a divisor of B, 1 or H, 1 or Sq, Skv)
 
     def specs(self, layout: Layout) -> ScoreParams:
         """The PartitionSpecs for the shard_map of context/shard.py."""

@@ -260,9 +260,9 @@ def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
 
 
 class BiasTiles:
-    """A bias array (1 or B, 1 or H, 1 or Sq, Skv) padded to whole tiles, and its gradient.
+    """A bias array (groups, 1 or H, 1 or Sq, Skv) padded to whole tiles, and its gradient.
 
-    Axes of size 1 are not expanded.
+    Axes of size 1 are not expanded, and B / groups consecutive batch rows read the same bias.
     """
 
     def __init__(self, bias: jax.Array, tiles: Tiles) -> None:
@@ -278,8 +278,11 @@ class BiasTiles:
 
     def _start(self, step: Any, block: Any) -> tuple[Any, ...]:
         tiles, zero = self.tiles, np.int32(0)
+        row_steps = tiles.row_tiles  # of the batch rows that read one bias
+        if self.shape[0] != 1:
+            row_steps = row_steps * (tiles.batch // self.shape[0])
         return (
-            zero if self.shape[0] == 1 else div(step, tiles.row_tiles),
+            zero if self.shape[0] == 1 else div(step, row_steps),
             zero,
             zero if self.shape[2] == 1 else rem(step, tiles.row_tiles) * sized(tiles.rows),
             rem(block, tiles.key_blocks) * sized(tiles.keys),
