@@ -5,6 +5,7 @@ Guards against an exported program that works for one size only, and an error th
 to do.
 """
 
+import contextlib
 import importlib.util
 import pickle
 
@@ -17,6 +18,7 @@ import packax
 import pytest
 from exported import restored
 from jax.experimental import serialize_executable
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi
@@ -223,3 +225,37 @@ def test_a_compiled_program_is_stored():
     )
     for x, y in zip(loaded(tensors, mask), compiled(tensors, mask), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:attention in an exported program")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_abstract_mesh(kind, size):
+    """Programs for a mesh without devices, whether it is set or only in the types of arguments."""
+    mesh = AbstractMesh((size,), ("data",), axis_types=(getattr(AxisType, kind),))
+
+    def typed(shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+
+    x, ids = typed((4, 8, 2, 8)), typed((4, 8), jnp.int32)
+
+    def every(x, ids):
+        mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+        of_batch = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
+        return (
+            jax.grad(lambda x: packax.flash_attention(x, x, x, mask).sum())(x),
+            packax.flash_attention(x, x, x, of_batch),
+            packax.dot_product_attention(x, x, x, is_causal=True),
+            packax.decode_attention(x[:, :1], x, x, jnp.full(4, 8)),
+        )
+
+    for setting in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
+        with setting:
+            exported = jax.export.export(jax.jit(every), platforms=["cpu"])(x, ids)
+        assert exported.nr_devices == size
+    rng = np.random.default_rng(0)
+    given = rng.standard_normal(x.shape).astype(np.float32), np.zeros((4, 8), np.int32)
+    devices = jax.make_mesh((size,), ("data",), devices=jax.devices("cpu")[:size])
+    placed = [jax.device_put(y, NamedSharding(devices, P("data"))) for y in given]
+    for found, wanted in zip(exported.call(*placed), jax.jit(every)(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

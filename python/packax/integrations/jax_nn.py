@@ -15,6 +15,7 @@ from packax._src.attention import flash_attention
 from packax._src.core.arguments import as_int32, described
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
@@ -245,10 +246,14 @@ def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Ar
     """
     if 0 in (*out.shape, value.shape[1]):
         return out
-    mean = value.mean(1, keepdims=True, dtype=accumulator(value.dtype))
-    mean = jnp.repeat(mean, out.shape[2] // value.shape[2], 2)
-    empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
-    return jnp.where(empty, mean.astype(out.dtype), out)
+
+    def replaced(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
+        mean = value.mean(1, keepdims=True, dtype=accumulator(value.dtype))
+        mean = jnp.repeat(mean, out.shape[2] // value.shape[2], 2)
+        empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
+        return jnp.where(empty, mean.astype(out.dtype), out)
+
+    return over_auto_axes(replaced, (out, lse, value), typed_axes(out))
 
 
 def bias_array(bias: jax.Array, keys: Any) -> jax.Array:

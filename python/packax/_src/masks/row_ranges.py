@@ -99,7 +99,7 @@ def row_ranges_and_bounds(
         q_pos = jnp.stack([high, row_values.low], axis=1)
     if mode >= MaskMode.IDS and tree is not False:
         lo, hi, segment_checked = documents_p.bind(
-            require_device_info(row_values.ids),
+            require_device_info(row_values.ids, untyped=False),
             kv_ids,
             q_pos if tree is None else row_values.ids,
             kv_pos if mode >= MaskMode.UPPER_LIMIT and tree is None else kv_ids,
@@ -155,7 +155,7 @@ def bounds_of(
 ) -> dict[str, jax.Array]:
     """The arrays BLOCK_ARRAYS of these row ranges, by name."""
     blocks = blocks_p.bind(
-        *vary_together(require_device_info(lo), hi, segment_checked),
+        *vary_together(require_device_info(lo, untyped=False), hi, segment_checked),
         kv_len=kv_len,
         implementation=implementation,
     )

@@ -40,7 +40,7 @@ from packax._src.ops import (
     xla_mask,
 )
 from packax._src.ops.ffi import choose_algorithm, ffi_call, suffix_of
-from packax._src.ops.partitioning import partitioned, plain
+from packax._src.ops.partitioning import partitioned, plain, without_mesh
 from packax._src.ops.primitives import (
     BLOCK_ARRAYS,
     backward_p,
@@ -86,7 +86,8 @@ def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
         ctx = ctx.replace(
             avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
         )
-        return rule(ctx, *operands, **params)
+        with without_mesh(ctx.avals_in):
+            return rule(ctx, *operands, **params)
 
     return lower
 

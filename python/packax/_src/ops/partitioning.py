@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -76,8 +76,7 @@ def partitioned(
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
         if mesh is None:
-            # Types on a mesh with Explicit axes, even of size 1, differ from those of plain avals.
-            with _with_64_bits(ctx.avals_in), jax.sharding.use_abstract_mesh(_NO_MESH):
+            with without_mesh(ctx.avals_in):
                 return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
@@ -93,6 +92,16 @@ def partitioned(
         return results
 
     return lower
+
+
+@contextlib.contextmanager
+def without_mesh(avals: Any) -> Iterator[None]:
+    """A context to trace a function of arrays with these plain avals.
+
+    Types on a mesh with Explicit axes, even of size 1, differ from those of plain avals.
+    """
+    with _with_64_bits(avals), jax.sharding.use_abstract_mesh(_NO_MESH):
+        yield
 
 
 def _with_64_bits(avals: Any) -> Any:
@@ -479,13 +488,17 @@ batching.defvectorized(_devices_p)
 mlir.register_lowering(_devices_p, lambda ctx, x: [x])
 
 
-def require_device_info(x: Any) -> Any:
+def require_device_info(x: Any, *, untyped: bool = True) -> Any:
     """Returns x, and makes jax lower the program with known devices, so that XLA can partition it.
 
-    Has no effect in a shard_map over all axes: such a program may be lowered for an abstract mesh.
+    Has no effect on an AbstractMesh and in a shard_map over all axes: such programs may be lowered
+    without devices. `untyped`: whether it has an effect if no mesh is set and the type of x has
+    none. Masks of constants need none, and do not know whether the attention is on an AbstractMesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = not mesh.empty and all(
-        kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types
-    )
-    return x if manual else _devices_p.bind(x)
+    context = jax.sharding.get_abstract_mesh()
+    meshes = [mesh for mesh in (context, jax.typeof(x).sharding.mesh) if not mesh.empty]
+    manual = not context.empty and all(kind == AxisType.Manual for kind in context.axis_types)
+    abstract = any(mesh.abstract_device is None for mesh in meshes)
+    if manual or abstract or not (meshes or untyped):
+        return x
+    return _devices_p.bind(x)
