@@ -10,9 +10,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import packax
 import pytest
+from plain_jit import mesh_of, put
 from tiers import some
 
 PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
@@ -128,3 +130,38 @@ def test_errors(prefixes, message):
     tensors, table = inputs(1, 4, 1, [9])
     with pytest.raises(ValueError, match=message):
         packax.decode_shared_prefix(*tensors, prefixes, block_table=table)
+
+
+@pytest.mark.parametrize(
+    "groups,of_each,q_len,parts", [(1, 16, 1, 1), (1, 17, 1, 2), (2, 19, 1, 4), (1, 34, 1, 3)]
+)
+def test_how_often_a_prefix_is_read(groups, of_each, q_len, parts):
+    """Once for each 16 rows, whatever the size of the group."""
+    tensors, table = inputs(groups, of_each, q_len, np.full(groups, 32))
+    call = functools.partial(packax.decode_shared_prefix, *tensors, [32] * groups)
+    traced = jaxprs.equations(jax.make_jaxpr(lambda: call(block_table=table))())
+    queries = [x.invars[0].aval.shape for x in traced if x.primitive.name == "packax_decode"]
+    rows = [shape[0] for shape in queries]
+    assert sorted(rows) == [parts, groups * of_each]
+    np.testing.assert_allclose(
+        call(block_table=table), packax.decode_attention(*tensors, block_table=table), atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("batch,groups", some([(4, 1), (4, 2), (16, 2), (16, 4), (20, 1)], 0, 2, 3))
+def test_a_sharded_batch(kind, batch, groups):
+    mesh = mesh_of(kind, (4, 2))
+    prefixes = np.resize([32, 9], groups)
+    (query, key, value, lengths), table = inputs(groups, batch // groups, 1, prefixes)
+    wanted = packax.decode_attention(query, key, value, lengths, block_table=table)
+    query = put(mesh, query, "data", None, "tensor")
+    key, value = (put(mesh, x, None, None, "tensor") for x in (key, value))
+    for of_batch in ((), ("data",)):
+        at, rows = put(mesh, lengths, *of_batch), put(mesh, table, *of_batch)
+        with jax.set_mesh(mesh):
+            out = jax.jit(packax.decode_shared_prefix)(
+                query, key, value, at, prefixes, block_table=rows
+            )
+        assert out.sharding.is_equivalent_to(query.sharding, 4)
+        np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from packax._src.core.arguments import ArrayLike
+from packax._src.core.sharding import Axes, over_auto_axes, typed_axes
 from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
@@ -38,7 +41,7 @@ def decode_shared_prefix(
     together. Another computes attention over the remaining keys of each sequence. The two results
     are merged by their log-sum-exps, as in Hydragen (arXiv 2402.05099). So a step reads the prefix
     once for each 16 rows, not once for each sequence. The results are those of decode_attention,
-    up to rounding.
+    up to rounding. If a mesh shards the batch, each device reads the prefixes of its sequences.
 
     Args:
         query: (B, Sq, H, Dqk), as in `decode_attention`.
@@ -95,30 +98,83 @@ def decode_shared_prefix(
             "query must be (batch, rows, heads, dim), its batch a multiple of the groups of "
             f"prefix_lengths, but has shape {query.shape}, and there are {groups} groups"
         )
-    prefixes = jnp.repeat(jnp.maximum(prefixes, 0), batch // groups)
-    q_len, heads, dim = query.shape[1:]
-    together = max(1, min(batch // groups, MAX_ROWS // max(q_len, 1)))
-    while batch // groups % together:
-        together -= 1
-    parts = batch // together
-    # A prefix with fewer keys than rows is computed with the suffix: decode_attention would treat
-    # its first rows as padding.
-    apart = jnp.where(prefixes < together * q_len, 0, prefixes)
+    q_len = query.shape[1]
+    batch_axes, _, head_axes, _ = typed_axes(query)
+    parts = _parts(batch, groups, q_len, _pieces(query, batch_axes))
+    prefixes = jnp.maximum(prefixes, 0)
+    limits = functools.partial(_limits, parts, q_len)
+    apart, first = over_auto_axes(limits, (prefixes,), (batch_axes,))
     attend: Any = decode_attention
     suffix = attend(
         query, key, value, kv_lengths, block_table=block_table, kv_starts=apart, sinks=sinks,
         **options,
     )  # fmt: skip
-    out, lse = attend(
-        query.reshape(parts, together * q_len, heads, dim),
-        key, value, apart[::together], block_table=block_table[::together], causal=False,
-        **options,
-    )  # fmt: skip
-    lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
-    merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
-    # A prefix that reaches into the new rows would let rows attend to later keys.
-    valid = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
-    valid = (valid | (prefixes == 0)).reshape(batch, 1, 1)
-    out = jnp.where(valid[..., None], merged[0], jnp.nan)
-    lse = jnp.where(valid, merged[1], jnp.nan)
+    together = over_auto_axes(parts.joined, (query,), (batch_axes, (), head_axes))
+    first_table = over_auto_axes(parts.first, (block_table,), (batch_axes,))
+    out, lse = attend(together, key, value, first, block_table=first_table, causal=False, **options)
+    out = over_auto_axes(parts.apart, (out,), (batch_axes, (), head_axes))
+    lse = over_auto_axes(
+        lambda x: parts.apart(x.swapaxes(1, 2)).swapaxes(1, 2), (lse,), (batch_axes, head_axes)
+    )
+    merged = merge_attention([(out, lse), suffix])
+    valid = over_auto_axes(functools.partial(_valid, q_len), (prefixes, kv_lengths), (batch_axes,))
+    out = jnp.where(valid[:, None, None, None], merged[0], jnp.nan)
+    lse = jnp.where(valid[:, None, None], merged[1], jnp.nan)
     return (out, lse) if return_lse else out
+
+
+class _Parts(NamedTuple):
+    """The sequences whose prefix is computed together: `number` parts of each run of `run`
+    sequences, of `together` sequences each. The last part of a run is padded."""
+
+    runs: int
+    run: int
+    number: int
+    together: int
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """(batch, Sq, ...) to (parts, together * Sq, ...)."""
+        x = x.reshape(self.runs, self.run, *x.shape[1:])
+        missing = self.number * self.together - self.run
+        x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(self.runs * self.number, self.together * x.shape[2], *x.shape[3:])
+
+    def apart(self, x: jax.Array) -> jax.Array:
+        """The inverse of `joined`."""
+        rows = x.shape[1] // self.together
+        x = x.reshape(self.runs, self.number * self.together, rows, *x.shape[2:])
+        return x[:, : self.run].reshape(self.runs * self.run, *x.shape[2:])
+
+    def first(self, x: jax.Array) -> jax.Array:
+        """x of the first sequence of each part."""
+        x = x.reshape(self.runs, self.run, *x.shape[1:])[:, :: self.together]
+        return x.reshape(self.runs * self.number, *x.shape[2:])
+
+
+def _parts(batch: int, groups: int, q_len: int, pieces: int) -> _Parts:
+    """`pieces`: the number of devices, as far as types say, of which each has a part of the batch.
+    Sequences on different devices are not computed together."""
+    run = max(1, math.gcd(batch // groups, batch // pieces))
+    number = -(-run // max(1, MAX_ROWS // max(q_len, 1)))
+    return _Parts(batch // run, run, number, -(-run // number))
+
+
+def _pieces(x: jax.Array, axes: Axes) -> int:
+    shape = jax.typeof(x).sharding.mesh.shape
+    return math.prod(shape[axis] for axis in axes)
+
+
+def _limits(parts: _Parts, q_len: int, prefixes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The number of keys that are computed together, for each sequence and for each part."""
+    prefixes = jnp.repeat(prefixes, parts.runs * parts.run // prefixes.shape[0])
+    # A prefix with fewer keys than rows is computed with the suffix: decode_attention would treat
+    # its first rows as padding.
+    apart = jnp.where(prefixes < parts.together * q_len, 0, prefixes)
+    return apart, parts.first(apart)
+
+
+def _valid(q_len: int, prefixes: jax.Array, lengths: jax.Array) -> jax.Array:
+    """For each sequence, whether its prefix ends before its new rows, which would otherwise attend
+    to later keys."""
+    prefixes = jnp.repeat(prefixes, lengths.shape[0] // prefixes.shape[0])
+    return (prefixes <= jnp.maximum(lengths, 0) - q_len) | (prefixes == 0)

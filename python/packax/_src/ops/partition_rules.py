@@ -42,6 +42,7 @@ def backward(*avals, spec, names) -> Dims:
 
 def decode(*avals, spec, names) -> Dims:
     x, letters = Operands.of(names, avals), _letters(names, avals)
+    letters["query"] = "b.h."  # few rows, which are gathered if they arrive sharded
     if x.block_table is not None:  # pages do not belong to batch rows
         letters |= {"key": "ppg.", "value": "ppg."}
     if x.key_scale is not None:
