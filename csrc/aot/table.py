@@ -107,7 +107,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "backward_dq_sm90_float32_bias": "sm90.bwd_dq",
     "backward_shared_dbias": "sm90.shared_dbias",
     "backward_shared_float32_dbias": "sm90.shared_dbias",
-    "sum_dbias": "portable.sum_dbias",
+    "backward_sum_dbias": "portable.sum_dbias",
     "backward_dkdv_sm90_dbias": "sm90.bwd_dkdv_d256",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
@@ -461,7 +461,7 @@ def sm90(
         constants["V_CHUNK"] = min(v_dim & -v_dim, 256)
     if kernel == "backward_postprocess":
         del constants["V_DIM"]
-    if kernel == "sum_dbias":
+    if kernel == "backward_sum_dbias":
         del constants["QK_DIM"], constants["V_DIM"]
     # rows per program; keys for kernels of dK and dV
     block = {
@@ -473,7 +473,7 @@ def sm90(
             (f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")), 64
         ),
         **dict.fromkeys(("backward_shared_dbias", "backward_shared_float32_dbias"), 64),
-        "sum_dbias": tile.get("ELEMENTS", 0),
+        "backward_sum_dbias": tile.get("ELEMENTS", 0),
         "backward_dkdv_sm90_parts": 64,
         "backward_dq_sm90_parts": 64,
     }

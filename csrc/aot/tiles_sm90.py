@@ -243,16 +243,15 @@ SM90_TILES["forward_sm90_float32_bias"] = {
     for dim, keys, stages in (((32, 32), 64, 4), (64, 64, 4), (128, 64, 2), (256, 32, 2))
 }
 # The backward with a bias: separate kernels, of which that of dK and dV has programs of 64 keys at
-# all head dims. BIAS_STAGES: tiles of the bias that are loaded ahead. REGISTERS: per thread at
-# launch, so that two programs fit on a multiprocessor; at 64, products would be serialised. At 256, only a
-# bias with one element per logit has such kernels: with a float32 bias, those of dK and dV would
-# exceed the shared memory by 16 bytes.
+# all head dims. REGISTERS: per thread at launch, so that two programs fit on a multiprocessor; at
+# 64, products would be serialised. At 256, only a bias with one element per logit has such kernels:
+# with a float32 bias, that of dK and dV would exceed the shared memory by 16 bytes.
 BIAS_BACKWARD_DIMS: tuple[Dims, ...] = ((32, 32), 64, 128, 256)
 SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
     BIAS_BACKWARD_DIMS, SM90_TILES["backward_preprocess"][256]
 )
 SM90_TILES["backward_dkdv_sm90_dbias"] = {
-    dim: SM90_TILES["backward_dkdv_sm90"][256] | {"BIAS_STAGES": 1 if dim == 256 else 2, **more}
+    dim: SM90_TILES["backward_dkdv_sm90"][256] | more
     for dim, more in zip(
         BIAS_BACKWARD_DIMS,
         (
@@ -290,7 +289,7 @@ SM90_TILES |= {
     }
     for dtype in ("", "_float32")
 }
-SM90_TILES["sum_dbias"] = {dim: {"ELEMENTS": 1024} for dim in BIAS_BACKWARD_DIMS[:3]}
+SM90_TILES["backward_sum_dbias"] = {dim: {"ELEMENTS": 1024} for dim in BIAS_BACKWARD_DIMS[:3]}
 # With the largest logit of each row: the running maximum, which is updated by every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
 SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])

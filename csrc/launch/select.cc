@@ -380,7 +380,7 @@ template <typename Dkdv, typename Dq, typename Dbias>
 constexpr Steps<B> SeparateWithSharedDbias() {
   auto steps = SeparateWithBias<Dkdv, Dq>();
   steps[3] = Use<Dbias, B>(SharedTiles);
-  steps[4] = Use<SumDbiasArgs, B>(DbiasElements);
+  steps[4] = Use<BackwardSumDbiasArgs, B>(DbiasElements);
   return steps;
 }
 

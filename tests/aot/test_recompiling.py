@@ -75,7 +75,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.row_producer", [*FORWARDS, "sm90.bwd_dq", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts"]),
         ("sm90.shared_dbias", SHARED_DBIAS),
-        ("portable.sum_dbias", ["sum_dbias"]),
+        ("portable.sum_dbias", ["backward_sum_dbias"]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
         ("sm90.chunked_mma", [*FORWARDS, *ROWS, *SHARED_DBIAS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
             "sm90.bwd_dkdv_parts"]),
@@ -102,7 +102,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # but no DBIAS
         ("portable.row_tile", ["portable.fwd", "portable.bwd_dq"]),
         ("portable.scoring", [*PLAIN, *GENERAL, *BIAS]),
-        ("portable.bias", [*PLAIN, *GENERAL, *BIAS, "sum_dbias"]),
+        ("portable.bias", [*PLAIN, *GENERAL, *BIAS, "backward_sum_dbias"]),
         ("portable.dropout", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.bwd_dq", ["portable.bwd_dq"]),
         ("portable.bwd_dbias", DBIAS),

@@ -334,7 +334,7 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
     for v in ALL:
         if v.kernel in table.TILES:
             assert v.block in (16, 32, 64, 128), v.name
-        if v.kernel in table.TENSOR_MAPS:
+        if v.kernel in table.TENSOR_MAPS and not v.kernel.startswith("backward_shared"):
             tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
             tiles = (64,) if v.kernel in table.PARTS else tiles
             assert v.block in tiles, v.name

@@ -22,6 +22,7 @@ import score_oracle
 from cases import BY_NAME, Case
 from tiers import some
 
+P = jax.sharding.PartitionSpec
 SMALL = Case(
     "bias", "odd lengths, groups", lambda: packax.sliding_window(40, 9), 150, 187, batch=2, heads=4,
     kv_heads=2,
@@ -338,6 +339,64 @@ def test_vmap(mapped):
     np.testing.assert_allclose(got, np.stack(apart) if mapped else sum(apart), atol=2e-5)
 
 
+GROUPED = ((3, 2, 40, 40), (2, 1, 40, 40), (3, 2, 1, 40), (1, 2, 40, 40))
+
+
+def grouped_inputs(*more):
+    rng = np.random.default_rng(3)
+    return [jnp.asarray(rng.standard_normal((*more, 6, 40, 2, 16)), jnp.float32) for _ in range(4)]
+
+
+@jax.jit
+def of_grouped(query, key, value, weights, bias):
+    """The output, and the gradients of query and bias."""
+
+    def loss(query, bias):
+        out = packax.flash_attention(query, key, value, packax.causal(), bias=bias)
+        return jnp.sum(out * weights), out
+
+    gradients, out = jax.grad(loss, (0, 1), has_aux=True)(query, bias)
+    return out, *gradients
+
+
+@pytest.mark.parametrize("shape", some(((shape,) for shape in GROUPED), 0))
+def test_one_for_each_group_of_batch_rows(shape):
+    rows = 6 // shape[0]
+    bias = random_bias(shape[:3], 40, seed=4)
+    tensors = grouped_inputs()
+    out, dq, dbias = of_grouped(*tensors, bias)
+    wide = of_grouped(*tensors, jnp.repeat(bias, rows, axis=0))
+    summed = wide[2].reshape(shape[0], rows, *shape[1:]).sum(1)
+    for got, expected in ((out, wide[0]), (dq, wide[1]), (dbias, summed)):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("mapped", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", some(((shape,) for shape in GROUPED), 0, 3))
+def test_vmap_of_groups(shape, mapped):
+    tensors, biases = grouped_inputs(2), random_bias((2, *shape[:3]), 40, seed=5)
+    operands = [x if mapped[0] else x[0] for x in tensors] + [biases if mapped[1] else biases[0]]
+    axes = [0 if mapped[0] else None] * 4 + [0 if mapped[1] else None]
+    got = jax.jit(jax.vmap(of_grouped, axes))(*operands)
+    for n in range(2):
+        one = of_grouped(
+            *(x if axis is None else x[n] for x, axis in zip(operands, axes, strict=True))
+        )
+        for x, y in zip(got, one, strict=True):
+            np.testing.assert_allclose(x[n], y, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups,devices", [(1, 2), (2, 2), (2, 3), (3, 2)])
+def test_groups_on_a_mesh(groups, devices):
+    """Six batch rows, sharded: a bias for several devices, several for one, and in between."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    rows, whole = (jax.sharding.NamedSharding(mesh, x) for x in (P("x"), P()))
+    operands = [*grouped_inputs(), random_bias((groups, 2, 40), 40, seed=6)]
+    placed = [jax.device_put(x, rows) for x in operands[:4]] + [jax.device_put(operands[4], whole)]
+    for x, y in zip(of_grouped(*placed), of_grouped(*operands), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
 @pytest.mark.parametrize("way", ["out", "gradient", "tangent", "gradient of a sum"])
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("batch", [1, 4])
@@ -367,7 +426,10 @@ def test_vmap_does_not_repeat_it_for_the_batch(batch, mapped, way):
 @pytest.mark.parametrize(
     "bias,text",
     [
-        (np.zeros((2, 4, 150), np.float32), "must have shape (1 or 2, 1 or 4, 1 or 150, 187)"),
+        (
+            np.zeros((2, 4, 150), np.float32),
+            "must have shape (2 or a divisor of it, 1 or 4, 1 or 150, 187)",
+        ),
         (np.zeros((2, 3, 150, 187), np.float32), "but has (2, 3, 150, 187)"),
         (np.zeros((1, 1, 1, 1), np.float32), "but has (1, 1, 1, 1)"),
         (np.zeros((1, 1, 150, 187), np.int32), "bias must be an array of floats, but is int32"),

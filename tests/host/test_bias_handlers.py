@@ -17,9 +17,9 @@ from cpp.bias_calls import (
     forward_bias,
 )
 from cpp.call_frame import INITIALIZE
-from cpp.calls import BLOCKS, Array, Sizes, of_head_group
+from cpp.calls import ABSENT, BLOCKS, Array, Sizes, of_head_group
 from cpp.launches import attention, expect_launches, kernels_of
-from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
+from cpp.machine import KERNELS, SM90, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, maps_of, sm90_sections
 
 pytest_plugins = ("cpp.fixtures",)
@@ -31,6 +31,11 @@ def as_float32(x):
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
+def described(s, axes):
+    """The argument bias_axes: above the bits of the axes, the batch rows that share a bias."""
+    return axes | (1 if axes & 1 else s.batch) << 3
+
+
 def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1, blocks=BLOCKS):
     of_map = ("block_mask_batch", "block_mask_heads", "q_block", "kv_block")
     return {
@@ -38,7 +43,7 @@ def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1
         "soft_cap": 30.0, "has_score_grads": 1, "scales_batch": 1, "bias_batch": 1,
         **dict(zip(of_map, blocks, strict=True)),
         "qk_dim": dims[0], "v_dim": dims[1],
-        "bias_kind": kind, "bias_axes": axes,
+        "bias_kind": kind, "bias_axes": described(s, axes),
         "dropout_threshold": threshold - (1 << 32) * (threshold >= 1 << 31),
         "dropout_rows_batch": rows_batch,
         "inverse_keep": as_float32(1 / (1 - threshold / 2**32)),
@@ -139,8 +144,8 @@ def test_a_bias_alone_on_hopper(hopper, direction, axes):
     s, dims = Sizes(kv_len=704), (32, 24)
     hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which cover `dims`
     call = bias_alone(direction, hopper, s, axes=axes)
-    scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": axes, "qk_dim": dims[0],
-        "v_dim": dims[1]}  # fmt: skip
+    scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": described(s, axes),
+        "qk_dim": dims[0], "v_dim": dims[1]}  # fmt: skip
     expect_launches(hopper, call, scalars, grids_of_alone(s, direction, axes))
 
 
@@ -157,7 +162,7 @@ def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, 
     call = call.change(scale=("float32", 0.375), mask_mode=("int32", 1))
     bias = call.operands["bias"]
     planes = Array(bias.dtype, (bias.shape[0] * bias.shape[1], *bias.shape[2:]), bias.address)
-    more = {"bias_axes": axes, "arrays": {"bias": planes}}
+    more = {"bias_axes": described(s, axes), "arrays": {"bias": planes}}
     expect_forward(machine, s, call, "forward_sm90_bias", 128, **more)
     if axes == ALL_AXES:
         for other in ({"axes": 3}, {"dims": (qk_dim - 8, qk_dim)}, {"s": Sizes(kv_len=700)}):
@@ -204,6 +209,36 @@ def test_a_bias_with_an_element_for_every_pair_on_sm90(tmp_path, driver, needs_g
     for other in ({"needs_grad": 1}, {"axes": 3}, {"algorithm": "portable"}):
         other = bias_alone("backward", machine, s, **{"algorithm": "sm90_separate"} | more | other)
         assert kernel not in kernels_of(machine, other)
+
+
+@pytest.mark.parametrize("kind", ["", "_float32"])
+@pytest.mark.parametrize("axes,groups", [(6, 1), (4, 1), (7, 2)])
+def test_a_bias_that_rows_share_on_sm90(tmp_path, driver, kind, axes, groups):
+    """The workspace has room for two sums of the gradient. Four batch rows share 1 or 2 biases."""
+    machine = make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has("backward_sm90_float32_bias") and m.variant["qk_dim"] == 64,
+    )
+    s, parts = Sizes(batch=4, mask_batch=4, kv_len=704), 2
+    more = {"dtype_of_bias": "float32"} if kind else {}
+    call = bias_alone(
+        "backward", machine, s, axes=axes, dims=(64, 64), algorithm="sm90_separate", **more
+    )
+    old = call.operands["bias"]
+    bias = Array(old.dtype, (groups, *old.shape[1:]), old.address)
+    elements = call.results["workspace"].shape[0]
+    room = Array("float32", (elements + 63 + parts * prod(bias.shape),))
+    call = call.change(bias=bias, dbias=bias, workspace=room)
+    assert kernels_of(machine, call) == SM90[f"backward_sm90{kind}_bias"]
+    shared, total = machine.launches()[-2:]
+    tiles = ceil(s.q_len / 128) * ceil(s.kv_len / 64)
+    assert shared["grid"] == [parts * prod(bias.shape[:2]) * tiles, 1, 1]
+    assert total["grid"] == [ceil(prod(bias.shape) / 1024), 1, 1]
+    uneven = call.change(workspace=Array("float32", (room.shape[0] - 1,)))
+    assert "workspace has" in machine.run(uneven).message
+    without = call.change(dbias=ABSENT, workspace=Array("float32", (elements,)))
+    assert kernels_of(machine, without) == SM90[f"backward_sm90{kind}_bias"][:3]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +381,7 @@ def test_some_of_the_heads(portable, make):
         ),
         (
             {"bias": Array("float32", (3, 6, 300, 700))},
-            "bias has 3 entries along axis 0, expected 1 or batch, 2",
+            "bias has 3 entries along axis 0, expected a divisor of batch, 2",
         ),
         (
             {"bias": Array("float32", (2, 2, 300, 700))},

@@ -37,12 +37,11 @@ def backward_dkdv_sm90(
     q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
-    BIAS_STAGES: gl.constexpr = 1,
 ):  # fmt: skip
     """As bwd.backward_sm90 without dQ. Options: `soft_cap`, block lists, or a bias, as in
-    forward_sm90, of which BIAS_STAGES tiles are loaded ahead. If the bias has an element for every
-    logit, `dbias` is its gradient. Lists are of tiles of 128 keys, so a program may visit blocks of
-    rows that attend only to the other 64 keys."""
+    forward_sm90. If the bias has an element for every logit, `dbias` is its gradient. Lists are of
+    tiles of 128 keys, so a program may visit blocks of rows that attend only to the other 64
+    keys."""
     BIAS: gl.constexpr = bias is not None
     BLOCK_LISTS: gl.constexpr = block_mask is not None
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -70,6 +69,7 @@ def backward_dkdv_sm90(
     p = Exchange(p_s, full=barriers(2), empty=barriers(2))
     pair_bias = None
     if BIAS:
+        BIAS_STAGES: gl.constexpr = 1 if QK_DIM > 128 else 2  # as many as there is room for
         line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
         bias_tile: gl.constexpr = get_layout([ROWS, KEYS], bias.dtype)
         pair_bias = PairBias(

@@ -10,7 +10,7 @@ rows with two products, S = Q K^T and dP = dO V^T. Those of the next batch row r
 one is computed.
 
 There are more multiprocessors than tiles, so the batch rows are divided into `dbias_parts` parts,
-whose float32 sums `sum_dbias` (portable/sum_dbias.py) adds.
+whose float32 sums portable/sum_dbias.py adds.
 """
 
 from sm90.args import KernelScalars, Map, Maps, Mask, Number, RowStats, RowTile, StepRange

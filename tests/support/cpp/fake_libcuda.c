@@ -22,7 +22,7 @@ enum {
   kNotFound = 500,
   kMaxDevices = 4,
   kMaxFailures = 8,
-  kMaxKernels = 64,
+  kMaxKernels = 128,
   kNone = -1,
   kMultiprocessors = 10,
 };

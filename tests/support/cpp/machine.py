@@ -128,7 +128,7 @@ for _dtype in ("", "_float32"):
         "query:t key:t value:t dout:t lse2:t delta:t top:t bias dbias_sums "
         "kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks"
     )
-POINTERS["sum_dbias"] = "dbias dbias_sums"
+POINTERS["backward_sum_dbias"] = "dbias dbias_sums"
 POINTERS["backward_preprocess_dbias"] = POINTERS["backward_preprocess"].replace(" hi ", " hi top ")
 POINTERS["backward_dkdv_sm90_dbias"] = POINTERS["backward_dkdv_sm90"].replace(
     " dv:t ", " dv:t top:t bias:t dbias:t "
@@ -166,7 +166,7 @@ SCALARS = {
         (f"backward_shared{x}_dbias" for x in ("", "_float32")),
         ATTENTION.replace("mask_mode", "mask_mode bias_axes dbias_parts"),
     ),
-    "sum_dbias": "bias_kind bias_axes dbias_parts batch q_len kv_len heads",
+    "backward_sum_dbias": "bias_kind bias_axes dbias_parts batch q_len kv_len heads",
     "backward_preprocess": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_preprocess_dbias": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_sm90": ATTENTION,
@@ -266,7 +266,7 @@ SM90 = {
             f"backward_dkdv_sm90{x}_bias",
             f"backward_dq_sm90{x}_bias",
             f"backward_shared{x}_dbias",
-            "sum_dbias",
+            "backward_sum_dbias",
         ]
         for x in ("", "_float32")
     },
