@@ -58,7 +58,9 @@ def triangle_attention(
         NotImplementedError: as `packax.flash_attention`.
 
     Examples:
-        >>> out, lse, largest = triangle_attention(q, k, v, bias, mask, scale=d**-0.5)
+        >>> q = k = v = jnp.ones((1, 8, 4, 32, 16))  # one sample of 8 rows
+        >>> bias, mask = jnp.zeros((1, 1, 4, 32, 32)), jnp.ones((1, 8, 1, 1, 32), bool)
+        >>> out, lse, largest = triangle_attention(q, k, v, bias, mask, scale=16**-0.5)
     """
     arrays = {"q": q, "k": k, "v": v, "bias": bias}
     q, k, v, bias = (as_array(name, x) for name, x in arrays.items())
