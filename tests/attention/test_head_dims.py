@@ -252,11 +252,12 @@ def test_in_programs_with_sizes_that_are_not_known_yet(hopper):
     "option,dims",
     some(
         itertools.product(
-            ("plain", "lse", "soft cap", "frozen keys"), ((24, 24), (24, 40), (72, 8))
+            ("plain", "lse", "soft cap", "frozen keys", "bias"), ((24, 24), (24, 40), (72, 8))
         ),
         4,
         8,
         9,
+        13,
     ),
     ids=str,
 )
@@ -268,13 +269,17 @@ def test_results_and_gradients(monkeypatch, dims, option):
     *tensors, cotangent = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
     options = {"soft_cap": 1.5} if option == "soft cap" else {}
 
-    def total(query, key, value):
+    if option == "bias":
+        tensors.append(jnp.asarray(rng.standard_normal((1, 4, 300, 300)), jnp.float32))
+
+    def total(query, key, value, *bias):
+        options.update(zip(("bias",), bias, strict=False))
         key = jax.lax.stop_gradient(key) if option == "frozen keys" else key
         out, lse = packax.flash_attention(query, key, value, MASK, return_lse=True, **options)
         of_lse = jnp.sin(lse).sum() if option == "lse" else 0
         return (out * cotangent).sum() + of_lse, (out, lse)
 
-    gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    gradients = jax.jit(jax.value_and_grad(total, range(len(tensors)), has_aux=True))
     expected = gradients(*tensors)
     seen = []
     for direction in ("forward", "backward"):
@@ -294,3 +299,31 @@ def test_results_and_gradients(monkeypatch, dims, option):
     for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups,parts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("dtype,kind", [(jnp.float32, "_float32"), (jnp.bfloat16, "")])
+def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, parts):
+    """Head dim 24 is padded to 32, and the workspace has sums for the gradient of a bias that rows
+    share. Elsewhere, and for keys that are no multiple of 16 bytes, the portable kernels run."""
+    kernels = [f"{x}_sm90{kind}_bias" for x in ("forward", "backward_dkdv", "backward_dq")]
+    rows = with_sm90(dims=((32, 32),), kernels=(*kernels, f"backward_shared{kind}_dbias"))
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+    monkeypatch.setattr(ffi, "dbias_parts", lambda query, bias: 2 if bias.shape[0] == 1 else 1)
+
+    def gradients(query, key, value, bias):
+        return jax.grad(loss, (0, 1, 2))(query, key, value, packax.full(), bias=bias), jax.grad(
+            lambda bias: loss(query, key, value, packax.full(), bias=bias)
+        )(bias)
+
+    def of(kv_len):
+        bias = jax.ShapeDtypeStruct((groups, 8, 300, kv_len), dtype)
+        found = calls(text_of(gradients, *abstract(dim=24, v_dim=24, kv_len=kv_len, batch=4), bias))
+        return [x for x in found if x[0] == "packax_backward_v1" and x[3][3] != "0xf32"]
+
+    ((_, attributes, operands, results),) = of(296)
+    assert attributes["algorithm"] == '"sm90_separate"' and operands[0] == "4x300x8x32xbf16"
+    stats = 3 * 4 * 8 * 320 + 2 * 320
+    assert results[-1] == f"{stats + 64 + parts * groups * 8 * 300 * 296}xf32"
+    ((_, attributes, operands, _),) = of(298)
+    assert attributes["algorithm"] == '"portable"' and operands[0] == "4x300x8x24xbf16"
