@@ -10,9 +10,10 @@ namespace packax {
 
 // The longest sequence: positions and tile ends stay below 2^31.
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;
-// The most heads: offsets in a tile of 128 rows with head dim 256 stay below 2^31.
-inline constexpr int64_t kMaxHeads = 65536;
 inline constexpr int64_t kMaxInt32 = 2147483647;
+inline constexpr int64_t kMaxHeads = 65536;
+// The most elements of all heads of a row: offsets in a tile of 192 rows stay below 2^31.
+inline constexpr int64_t kMaxHeadsTimesDim = kMaxInt32 / 192;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

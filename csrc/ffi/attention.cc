@@ -5,6 +5,7 @@
 
 #include "ffi/attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace packax {
@@ -41,6 +42,7 @@ ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(ToInt32("kv_len (key axis 1)", key.dimensions()[1], 1, kMaxLength, &o->kv_len));
   PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxHeads, &o->kv_heads));
   PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &o->v_dim));
+  PACKAX_TRY(CheckRowSize(o->row_heads, std::max(o->qk_dim, o->v_dim)));
   PACKAX_CHECK(o->heads % o->kv_heads == 0, kInvalidArgument)
       << (o->heads == o->row_heads ? "query has " : "attribute heads is ") << o->heads
       << (o->heads == o->row_heads ? " heads" : "") << ", expected a multiple of the "

@@ -84,6 +84,14 @@ ffi::Error ToInt32(const char* name, int64_t size, int64_t least, int64_t most, 
   return ffi::Error::Success();
 }
 
+ffi::Error CheckRowSize(int32_t heads, int32_t dim) {
+  const int64_t size = int64_t{heads} * dim;
+  PACKAX_CHECK(size <= kMaxHeadsTimesDim, kInvalidArgument)
+      << "heads * head dim is " << heads << " * " << dim << " = " << size << ", expected at most "
+      << kMaxHeadsTimesDim;
+  return ffi::Error::Success();
+}
+
 ffi::Error ExpectAttribute(const char* name, int32_t value, int32_t most) {
   PACKAX_CHECK(0 <= value && value <= most, kInvalidArgument)
       << "attribute " << name << " is " << value << ", expected 0 to " << most;

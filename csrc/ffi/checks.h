@@ -42,6 +42,9 @@ ffi::Error ExpectRank(const char* name, const ffi::AnyBuffer& buffer, size_t ran
 // Casts a 64-bit size to a 32-bit kernel argument, and checks that it is from `least` to `most`.
 ffi::Error ToInt32(const char* name, int64_t size, int64_t least, int64_t most, int32_t* out);
 
+// Checks that kernels can count the elements of all heads of a tile in 32 bits.
+ffi::Error CheckRowSize(int32_t heads, int32_t dim);
+
 // Checks that an attribute is from 0 to `most`.
 ffi::Error ExpectAttribute(const char* name, int32_t value, int32_t most);
 

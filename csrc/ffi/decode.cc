@@ -1,6 +1,7 @@
 // packax_decode_v1: attention of a few new rows of every sequence over its cache. Checks the
 // buffers, then runs the kernels of the call.
 
+#include <algorithm>
 #include <cmath>
 
 #include "ffi/checks.h"
@@ -33,7 +34,8 @@ ffi::Error ReadQuery(const DecodeBuffers& b, DecodeOperands* o) {
   PACKAX_TRY(ToInt32("q_len (query axis 1)", sizes[1], 1, kMaxRows, &o->q_len));
   PACKAX_TRY(ToInt32("heads (query axis 2)", sizes[2], 1, kMaxHeads, &o->heads));
   PACKAX_TRY(ToInt32("qk_dim (query axis 3)", sizes[3], 1, kMaxInt32, &o->qk_dim));
-  return ToInt32("v_dim (value axis 3)", b.value.dimensions()[3], 1, kMaxInt32, &o->v_dim);
+  PACKAX_TRY(ToInt32("v_dim (value axis 3)", b.value.dimensions()[3], 1, kMaxInt32, &o->v_dim));
+  return CheckRowSize(o->heads, std::max(o->qk_dim, o->v_dim));
 }
 
 ffi::Error ReadCache(const DecodeBuffers& b, bool paged, DecodeOperands* o) {

@@ -37,7 +37,8 @@ def write(
         new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache. In a
             float8_e4m3fn cache, numbers beyond its largest, 448, are clipped to it.
         sequence_ids: (R, T) integers: the sequence of each token, which is a row of the cache or of
-            block_table. A token with -1, or another number that is not a sequence, is not written.
+            block_table; (R, 1) if all tokens of a row belong to one sequence. A token with -1, or
+            another number that is not a sequence, is not written.
         positions: (R, T) integers: the token's position in its sequence, from 0. Positions beyond
             the cache or the table, and those whose entry of the table is not a page, are not
             written.
@@ -95,10 +96,13 @@ def _written(
         for name, x in (("sequence_ids", sequence_ids), ("positions", positions))
     )
     for name, x in (("sequence_ids", row), ("positions", place)):
-        if x.shape != new.shape[:2]:
+        if x.shape != new.shape[:2] and (name == "positions" or x.shape != (new.shape[0], 1)):
+            or_one = "" if name == "positions" else f", or shape {(new.shape[0], 1)}"
             raise ValueError(
-                f"{name} must have the rows and tokens of new, {new.shape[:2]}, but has {x.shape}"
+                f"{name} must have the rows and tokens of new, {new.shape[:2]}{or_one}, but has "
+                f"{x.shape}"
             )
+    row = jnp.broadcast_to(row, place.shape)
     if scale is not None and not is_fp8(cache):
         raise ValueError(f"scale is for caches in {FP8}, but cache is {cache.dtype}: omit it")
     valid = (row >= 0) & (place >= 0)

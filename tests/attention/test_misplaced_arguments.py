@@ -115,6 +115,27 @@ def test_errors(call, text):
         call()
 
 
+@pytest.mark.parametrize(
+    "options,text",
+    [
+        ({"is_causal": True}, r"no argument 'is_causal': pass packax.causal\(\) as mask"),
+        ({"segment_ids": np.zeros(8)}, r"'segment_ids': pass packax.documents\(segment_ids\)"),
+        ({"attn_mask": np.ones((8, 8), bool)}, r"'attn_mask': .*block_sparse\(array, 1\)"),
+        ({"window_size": (3, 0)}, r"pass packax.sliding_window\(left, right\) as mask"),
+        ({"sm_scale": 1.0}, "'sm_scale': pass scale$"),
+        ({"nonsense": 1}, r"flash_attention\(\) has no argument 'nonsense'$"),
+    ],
+)
+def test_arguments_of_other_libraries(options, text):
+    with pytest.raises(TypeError, match=text):
+        packax.flash_attention(Q, Q, Q, **options)
+
+
+def test_no_mask():
+    with pytest.raises(ValueError, match=r"but is None: for no mask at all pass full\(\)"):
+        packax.flash_attention(Q, Q, Q)
+
+
 def test_lengths_beyond_int32():
     """Lengths that no cache can have give NaN, as other lengths beyond the cache do, and no NumPy
     error."""

@@ -281,7 +281,8 @@ REFUSED = {
     "causal must be True or False, but is 1": {"causal": 1},
     "return_lse must be True or False, but is None": {"return_lse": None},
     "scale must be a Python or numpy number or an array of shape (), but is a str": {"scale": "1"},
-    "scale must be a Python or numpy number, known when tracing, but is an array": {
+    "scale must be a Python or numpy number, known when tracing, but is an array, float64[]: "
+    "multiply query by it, and pass scale=1.0": {
         "scale": np.ones(())},
     "scale must be finite in float32, but is inf": {"scale": 10**400},
     "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {

@@ -31,6 +31,19 @@ def expected(cache, new, sequences, positions, place_of):
     return cache
 
 
+def test_one_sequence_id_for_each_row():
+    new = np.random.default_rng(0).standard_normal((2, 4, 2, 4)).astype(np.float32)
+    cache, rows = np.zeros((3, 7, 2, 4), np.float32), np.array([[2], [0]])
+    positions = np.arange(4) + np.array([[1], [3]])
+    want = kv_cache.write(cache, new, np.repeat(rows, 4, 1), positions)
+    np.testing.assert_array_equal(kv_cache.write(cache, new, rows, positions), want)
+    text = r"sequence_ids must have .* \(2, 4\), or shape \(2, 1\), but has \(1, 4\)"
+    with pytest.raises(ValueError, match=text):
+        kv_cache.write(cache, new, np.zeros((1, 4), int), positions)
+    with pytest.raises(ValueError, match=r"positions must have .* \(2, 4\), but has \(2, 1\)"):
+        kv_cache.write(cache, new, rows, rows)
+
+
 def test_dense():
     new, sequences, positions = prompts()
     cache = np.full((3, 7, 2, 4), 9, np.float32)  # the third prompt is longer

@@ -318,6 +318,11 @@ def refusals():
     )
     yield (
         {},
+        {"query": Array("D", (2, 2, 65536, 512))},
+        "heads * head dim is 65536 * 512 = 33554432, expected at most 11184810",
+    )
+    yield (
+        {},
         {"query": Array("D", (1 << 31, 2, 6, "QK"))},
         "batch (query axis 0) is 2147483648, expected 0 to 2147483647",
     )

@@ -68,6 +68,11 @@ def refusals():
     )
     yield (
         forward,
+        {"query": Array("D", (2, 300, 65536, 512)), "value": Array("D", (2, 700, 2, 512))},
+        ("heads * head dim is 65536 * 512 = 33554432, expected at most 11184810"),
+    )
+    yield (
+        forward,
         {"query": Array("D", (2, 300, 6, 0))},
         ("qk_dim (query axis 3) is 0, expected 1 to 2147483647"),
     )

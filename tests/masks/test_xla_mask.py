@@ -214,3 +214,12 @@ def test_blocks_of_documents(q_len, kv_len):
     tested[q_len // 2] = lo[q_len // 2] < hi[q_len // 2]
     wide = np.zeros(q_len), np.full(q_len, kv_len), np.zeros(q_len)
     check_blocks(*(np.stack([x, w]) for x, w in zip((lo, hi, tested), wide, strict=True)), kv_len)
+
+
+def test_tables_of_4_g_slots_are_made_row_by_row(monkeypatch):
+    rng = np.random.default_rng(0)
+    q_ids, kv_ids, limits, kv_pos = rng.integers(-1, 5, (4, 3, 50)).astype(np.int32)
+    want = xla_mask.document_ranges(q_ids, kv_ids, limits, kv_pos, compare_positions=1)
+    monkeypatch.setattr(xla_mask, "_MOST_SLOTS", 2 * 3 * 1024)
+    got = xla_mask.document_ranges(q_ids, kv_ids, limits, kv_pos, compare_positions=1)
+    np.testing.assert_array_equal(got, want)

@@ -217,6 +217,7 @@ def test_cu_seqlens_is_the_reverse():
         (lambda: segments.pack([None], 4), r"documents\[0\] must be an array .* but is None"),
         (lambda: segments.pack([[1], [[2]]], 4), r"documents\[1\] must have shape \(tokens,\)"),
         (lambda: segments.pack([[0.5]], 4), r"documents\[0\] must be integers"),
+        (lambda: segments.pack([np.ones((3, 2), int)], 4), r"arrays with features.*packed.source"),
     ],
 )
 def test_errors(call, message):

@@ -43,6 +43,7 @@ from packax._src.requests import (
     checked_rate,
     checked_scale,
     checked_soft_cap,
+    refuse_other_arguments,
     validate_score_params,
 )
 
@@ -88,7 +89,7 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    mask: AttentionMask | MaskExpression,
+    mask: Any = None,
     *,
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
@@ -104,6 +105,7 @@ def flash_attention(
     sharding: AttentionSharding | None = None,
     gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Exact softmax attention, softmax(logits where mask) @ value, in O(S) memory.
 
@@ -202,6 +204,7 @@ def flash_attention(
         >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
         >>> out = packax.flash_attention(query, key, value, mask)
     """
+    refuse_other_arguments("flash_attention", others)
     query, key, value = as_tensors(query=query, key=key, value=value)
     sharding = _sharding(mask, sharding, query, key, value)
     layout = None if sharding is None else layout_of(sharding)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from packax._src.core.arguments import numpy_array
+from packax._src.core.arguments import described, numpy_array
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
     FP8,
@@ -169,11 +169,12 @@ def decode_attention(
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
     check_flags(return_lse=return_lse, causal=causal)
-    factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
-    if isinstance(factor, jax.Array):
+    if isinstance(scale, (jax.Array, np.ndarray)):
         raise ValueError(
-            "scale must be a Python or numpy number, known when tracing, but is an array"
+            "scale must be a Python or numpy number, known when tracing, but is "
+            f"{described(scale)}: multiply query by it, and pass scale=1.0"
         )
+    factor: Any = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     left, right = _window(window)
     if causal and right:
         raise ValueError(

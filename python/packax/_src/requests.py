@@ -464,3 +464,47 @@ def checked_precision(precision: Any) -> jax.lax.Precision:
         if name.startswith(names) and not name.endswith(_MORE):
             return least
     return Precision.HIGHEST
+
+
+_MASKS = "pass an expression as mask, such as packax.causal() or packax.documents(segment_ids)"
+_REPLACEMENTS = {  # of arguments that other libraries' attention takes
+    **dict.fromkeys(("is_causal", "causal"), "pass packax.causal() as mask"),
+    **dict.fromkeys(
+        ("segment_ids", "q_segment_ids", "kv_segment_ids"),
+        "pass packax.documents(segment_ids) as mask, joined with others by `&`, as in "
+        "packax.causal() & packax.documents(segment_ids)",
+    ),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"),
+        "pass packax.documents(packax.segments.from_cu_seqlens(cu_seqlens, length)) as mask",
+    ),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask"),
+        f"{_MASKS}; for an array of 0 and 1 that marks padding "
+        "packax.documents(packax.segments.from_attention_mask(array)), for a boolean array of "
+        "queries and keys packax.masks.block_sparse(array, 1), and an array of floats as bias",
+    ),
+    **dict.fromkeys(
+        ("window_size", "local_window_size", "window", "sliding_window"),
+        "pass packax.sliding_window(left, right) as mask, for causal attention with right=0",
+    ),
+    **dict.fromkeys(
+        ("query_seq_lengths", "key_value_seq_lengths", "lengths"),
+        "pass packax.documents(segment_ids) as mask, with id -1 for padding",
+    ),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scaling_factor"), "pass scale"),
+    **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap"), "pass soft_cap"),
+    **dict.fromkeys(("attn_bias", "attention_bias", "ab"), "pass bias"),
+    **dict.fromkeys(("dropout", "dropout_p"), "pass dropout_rate and dropout_key"),
+    "alibi_slopes": "pass bias=packax.alibi(slopes)",
+    "block_size": "leave it out: the kernels have fixed tile sizes",
+    "block_sizes": "leave it out: the kernels have fixed tile sizes",
+}
+
+
+def refuse_other_arguments(function: str, others: dict[str, Any]) -> None:
+    """Raises TypeError for arguments that the function does not have, with what to use instead."""
+    for name in others:
+        instead = _REPLACEMENTS.get(name)
+        more = "" if instead is None else f": {instead}"
+        raise TypeError(f"{function}() has no argument {name!r}{more}")

@@ -6,6 +6,7 @@ docs/internals/mask_format.md.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from packax._src.core.spec import (
 from packax._src.ops.xla_tiles import select, sized, stack
 
 _IN_BOUNDS = "promise_in_bounds"  # skips index arithmetic
+_MOST_SLOTS = 1 << 32  # of the tables of a batch: slots are uint32
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
 
@@ -57,7 +59,27 @@ def document_ranges(
     compare_positions: 0, 1 (q_pos contains upper limits), or 2 (q_pos (Bm, 2, Sq) contains upper
     limits, then lower limits).
     """
+    arrays = q_ids, kv_ids, q_pos, kv_pos
+    batch, kv_len = kv_ids.shape
+    function = functools.partial(_document_ranges, compare_positions=compare_positions)
+    if is_symbolic(batch) or is_symbolic(kv_len) or 2 * batch * table_size(kv_len) < _MOST_SLOTS:
+        return function(*arrays)
 
+    def of_row(row: Any) -> Any:
+        return [x[0] for x in function(*(x[None] for x in row))]
+
+    lo, hi, checked = lax.map(of_row, arrays)
+    return lo, hi, checked
+
+
+def _document_ranges(
+    q_ids: jax.Array,
+    kv_ids: jax.Array,
+    q_pos: jax.Array,
+    kv_pos: jax.Array,
+    *,
+    compare_positions: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     batch, kv_len = kv_ids.shape
     index = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
     left, right = (lax.slice_in_dim(kv_ids, n, kv_len - 1 + n, axis=1) for n in (0, 1))

@@ -217,8 +217,8 @@ def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
             )
     if is_left_padded_mask(ids):
         found.append(
-            "ids are 0, then 1, in every row, as in an attention mask with padding on the left, but "
-            "0 is a document: packax.segments.from_attention_mask turns such a mask into ids"
+            "ids are 0, then 1, in every row, as in an attention mask with padding on the left, "
+            "but 0 is a document: packax.segments.from_attention_mask turns such a mask into ids"
         )
     back = [(row, returning(x)) for row, x in enumerate(ids)]
     back = [(row, which) for row, which in back if which]
