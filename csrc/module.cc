@@ -6,9 +6,11 @@
 #include <nanobind/stl/string.h>
 
 #include <utility>
+#include <vector>
 
 #include "build.h"  // generated: kWholeTable
 #include "ffi/stages.h"
+#include "launch/select.h"
 #include "plan/deal.h"
 #include "runtime/driver.h"
 #include "runtime/variants.h"
@@ -96,6 +98,84 @@ nb::object FindName(const std::string& kernel, int cc, const std::string& dtype,
   if (!ParseKernel(kernel, &query.kernel) || !ParseDtype(dtype, &query.dtype)) return nb::none();
   const Variant* variant = Find(query);
   return variant == nullptr ? nb::none() : nb::object(nb::str(variant->name));
+}
+
+// Sets the field that has this name in the call. Absent names keep their value.
+template <typename T>
+void Read(const nb::dict& call, const char* name, T* field) {
+  if (call.contains(name)) *field = nb::cast<T>(call[name]);
+}
+
+void ReadAttention(const nb::dict& call, AttentionOperands* o) {
+  Read(call, "batch", &o->batch);
+  Read(call, "q_len", &o->q_len);
+  Read(call, "kv_len", &o->kv_len);
+  Read(call, "heads", &o->heads);
+  o->row_heads = o->heads;
+  Read(call, "kv_heads", &o->kv_heads);
+  Read(call, "qk_dim", &o->qk_dim);
+  Read(call, "v_dim", &o->v_dim);
+  Read(call, "scale", &o->scale);
+  Read(call, "soft_cap", &o->soft_cap);
+  Read(call, "bias_kind", &o->bias_kind);
+  Read(call, "bias_axes", &o->bias_axes);
+  Read(call, "dropout_threshold", &o->dropout_threshold);
+  Read(call, "scales_batch", &o->scales_batch);
+  Read(call, "bias_batch", &o->bias_batch);
+  Read(call, "bias_of_indices", &o->bias_of_indices);
+  Read(call, "block_mask_heads", &o->block_mask_heads);
+  Read(call, "q_block", &o->q_block);
+  Read(call, "kv_block", &o->kv_block);
+  Read(call, "row_stats", &o->row_stats);
+}
+
+nb::list SelectKernels(const std::string& pass, int cc, int multiprocessors, const nb::dict& call,
+                       int driver) {
+  Device device{};
+  device.cc = cc;
+  device.driver = driver;
+  device.multiprocessors = multiprocessors;
+  Dtype dtype;
+  if (!ParseDtype(nb::cast<std::string>(call["dtype"]), &dtype)) {
+    throw nb::value_error("select: unknown dtype");
+  }
+  std::vector<const Variant*> found;
+  if (pass == "decode") {
+    DecodeOperands o{};
+    o.dtype = dtype;
+    Read(call, "batch", &o.batch);
+    Read(call, "q_len", &o.q_len);
+    Read(call, "heads", &o.heads);
+    Read(call, "kv_heads", &o.kv_heads);
+    Read(call, "kv_len", &o.kv_len);
+    Read(call, "page_size", &o.page_size);
+    Read(call, "qk_dim", &o.qk_dim);
+    Read(call, "v_dim", &o.v_dim);
+    Read(call, "fp8", &o.fp8);
+    found = KernelsOf(o, device);
+  } else if (pass == "forward") {
+    ForwardOperands o{};
+    o.dtype = dtype;
+    ReadAttention(call, &o);
+    found = KernelsOf(o, device);
+  } else {
+    BackwardOperands o{};
+    o.dtype = dtype;
+    ReadAttention(call, &o);
+    int algorithm = 0;
+    Read(call, "algorithm", &algorithm);
+    o.algorithm = static_cast<Algorithm>(algorithm);
+    Read(call, "needs_dq", &o.needs_dq);
+    Read(call, "needs_dkv", &o.needs_dkv);
+    Read(call, "needs_dbias", &o.needs_dbias);
+    Read(call, "dbias_parts", &o.dbias_parts);
+    found = KernelsOf(o, device);
+  }
+  nb::list out;
+  for (const Variant* variant : found) {
+    out.append(nb::make_tuple(Name(variant->kernel), variant->name));
+  }
+  return out;
 }
 
 nb::dict Driver() {
@@ -196,6 +276,10 @@ NB_MODULE(_ext, m) {
         nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
         "The name of the kernel that a device of compute capability `cc` would run with a driver "
         "for CUDA `driver` (12090 is 12.9), or None.");
+  m.def("select", &packax::SelectKernels, nb::arg("direction"), nb::arg("cc"),
+        nb::arg("multiprocessors"), nb::arg("call"), nb::arg("driver") = packax::kNewestDriver,
+        "[(kernel, variant)] that a call would run on such a device, in order; empty: none. "
+        "`call` has the fields of csrc/call/operands.h that are not 0.");
   m.def("driver", &packax::Driver,
         "{'version', 'devices'} of the CUDA driver, or {'error'} without one. Opens libcuda on "
         "first use.");

@@ -93,22 +93,31 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
   return true;
 }
 
-// Loads the kernels of the first row that accepts the call and whose kernels all exist for this
-// device. If there is none, the error describes the first Gpus::kAll row that accepts the call.
+// The first row that accepts the call and whose kernels, `variants`, all exist for this device. If
+// there is none, null, and `missing` describes the first Gpus::kAll row that accepts the call.
+template <typename Operands, size_t n>
+const Row<Operands>* FirstRow(const Row<Operands> (&rows)[n], const Operands& o,
+                              const Device& device, std::optional<Query>* missing,
+                              std::array<const Variant*, kMaxSteps>* variants) {
+  for (const Row<Operands>& row : rows) {
+    if (!row.takes(o, device)) continue;
+    Query query;
+    *variants = {};
+    if (FindAll(row, o, device, &query, variants)) return &row;
+    if (row.gpus == Gpus::kAll && !*missing) *missing = query;
+  }
+  return nullptr;
+}
+
+// Loads the kernels of that row.
 template <typename Operands, size_t n>
 ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** device,
                   Selected<Operands>* selected) {
   PACKAX_TRY(CurrentDevice(device));
   std::optional<Query> missing;
-  for (const Row<Operands>& row : rows) {
-    if (!row.takes(o, **device)) continue;
-    Query query;
-    std::array<const Variant*, kMaxSteps> variants = {};
-    if (!FindAll(row, o, **device, &query, &variants)) {
-      if (row.gpus == Gpus::kAll && !missing) missing = query;
-      continue;
-    }
-    selected->row = &row;
+  std::array<const Variant*, kMaxSteps> variants;
+  selected->row = FirstRow(rows, o, **device, &missing, &variants);
+  if (selected->row != nullptr) {
     for (size_t i = 0; i < kMaxSteps && variants[i] != nullptr; ++i) {
       PACKAX_TRY(Load(*device, *variants[i], &selected->kernels[i]));
     }
@@ -118,6 +127,21 @@ ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** de
          << DescribeMissing(*missing) << "; device " << (*device)->ordinal << " is "
          << (*device)->name << ". implementation=\"xla\", of create_attention_mask too, needs no "
          << "kernels";
+}
+
+// The kernels of that row that run.
+template <typename Operands, size_t n>
+std::vector<const Variant*> Kernels(const Row<Operands> (&rows)[n], const Operands& o,
+                                    const Device& device) {
+  std::optional<Query> missing;
+  std::array<const Variant*, kMaxSteps> variants;
+  std::vector<const Variant*> run;
+  const Row<Operands>* row = FirstRow(rows, o, device, &missing, &variants);
+  for (size_t i = 0; row != nullptr && i < kMaxSteps && variants[i] != nullptr; ++i) {
+    const Step<Operands>& step = row->steps[i];
+    if (step.needed == nullptr || step.needed(o)) run.push_back(variants[i]);
+  }
+  return run;
 }
 
 template <typename Operands>
@@ -513,6 +537,18 @@ ffi::Error SelectAndRun(Stream stream, const Operands& o, const Row<Operands> (&
 }
 
 }  // namespace
+
+std::vector<const Variant*> KernelsOf(const ForwardOperands& o, const Device& device) {
+  return Kernels(kForward, o, device);
+}
+
+std::vector<const Variant*> KernelsOf(const BackwardOperands& o, const Device& device) {
+  return Kernels(kBackward, o, device);
+}
+
+std::vector<const Variant*> KernelsOf(const DecodeOperands& o, const Device& device) {
+  return Kernels(kDecode, o, device);
+}
 
 ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Device* device;

@@ -5,9 +5,17 @@
 
 #pragma once
 
+#include <vector>
+
 #include "launch/run.h"
 
 namespace packax {
+
+// The kernels that a call would run on a device, in order; empty if the device has none. Reads
+// sizes and options, no buffers, and does not call the driver.
+std::vector<const Variant*> KernelsOf(const ForwardOperands& o, const Device& device);
+std::vector<const Variant*> KernelsOf(const BackwardOperands& o, const Device& device);
+std::vector<const Variant*> KernelsOf(const DecodeOperands& o, const Device& device);
 
 ffi::Error RunForward(Stream stream, ForwardOperands o);
 ffi::Error RunBackward(Stream stream, BackwardOperands o);

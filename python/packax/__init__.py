@@ -13,6 +13,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.decode import decode_attention
+from packax._src.explain import explain
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
 from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window
@@ -40,6 +41,7 @@ __all__ = [
     "decode_shared_prefix",
     "documents",
     "dot_product_attention",
+    "explain",
     "export_checks",
     "flash_attention",
     "full",

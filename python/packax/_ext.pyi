@@ -1,6 +1,6 @@
 """XLA FFI handlers of packax and the table of kernels in this build (csrc/module.cc)."""
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,13 @@ def find(
 ) -> str | None:
     """The name of the kernel that a device of compute capability `cc` would run with a driver for
     CUDA `driver` (12090 is 12.9; default: newer than any), or None."""
+
+def select(
+    direction: str, cc: int, multiprocessors: int, call: dict[str, Any], driver: int = ...
+) -> list[tuple[str, str]]:
+    """(kernel, variant) of the kernels that a call ("forward", "backward", "decode") would run on
+    such a device, in order; empty: there are none. `call` has the fields of csrc/call/operands.h
+    that are not 0, dtype as in the table."""
 
 def driver() -> Driver:
     """What the CUDA driver of this machine says. Opens libcuda on first use; creates no context."""

@@ -51,6 +51,10 @@ class Extension(StandIn):
 
     whole_table = variants
 
+    @staticmethod
+    def select(direction, cc, multiprocessors, call, driver=0):
+        return [(direction, f"{direction}_{cc}")]
+
 
 PORTABLE = Extension.variants()
 

@@ -7,10 +7,12 @@ results of a call have shape (0,) (docs/internals/ffi.md).
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -107,11 +109,27 @@ def _capabilities(for_export: bool) -> set[int]:
     return local or {row["cc"] for row in variants()}
 
 
+_assumed: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assumed_capability(cc: int) -> Iterator[None]:
+    """Selects kernels as if this process's only CUDA device had this compute capability."""
+    token = _assumed.set(cc)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def local_capabilities() -> set[int] | None:
     """The compute capabilities of this process's CUDA devices (90 for 9.0).
 
     None: it has none, so it compiles for another machine.
     """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return {assumed}
     try:
         devices = jax.local_devices(backend="cuda")
         return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
@@ -355,11 +373,9 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     query, of_keys = avals.query, "key" in spec.needs_grad or "value" in spec.needs_grad
     if group.heads:
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
-    algorithm = choose_algorithm(avals._replace(query=query), spec, for_export(ctx))
-    elements = workspace_size(algorithm, query, avals.kv_start.shape[0], avals.bias is not None)
-    if algorithm == "sm90_separate" and spec.bias_grad and suffix_of(avals, spec) != "_dbias":
-        # the counter, padded, and the sums of the bias gradient (ReadWorkspace)
-        elements += BLOCK - 1 + dbias_parts(avals.query, avals.bias) * _elements(avals.bias)
+    of = avals._replace(query=query)
+    algorithm = choose_algorithm(of, spec, for_export(ctx))
+    elements = backward_workspace(algorithm, of, spec)
 
     # The dq kernel also computes score_grads. The fused kernel always writes dk and dv.
     nothing = array(0, dtype=query.dtype)
@@ -458,6 +474,21 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     if separate and (spec.deterministic or not everything or not fused):
         return "sm90_separate"
     return "sm90_fused" if fused and not spec.deterministic else "portable"
+
+
+def backward_workspace(algorithm: str, of: Operands, spec: AttentionSpec) -> Any:
+    """The workspace size of a backward pass in 4-byte elements (ReadWorkspace)."""
+    elements = workspace_size(algorithm, of.query, of.kv_start.shape[0], of.bias is not None)
+    if sums := dbias_sums(algorithm, of, spec):  # after the counter, which is padded
+        elements += BLOCK - 1 + sums * _elements(of.bias)
+    return elements
+
+
+def dbias_sums(algorithm: str, of: Operands, spec: AttentionSpec) -> int:
+    """How many sums of the bias gradient the workspace holds."""
+    if algorithm != "sm90_separate" or not spec.bias_grad or suffix_of(of, spec) == "_dbias":
+        return 0
+    return dbias_parts(of.query, of.bias)
 
 
 def workspace_size(algorithm: str, query: Any, mask_batch: Any, with_bias: bool) -> Any:

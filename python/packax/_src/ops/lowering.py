@@ -250,11 +250,8 @@ def _decode_cuda(ctx, *operands, spec, names):
         return _decode_xla(ctx, *operands, spec=spec, names=names)
     of = Operands.of(names, ctx.avals_in)
     float32_products = is_exact(spec.precision)
-    _require_decode_kernel(of.query, of.value, float32_products)
-    batch, q_len, heads, _ = of.query.shape
-    keys = of.key.shape[1] * (1 if of.block_table is None else of.block_table.shape[1])
-    rows = (splits(batch, q_len, heads, of.key.shape[2], keys), batch, q_len, heads)
-    workspace = ((*rows, of.value.shape[3]), rows)
+    require_decode_kernel(of.query, of.value, float32_products)
+    workspace = decode_workspace(of)
     avals, buffers = ffi.in_order(ctx, _DECODE_OPERANDS, of, Operands.of(names, operands))
     return ffi_call(
         ctx.replace(avals_in=avals),
@@ -265,6 +262,14 @@ def _decode_cuda(ctx, *operands, spec, names):
         soft_cap=np.float32(spec.soft_cap),
         float32_products=np.int32(float32_products),
     )
+
+
+def decode_workspace(of: Operands) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the float32 arrays of the workspace: partial results and their sums."""
+    batch, q_len, heads, _ = of.query.shape
+    keys = of.key.shape[1] * (1 if of.block_table is None else of.block_table.shape[1])
+    rows = (splits(batch, q_len, heads, of.key.shape[2], keys), batch, q_len, heads)
+    return (*rows, of.value.shape[3]), rows
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
@@ -280,7 +285,7 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
     return max(1, min(most, max(fill, balance)))
 
 
-def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
+def require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
     ffi.require_extension()
     fp8 = is_fp8(value)
     kernel = "decode_fp8" if fp8 else "decode"
