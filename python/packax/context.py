@@ -4,8 +4,9 @@ The names that most programs use are also in `packax`.
 """
 
 from packax._src.context.load_balance import ContextPlan
-from packax._src.context.plan_check import check_plan, debug_checks
+from packax._src.context.plan_check import check_plan
 from packax._src.context.processes import check_same_rows, process_rows
+from packax._src.core.debug import debug_checks
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks.planning import (
     ShardedBatch,

@@ -51,6 +51,10 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     # Before the launch: programs take their tiles from the counter.
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
     assert machine.record()[0] == clear and len(machine.record()) == 2
+    sizes = {x: getattr(s, x) for x in ("batch", "q_len", "kv_len", "heads", "kv_heads")}
+    sizes |= {x: machine.variant[x] for x in ("dtype", "qk_dim", "v_dim")}
+    told = machine.ext.select("forward", 90, MULTIPROCESSORS, {**sizes, "scale": 0.0625}, DRIVER)
+    assert [name for name, _ in told] == [kernel]  # what `explain` says
 
 
 @pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128), (192, 128), (256, 128)])

@@ -115,6 +115,11 @@ def test_ids_that_look_like_padding(ids):
         packax.documents(np.full((1, 3), 1), kv_segment_ids=ids)
 
 
+def test_jax_arrays_under_debug_checks():
+    with packax.context.debug_checks(), pytest.warns(UserWarning, match="^segment_ids ends with 0"):
+        packax.documents(jnp.array([1, 1, 0]))
+
+
 def test_attention_masks_with_padding_on_the_left():
     with pytest.warns(UserWarning, match=r"^segment_ids is 0, then 1, .*from_attention_mask"):
         packax.documents([[0, 0, 1, 1], [1, 1, 1, 1]])

@@ -377,6 +377,24 @@ def test_check_packing_refuses_tracers_and_other_shapes():
         problems([0, 0], None, [0])
 
 
+@pytest.mark.parametrize(
+    "function,given,text",
+    [
+        (segments.from_attention_mask, [1, 1, 2, 2, 2, 0], "0 and 1, .* use from_one_based"),
+        (segments.from_one_based, [0, 0, -1], "must be 0 for padding and positive elsewhere"),
+    ],
+)
+def test_values_of_jax_arrays_under_debug_checks(function, given, text):
+    function(jnp.array(given))  # values are read only under debug_checks
+    with packax.context.debug_checks():
+        with pytest.raises(ValueError, match=text):
+            function(jnp.array(given))
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=text):
+            jax.block_until_ready(jax.jit(function)(jnp.array(given)))
+            jax.effects_barrier()
+        function(jnp.array([1, 0]))
+
+
 def test_ids_make_a_mask():
     ids = segments.from_one_based(np.array([[1, 1, 2, 2, 0, 0]]))
     dense = (packax.causal() & packax.documents(ids)).as_array(6, 6)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.load_balance import ContextPlan, checksum, take_chunks, whole_rows
-from packax._src.context.plan_check import TWICE, enabled, report_when_run
+from packax._src.context.plan_check import TWICE
+from packax._src.core.debug import enabled, report_when_run
 from packax._src.core.provenance import is_permuted
 from packax._src.core.sharding import Layout
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+import jax
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, shown
+from packax._src.core.debug import enabled
 from packax._src.core.spec import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
     Documents,
@@ -100,8 +102,12 @@ _LIKE_PADDING = (0, -100)
 
 def _warn_of_padding(name: str, ids: Array | None) -> None:
     """Warns if rows end with an id that other libraries use for padding, or are attention masks
-    with padding on the left. Only for numpy arrays: reading the values of a jax array would wait
+    with padding on the left. For jax arrays only under `debug_checks`: reading their values waits
     for the device."""
+    if isinstance(ids, jax.Array) and enabled():
+        if isinstance(ids, jax.core.Tracer) or not ids.is_fully_addressable:
+            return
+        ids = np.asarray(ids)
     if not isinstance(ids, np.ndarray) or 0 in ids.shape or np.any(ids == PADDING_SEGMENT_ID):
         return
     rows = np.atleast_2d(ids)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_array, numpy_of
+from packax._src.core.debug import check_values
 from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import PADDING_SEGMENT_ID
 
@@ -150,8 +151,9 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
         int32: 0 for tokens, so that each row is one document, and -1 for padding.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; for numpy arrays also another value. For a
-            mask that numbers packed documents 1, 2, 3, ... use `from_one_based`.
+        ValueError: a rank or dtype that is not as above; for numpy arrays, and under
+            `packax.context.debug_checks`, also another value. For a mask that numbers packed
+            documents 1, 2, 3, ... use `from_one_based`.
 
     Examples:
         >>> packax.segments.from_attention_mask([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -160,11 +162,7 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
     """
     mask = _flags("attention_mask", attention_mask)
     xp = numpy_of(mask)
-    if xp is np and ((mask != 0) & (mask != 1)).any():
-        raise ValueError(
-            f"attention_mask must hold 0 and 1, but holds values from {mask.min()} to "
-            f"{mask.max()}: if it numbers documents from 1, use from_one_based"
-        )
+    check_values(_check_zeros_and_ones, mask)
     return xp.where(mask != 0, 0, PADDING_SEGMENT_ID).astype(np.int32)
 
 
@@ -180,19 +178,32 @@ def from_one_based(segment_ids: ArrayLike) -> Array:
         int32: each id minus 1, so that padding is -1.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; for numpy arrays also a negative id: such
-            ids are already in packax's format.
+        ValueError: a rank or dtype that is not as above; for numpy arrays, and under
+            `packax.context.debug_checks`, also a negative id: such ids are already in packax's
+            format.
 
     Examples:
         >>> packax.segments.from_one_based([1, 1, 2, 0])
         array([ 0,  0,  1, -1], dtype=int32)
     """
     ids = as_int32("segment_ids", segment_ids)
-    if isinstance(ids, np.ndarray) and ids.size and ids.min() < 0:
+    check_values(_check_not_negative, ids)
+    return ids - np.int32(1)
+
+
+def _check_zeros_and_ones(mask: np.ndarray) -> None:
+    if ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            f"attention_mask must hold 0 and 1, but holds values from {mask.min()} to "
+            f"{mask.max()}: if it numbers documents from 1, use from_one_based"
+        )
+
+
+def _check_not_negative(ids: np.ndarray) -> None:
+    if ids.size and ids.min() < 0:
         raise ValueError(
             f"segment_ids must be 0 for padding and positive elsewhere, but holds {ids.min()}"
         )
-    return ids - np.int32(1)
 
 
 @_on_rows(shards_rows=True)
