@@ -1,7 +1,7 @@
 """`explain`: which kernels a call would run on a GPU, and why not faster ones.
 
 It traces the call, and asks the code that lowers it (ops/lowering.py, ops/ffi.py) and the tables of
-kernels in C++ (`packax._ext.select`), so it has no rules of its own.
+kernels in C++ (`packax._ext.select`), so it has no separate rules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ExplainedPass:
         kernels: the names of the kernels, in order.
         changes: how the call is rewritten before kernels run, such as padded head dims.
         why: why no faster path is taken, or the text of the error.
-        workspace: bytes of temporary memory beside operands and results; None where XLA allocates.
+        workspace: bytes of temporary memory, without operands and results; None where XLA allocates
+            it.
         calls: how many such calls the program makes, for each rank of a mesh.
     """
 
