@@ -32,6 +32,7 @@ constexpr Handler kHandlers[kTargets] = {
     {Target::kForward, packax_forward_initialize, packax_forward_execute},
     {Target::kBackward, packax_backward_initialize, packax_backward_execute},
     {Target::kDecode, packax_decode_initialize, packax_decode_execute},
+    {Target::kForwardTangent, packax_forward_tangent_initialize, packax_forward_tangent_execute},
 };
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }

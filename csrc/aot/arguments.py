@@ -67,8 +67,10 @@ MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 # float32 ones in FLOATS.
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
+    **dict.fromkeys(("tq", "tk", "tv", "tout"), ""),
     **dict.fromkeys(("bias", "dbias"), ""),  # or float32, which kernels check at run time
-    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum", "dbias_sums"), "fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
+    **dict.fromkeys(("dbias_sums", "tlse"), "fp32"),
     **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
     **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),

@@ -62,6 +62,9 @@ SPILLS: dict[tuple, int] = {
     ("backward_dq_fallback", 256, "f32"): 40,
     ("backward_dkdv_fallback", 256, "tf32"): 56,
     ("backward_dq_fallback", 128, "tf32"): 16,
+    ("forward_tangent", 128): 8,
+    ("forward_tangent_fallback", 128): 336,
+    ("forward_tangent_fallback", 256): 760,
     ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
     ("forward_sm90", 128): 136,  # under ptxas 12.9
@@ -161,4 +164,6 @@ SERIALISED = (
     "backward_dkdv_bias_alone",
     "backward_dkdv_dbias_alone",
     "forward_bias_alone",
+    "forward_tangent",
+    "forward_tangent_fallback",
 )

@@ -59,6 +59,7 @@ from tiles_sm90 import (
 )
 from tiles_sm90 import PARTS as PARTS
 from tiles_sm90 import absent_arguments as absent_from_sm90
+from tiles_tangent import TANGENT_DIMS, TANGENT_TILES
 
 DTYPES = ("bf16", "f16")
 # float32, with two precisions of products: float32, and TF32 (11 significant bits per operand).
@@ -71,6 +72,8 @@ ALL_DIMS = tuple(dict.fromkeys((*HEAD_DIMS, *SM80_DIMS, *HOPPER_DIMS)))
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | FALLBACK_TILES
+# The same for kernels whose cubins serve all GPUs that can run them and have the same tile.
+SHARED_TILES = BIAS_TILES | TANGENT_TILES
 
 # Kernels that depend on neither dtype nor head dim: compile-time constants, rows or keys per
 # program, warps.
@@ -138,6 +141,8 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "backward_dbias_alone": "portable.bwd_dbias",
     "backward_dkdv_dbias_alone": "portable.bwd",
     "backward_dq_of_dbias_alone": "portable.dbias_of_pairs",
+    "forward_tangent": "portable.tangent",
+    "forward_tangent_fallback": "portable.tangent",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -251,11 +256,11 @@ class Variant:
         """Maximum bytes of shared memory per block on all GPUs that run it."""
         shared = (
             self.dtype in (*FLOAT32, FP8)
-            or self.kernel in BIAS_TILES
+            or self.kernel in SHARED_TILES
             or only_fallback((self.qk_dim, self.v_dim))
         )
         served = served_by(self.arch) if shared else [self.arch]
-        if self.dtype != FP8 and self.kernel in TILES | BIAS_TILES | DECODE_TILES:
+        if self.dtype != FP8 and self.kernel in TILES | SHARED_TILES | DECODE_TILES:
             key = self.kernel, self.dtype, self.qk_dim, self.v_dim
             served = [arch for arch in served if tile_of(arch, *key) == tile_of(self.arch, *key)]
         return min(arch.shared for arch in served)
@@ -306,12 +311,12 @@ def tile_of(
 ) -> tuple[int, int, int, int]:
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
-    if kernel in BIAS_TILES:
-        bias_tiles = BIAS_TILES[kernel]
-        return bias_tiles.get((dtype, dim), bias_tiles[arch.tiles, dim])
+    if kernel in SHARED_TILES:
+        tiles = SHARED_TILES[kernel]
+        return tiles.get((dtype, dim)) or tiles[arch.tiles, dim]
     if dtype in FLOAT32:
-        tiles = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
-        return tiles.get(f"{dtype} {arch.tiles}", tiles[dtype])[kernel][dim]
+        float32_tiles = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
+        return float32_tiles.get(f"{dtype} {arch.tiles}", float32_tiles[dtype])[kernel][dim]
     if (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ()):
         return SM80_FORWARD[kernel][arch.tiles, qk_dim, v_dim]
     return (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
@@ -323,7 +328,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     third = "ROW_WARPS" if of_sm80 and dtype not in FLOAT32 else "STAGES"
     rows, keys, n, warps = tile_of(arch, kernel, dtype, qk_dim, v_dim)
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys, third: n}
-    if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
+    if kernel in FALLBACK_TILES or kernel in SHARED_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     if decodes:
         kind = "float32" if dtype in FLOAT32 else arch.tiles
@@ -412,6 +417,15 @@ def with_bias(
             if dims in head_dims:
                 for kernel in BIAS_TILES:
                     yield from of_each_tile(kernel, archs, dtype, *dims)
+
+
+def of_tangents(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    for kernel, tiles in TANGENT_TILES.items():
+        for dtype, dims in itertools.product(dtypes, TANGENT_DIMS[kernel]):
+            if dims in head_dims and (dtype in DTYPES or (dtype, dims[0]) in tiles):
+                yield from of_each_tile(kernel, archs, dtype, *dims)
 
 
 def with_bias_alone(
@@ -539,6 +553,7 @@ def variants(
     dtypes = tuple(dtype for dtype in dtypes if dtype != FP8)
     yield from float32(archs, dtypes, head_dims)
     yield from with_bias(archs, dtypes, head_dims)
+    yield from of_tangents(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)

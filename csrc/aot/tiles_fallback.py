@@ -4,6 +4,7 @@ rows of the table (table.py)."""
 from __future__ import annotations
 
 from tiles_portable import PORTABLE_TILES
+from tiles_tangent import TANGENT_TILES
 
 # Arguments that only the fallback kernels have (PLAIN_ARGUMENTS: only the plain ones). Functions in
 # csrc/kernels/portable are compiled with None for the arguments that a kernel does not have.
@@ -13,7 +14,7 @@ FALLBACK_ARGUMENTS = (
     *("slopes", "q_bias_pos", "kv_bias_pos", "bias_batch"),
     *("block_mask", "q_block_lists", "kv_block_lists"),
     *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
-    *("qk_dim", "v_dim"),
+    *("qk_dim", "v_dim", "has_tq", "has_tk", "has_tv"),
 )
 # Arguments that only kernels with a bias array and dropout have (tiles_bias.py).
 BIAS_ARGUMENTS = (
@@ -33,9 +34,8 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         return PLAIN_ARGUMENTS
     if kernel.endswith("_fallback"):
         return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
-    return (
-        (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
-    )
+    plain = f"{kernel}_fallback" in (*FALLBACK_KERNELS, *TANGENT_TILES)
+    return (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if plain else ()
 
 
 # Kernels for calls with options that change scores, and for head dims up to a compiled one. Options

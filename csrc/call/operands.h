@@ -105,6 +105,12 @@ struct ForwardOperands : AttentionOperands {
   const void* q_order_192;  // (mask_batch, ceil(q_len/192))
 };
 
+// The tangents of query, key and value, and of out and lse. Those of the first three may be absent.
+struct TangentOperands : AttentionOperands {
+  const void *tq, *tk, *tv, *tout, *tlse;
+  int32_t has_tq, has_tk, has_tv;
+};
+
 // Algorithms of the backward, by increasing workspace. The lowering chooses one, possibly without
 // knowing the GPU, and its workspace is large enough for the previous ones, too. A call uses the
 // last algorithm, up to the chosen one, for which the GPU has kernels.

@@ -24,13 +24,14 @@ enum class Target {
   kForward,
   kBackward,
   kDecode,
+  kForwardTangent,
 };
 
 inline constexpr const char* kTargetNames[] = {
     "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",  "packax_decode_v1",
+    "packax_backward_v1",  "packax_decode_v1", "packax_forward_tangent_v1",
 };
-inline constexpr int kTargets = 5;
+inline constexpr int kTargets = 6;
 
 // Host time spent in the execute stage, since the process began or the times were last reset.
 struct HostTime {
@@ -115,3 +116,5 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);  // backward.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);  // decode.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_tangent_initialize);  // tangent.cc
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_tangent_execute);

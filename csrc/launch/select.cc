@@ -451,6 +451,20 @@ constexpr Row<B> kBackward[] = {
      WithDbias<BackwardDkdvBiasArgs, BackwardDqBiasArgs, BackwardDbiasArgs>()},
 };
 
+// --- The tangent of the forward.
+
+using T = TangentOperands;
+
+constexpr Row<T> kTangent[] = {
+    {[](const T& o, const Device&) {
+       return IsPlain(o) && o.has_tq != 0 && o.has_tk != 0 && o.has_tv != 0;
+     },
+     Gpus::kSome,
+     Dims::kExact,
+     {Use<ForwardTangentArgs, T>(QueryTiles)}},
+    {Always, Gpus::kAll, Dims::kCovering, {Use<ForwardTangentFallbackArgs, T>(QueryTiles)}},
+};
+
 // --- Decoding: partial sums of every share of the keys, then one kernel that merges them.
 
 using D = DecodeOperands;
@@ -567,6 +581,10 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o) {
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
   o.clear_dq = selected.row->sums_dq ? 1 : 0;
   return Run(stream, o, selected);
+}
+
+ffi::Error RunTangent(Stream stream, const TangentOperands& o) {
+  return SelectAndRun(stream, o, kTangent);
 }
 
 ffi::Error RunDecode(Stream stream, DecodeOperands o) {

@@ -19,6 +19,7 @@ std::vector<const Variant*> KernelsOf(const DecodeOperands& o, const Device& dev
 
 ffi::Error RunForward(Stream stream, ForwardOperands o);
 ffi::Error RunBackward(Stream stream, BackwardOperands o);
+ffi::Error RunTangent(Stream stream, const TangentOperands& o);
 ffi::Error RunDecode(Stream stream, DecodeOperands o);
 ffi::Error RunDocuments(Stream stream, const DocumentsOperands& o);
 ffi::Error RunBlocks(Stream stream, const BlocksOperands& o);

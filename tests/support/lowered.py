@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from packax._src.ops.ffi import call_names
+from packax._src.ops.ffi import call_names, common_names
 from stand_in import StandIn
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # only the fallback kernels, in 16-bit dtypes
 WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
+TANGENT = "forward_tangent_fallback"
 
 
 class Extension(StandIn):
@@ -38,10 +39,10 @@ class Extension(StandIn):
             ]
             + [
                 {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim, **chip}
-                for kernel in WITH_BIAS
+                for kernel in (*WITH_BIAS, TANGENT)
                 for dtype in ("bf16", "f16", "f32", "tf32")
                 for dim in (64, 128, 256)
-                if dim <= 128 or dtype in ("bf16", "f16")
+                if dim <= 128 or dtype in ("bf16", "f16") or kernel == TANGENT
             ]
             + [
                 {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
@@ -96,6 +97,8 @@ def calls(text):
 def by_name(call):
     """The operand types of an attention call from calls(), by operand name."""
     target, _, operands, _ = call
+    if target == "packax_forward_tangent_v1":
+        return dict(zip((*common_names(), "out", "lse", "tq", "tk", "tv"), operands, strict=True))
     return dict(zip(call_names(target.split("_")[1]), operands, strict=True))
 
 

@@ -18,7 +18,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
-from lowered import Extension, abstract, text_of
+from lowered import Extension, abstract, by_name, calls, text_of
 from packax._src.ops import ffi
 from tiers import once_each, some
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
@@ -300,22 +300,131 @@ def test_a_third_derivative_says_what_to_do(x64):
         assert "jax.grad of a function of jax.jvp" in text and "jax.hessian(f)" in text
 
 
-def test_kernels_alone_have_no_forward_mode(monkeypatch):
+def test_kernels_alone(monkeypatch):
     """implementation="cuda" means the kernels or an error."""
     monkeypatch.setattr(ffi, "ext", Extension)
     query, key, value = abstract()
-    mask = packax.causal()
 
-    def out(query, key, value):
-        return packax.flash_attention(query, key, value, mask, implementation="cuda")
+    def out(*x, **options):
+        return packax.flash_attention(*x, packax.causal(), implementation="cuda", **options)
 
-    def gradient(*operands):
-        return jax.grad(lambda *x: out(*x).astype(jnp.float32).sum())(*operands)
+    def gradient(*x):
+        return jax.grad(lambda *x: out(*x).astype(jnp.float32).sum())(*x)
+
+    def tangent(function):
+        return lambda *x: jax.jvp(function, x, x)
 
     text_of(gradient, query, key, value)
-    for function in (out, gradient):
-        with pytest.raises(NotImplementedError, match=r"not for forward-mode derivatives.*=None"):
-            text_of(lambda *x, f=function: jax.jvp(f, x, x), query, key, value)
+    text_of(tangent(out), query, key, value)
+    with pytest.raises(NotImplementedError, match=r"no kernels for second derivatives.*=None"):
+        text_of(tangent(gradient), query, key, value)
+    bias = jnp.zeros((1, 8, 300, 300), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"forward-mode derivative of .*bfloat16.*=None"):
+        text_of(tangent(functools.partial(out, bias=bias)), query, key, value)
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        text_of(tangent(out), query, key, value, platforms=("cpu",))
+
+
+# Forward mode with the kernels
+
+
+def along(function, argnums=(0, 1, 2)):
+    """The jvp of a function of query, key and value, along some of them."""
+
+    def tangent(*x):
+        def of_some(*some):
+            return function(*(some[argnums.index(n)] if n in argnums else x[n] for n in range(3)))
+
+        some = tuple(x[n] for n in argnums)
+        return jax.jvp(of_some, some, some)
+
+    return tangent
+
+
+def counted(function, *operands):
+    """The FFI calls of attention in a program for CUDA, without "packax_" and "_v1", and whether it
+    has loops."""
+    text = text_of(function, *operands)
+    names = (target[len("packax_") : -len("_v1")] for target, *_ in calls(text))
+    return sorted(x for x in names if x not in ("documents", "blocks")), "while" in text
+
+
+def causal(*x, **options):
+    return packax.flash_attention(*x, packax.causal(), **options)
+
+
+def meanflow(stopped):
+    def loss(*x):
+        out, tout = along(causal)(*x)
+        target = jax.lax.stop_gradient(tout) if stopped else tout
+        return jnp.sum((out - target).astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def test_what_runs_on_kernels(monkeypatch):
+    """The tangent costs one kernel, and its gradient nothing if it is not needed."""
+    monkeypatch.setattr(ffi, "ext", Extension)
+    operands = abstract()
+    assert counted(along(causal), *operands) == (["forward", "forward_tangent"], False)
+    linear = lambda *x: jax.linearize(causal, *x)[1](*x)  # noqa: E731
+    assert counted(linear, *operands) == (["forward", "forward_tangent"], False)
+    stopped = ["backward", "forward", "forward_tangent"]
+    assert counted(meanflow(True), *operands) == (stopped, False)
+    assert counted(meanflow(False), *operands)[1]  # second derivatives have loops
+    for options in ({"soft_cap": 30.0}, {"alibi_slopes": jnp.ones(8)}, {"scale": -2.0}):
+        function = along(functools.partial(causal, **options))
+        assert counted(function, *operands) == (["forward", "forward_tangent"], False), options
+    for options in ({"implementation": "xla"}, {"bias": jnp.zeros((1, 8, 300, 300))}):
+        kernels, loops = counted(along(functools.partial(causal, **options)), *operands)
+        assert "forward_tangent" not in kernels and loops, options
+    # no kernel for these head dims
+    assert counted(along(causal), *abstract(dim=320, v_dim=320))[1]
+
+
+@pytest.mark.parametrize("argnums", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_absent_tangents_are_absent_operands(monkeypatch, argnums):
+    monkeypatch.setattr(ffi, "ext", Extension)
+    text = text_of(along(causal, argnums), *abstract())
+    (call,) = (x for x in calls(text) if x[0] == "packax_forward_tangent_v1")
+    operands = by_name(call)
+    present = [operands[name] != "0xf32" for name in ("tq", "tk", "tv")]
+    assert present == [n in argnums for n in range(3)]
+    assert operands["lse"] == "2x8x300xf32" and operands["out"] == operands["query"]
+
+
+def without_sinks(attention):
+    """The same function of three operands; the dense one has a sink that weighs nothing."""
+
+    def three(query, key, value):
+        if attention is ours:
+            return ours(query, key, value, None)
+        out, lse = attention(query, key, value, jnp.full(HEADS, -jnp.inf))
+        return out, jnp.where(ALLOWED.any(-1), lse, 0)
+
+    return three
+
+
+WAYS = {
+    "all": lambda f, x, u: jax.jvp(f, x, u),
+    "one": lambda f, x, u: jax.jvp(lambda k: f(x[0], k, x[2]), x[1:2], u[1:2]),
+    "linearize": lambda f, x, u: jax.linearize(f, *x)[1](*u),
+    "vmap of tangents": lambda f, x, u: jax.vmap(
+        lambda c: jax.jvp(f, x, jax.tree.map(lambda y: c * jnp.cos(c * y), u))
+    )(jnp.arange(3.0)),
+    "vmap": lambda f, x, u: jax.vmap(
+        lambda c: jax.jvp(f, jax.tree.map(lambda y: c * y, x), u)
+    )(jnp.arange(3.0)),
+    "stopped": lambda f, x, u: jax.grad(loss_of_tangents(f, True))(x, u),
+    "through": lambda f, x, u: jax.grad(loss_of_tangents(f, False))(x, u),
+}
+
+
+@pytest.mark.parametrize("way", some(WAYS, 0, 1, 2, 3, 6))
+def test_forward_mode_without_sinks(x64, way):
+    make = WAYS[way]
+    x, u = random(0)[:3], random(1)[:3]
+    assert_same(lambda f: lambda x, u: make(without_sinks(f), x, u), x, u)
 
 
 # vmap

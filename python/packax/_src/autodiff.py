@@ -39,7 +39,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import DIFFERENTIABLE, AttentionSpec
 from packax._src.ops import primitives, row_sums
 from packax._src.ops.score_mods import NonDiffOperands
-from packax._src.ops.tangents import NO_MORE_DERIVATIVES
+from packax._src.ops.tangents import NO_MORE_DERIVATIVES, tangent_pass
 
 Arrays = Sequence[Any]
 
@@ -129,8 +129,15 @@ class _OfAttention(NamedTuple):
     has_tangent: tuple[bool, ...]  # which inputs
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
-        operands = residuals[: self.attention.tree.num_leaves]
-        return _derivative(self.attention.apply, operands, self.has_tangent, tangents)
+        spec, inputs, tree = self.attention
+        operands, (out, lse, *top) = split(residuals, tree.num_leaves)
+        (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, operands)
+        along = dict(zip(chosen(self.has_tangent, inputs), tangents, strict=True))
+        of_scores = scores.sinks is not None or not set(along).issubset(DIFFERENTIABLE[:3])
+        if of_scores or _passes_for(spec, mask) is not primitives:
+            return _derivative(self.attention.apply, operands, self.has_tangent, tangents)
+        moved = tangent_pass(spec, query, key, value, scores, out, lse, along, mask, fixed)
+        return [*moved, *map(jnp.zeros_like, top)]
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         dout, dlse = cotangents[:2]  # the largest logits have none

@@ -37,6 +37,7 @@ _SHARED += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_stre
 _PER_PASS = {
     "packax_forward_v1": "q_order_192 out_init",
     "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_init",
+    "packax_forward_tangent_v1": "out lse tq tk tv",
 }
 ORDER = {target: (_SHARED + more).split() for target, more in _PER_PASS.items()}
 """The operands of a call in order, as in docs/internals/ffi.md."""

@@ -112,6 +112,10 @@ BLOCK_SPARSE = {
 POINTERS |= {
     f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in BLOCK_SPARSE.items()
 }
+POINTERS["forward_tangent"] = f"query key value out lse tq tk tv tout tlse {ROWS}"
+POINTERS["forward_tangent_fallback"] = (
+    f"{POINTERS['forward_tangent']} block_mask q_block_lists scales slopes q_bias_pos kv_bias_pos"
+)
 POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
@@ -219,6 +223,10 @@ SCALARS |= {
     f"{kernel}_block_lists": ATTENTION.replace("mask_batch", BLOCK_MASK_SIZES)
     for kernel in BLOCK_SPARSE
 }
+SCALARS["forward_tangent"] = ATTENTION
+SCALARS["forward_tangent_fallback"] = (
+    f"scale:f soft_cap:f mask_mode has_tq has_tk has_tv {FALLBACK_SIZES}"
+)
 SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in ALIBI}
 
 

@@ -39,6 +39,8 @@ const std::map<std::string, Handlers> kHandlers = {
     {"packax_forward_v1", {packax_forward_initialize, packax_forward_execute}},
     {"packax_backward_v1", {packax_backward_initialize, packax_backward_execute}},
     {"packax_decode_v1", {packax_decode_initialize, packax_decode_execute}},
+    {"packax_forward_tangent_v1",
+     {packax_forward_tangent_initialize, packax_forward_tangent_execute}},
 };
 
 [[noreturn]] void Fail(const std::string& text) {

@@ -347,3 +347,32 @@ def backward_fallback(
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return dq, dk, dv, score_grads
+
+
+def forward_tangent(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
+    tangents: tuple[np.ndarray | None, ...], mask: Operands, scale: float, tile: tuple[int, int],
+    extras: Extras | None = None, dims: tuple[int, int] = (0, 0),
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """tout and tlse. `tangents`: those of query, key and value, or None. With `extras`, the
+    fallback kernel runs, compiled for head dims `dims`."""
+    batch, q_len, heads, qk_dim = query.shape
+    rows, keys = tile
+    tout = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
+    tlse = guarded((batch, heads, q_len), np.float32)
+    unread = np.full(1, np.nan, np.float32)
+    given = [unread if x is None else x for x in tangents]
+    kernel, more = "forward_tangent", ((), (scale, *sizes(mask, query, key)))
+    dims = dims if extras else (qk_dim, value.shape[3])
+    if extras:
+        flags = [int(x is not None) for x in tangents]
+        scalars = extras.scale, extras.soft_cap
+        all_sizes = fallback_sizes(mask, extras, query, key, value, *flags)
+        kernel += "_fallback"
+        more = (*extras.rows_map, *extras.operands), (*scalars, *all_sizes)
+    launch(
+        kernel, (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse,
+        *given, tout, tlse, *mask.rows, mask.q_blocks, mask.q_order, *more[0], *more[1],
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
+    )  # fmt: skip
+    return tout, tlse

@@ -44,6 +44,7 @@ def load_kernels() -> dict[str, Any]:
                 "portable.bwd_dq",
                 "portable.bwd_dbias",
                 "portable.dbias_of_pairs",
+                "portable.tangent",
                 "portable.arithmetic",
                 "portable.block_lists",
                 "mask.segments",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -217,8 +217,3 @@ class Operands(NamedTuple):
     def bias_of_indices(self) -> bool:
         """Whether there is an ALiBi bias whose positions are the indices of rows and keys."""
         return self.slopes is not None and self.q_bias_pos is None
-
-
-def differentiable(names: Sequence[str]) -> tuple[str, ...]:
-    """The operands among `names` that may have a tangent, in order."""
-    return tuple(x for x in names if x in DIFFERENTIABLE or x in TENSORS)

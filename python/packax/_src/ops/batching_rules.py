@@ -12,7 +12,7 @@ from jax.interpreters import batching
 
 from packax._src.core.mask import FIELDS
 from packax._src.core.sharding import vary_together
-from packax._src.core.spec import TENSORS, accumulator, differentiable, is_symbolic
+from packax._src.core.spec import TENSORS, accumulator, is_symbolic
 
 P = jax.sharding.PartitionSpec
 
@@ -100,10 +100,10 @@ any divisor of the batch). Tensors and dropout_streams always have the batch."""
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
     """The rule for attention primitives.
 
-    The operands are those of `names`. In the primitives of tangents.py, tangents of the
-    differentiable ones follow, which are folded in the same way.
+    The operands are those of `names`. In the primitives of tangents.py, the tangents of the
+    operands `tangents` follow, which are folded in the same way.
     """
-    every = [*names, *(differentiable(names) if len(operands) > len(names) else ())]
+    every = [*names, *params.get("tangents", ())]
     values = list(zip(operands, dims, strict=True))
     bias_grad = params["spec"].bias_grad
     batch = operands[0].shape[batch_axis(dims[0])]

@@ -46,6 +46,9 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FP8 = "e4m3"  # for keys and values
 _FLOAT32 = {False: "tf32", True: "f32"}  # keyed by whether products are computed in float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
+_TANGENT_KERNEL = "forward_tangent_fallback"  # takes all calls that any kernel for tangents takes
+TANGENTS = ("query", "key", "value")
+"""The operands whose tangents the kernels for the forward's tangent take."""
 MULTIPLE = 8  # head dims are multiples of it, so that rows are multiples of 16 bytes
 
 
@@ -178,19 +181,39 @@ def found(
     Fallback kernels support all head dims up to a maximum, other kernels exactly one pair.
     `float32_products` matters only for float32. `rows`: the table to search instead.
     """
-    dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
-    if fallback and any(dim % MULTIPLE for dim in dims):
-        return False
     names = _names(direction, fallback, with_bias)
+    return _all_found(names, query, value, fallback, float32_products, rows)
+
+
+def _all_found(
+    names: list[str],
+    query: Any,
+    value: Any,
+    covering: bool,
+    float32_products: bool,
+    rows: tuple[Any, ...] | None = None,
+) -> bool:
+    """`covering`: kernels of larger head dims count, too."""
+    dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
+    if covering and any(dim % MULTIPLE for dim in dims):
+        return False
     by_dims: dict[tuple[int, int], set[str]] = {}
     for row in variants() if rows is None else rows:
         if row["dtype"] == dtype and row["kernel"] in names:
             by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
     return any(
         len(kernels) == len(names)
-        and (have[0] >= dims[0] and have[1] >= dims[1] if fallback else have == dims)
+        and (have[0] >= dims[0] and have[1] >= dims[1] if covering else have == dims)
         for have, kernels in by_dims.items()
     )
+
+
+def has_tangent_kernel(of: Operands, spec: AttentionSpec, tangents: tuple[str, ...]) -> bool:
+    """Whether this build has a kernel for these tangents of the forward."""
+    if ext is None or of.lse_in_two or not set(tangents).issubset(TANGENTS):
+        return False
+    exact = is_exact(spec.precision)
+    return _all_found([_TANGENT_KERNEL], of.query, of.value, True, exact)
 
 
 def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
@@ -338,16 +361,20 @@ def in_order(
 # --- Attention
 
 
+def common_names() -> tuple[str, ...]:
+    """The names of the operands that the calls of all passes have, in order."""
+    of_mask = (name for name, field in FIELDS.items() if len(field.passes) > 1)
+    return (*tuple(TENSORS)[:3], *of_mask, *LINEAR_BIAS, *ARRAYS)
+
+
 def call_names(direction: Pass) -> tuple[str, ...]:
     """The names of all operands of a call: those of both passes, then those of this pass.
 
     `init` is out or dq.
     """
-    mask = {name: field.passes for name, field in FIELDS.items() if direction in field.passes}
-    common = (name for name, passes in mask.items() if len(passes) > 1)
-    own = (name for name, passes in mask.items() if len(passes) == 1)
-    both, of_backward = tuple(TENSORS)[:3], tuple(TENSORS)[3:] if direction == "backward" else ()
-    return (*both, *common, *LINEAR_BIAS, *ARRAYS, *of_backward, *own, "init")
+    own = (name for name, field in FIELDS.items() if field.passes == (direction,))
+    of_backward = tuple(TENSORS)[3:] if direction == "backward" else ()
+    return (*common_names(), *of_backward, *own, "init")
 
 
 class HeadGroup(NamedTuple):
@@ -364,7 +391,9 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
     """The results of forward_p."""
     avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER))
+    names = call_names("forward")
+    workspace = (*row_max, COUNTER)
+    return _call(ctx, "packax_forward_v1", names, avals, values, spec, group, workspace)
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
@@ -387,7 +416,8 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     dbias = others.pop() if spec.bias_grad else ABSENT
     call_results = _call(
         ctx.replace(avals_out=[*tensors, dbias, *(others or [ABSENT])]),
-        "backward",
+        "packax_backward_v1",
+        call_names("backward"),
         avals,
         values,
         spec,
@@ -404,10 +434,25 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     return [*results, *(call_results[3:4] if spec.bias_grad else [])]
 
 
+def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[str, ...]):
+    """The results of forward_tangent_p. In the FFI call, tangents that are zero are absent."""
+    count = len(names)
+    avals, values = Operands.of(names, ctx.avals_in[:count]), Operands.of(names, operands[:count])
+    given = zip(tangents, zip(ctx.avals_in[count:], operands[count:], strict=True), strict=True)
+    by_name = dict(given)
+    more = [by_name.get(name, (ABSENT, None)) for name in TANGENTS]
+    call_names = (*common_names(), "out", "lse")
+    return _call(
+        ctx, "packax_forward_tangent_v1", call_names, avals, values, spec, _ALL_HEADS, (), more
+    )  # fmt: skip
+
+
 def _call(
-    ctx, direction: Pass, avals: Operands, values: Operands, spec: AttentionSpec, group: HeadGroup,
-    workspace, **attributes: Any,
+    ctx, target: str, names: tuple[str, ...], avals: Operands, values: Operands,
+    spec: AttentionSpec, group: HeadGroup, workspace, more=(), **attributes: Any,
 ):  # fmt: skip
+    """`names`: the operands of the call, after which `more` follow, pairs of aval and value (None:
+    absent)."""
     bias_of_indices = avals.bias_of_indices
     if bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need arrays
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):
@@ -422,15 +467,17 @@ def _call(
         x._replace(**{name: getattr(x, other) for name, other in unread.items()})
         for x in (avals, values)
     )
-    names = call_names(direction)
     q_block, kv_block = spec.block_size or (0, 0)
     present = values.names
     unknown = [x for x in present if x not in names]
-    assert not unknown, f"packax_{direction}_v1 does not take {unknown}: no kernel would read them"
+    assert not unknown, f"{target} does not take {unknown}: no kernel would read them"
     avals_in, buffers = in_order(ctx, names, avals, values)
+    for aval, value in more:
+        avals_in.append(aval)
+        buffers.append(zeros(ctx, ABSENT) if value is None else value)
     return ffi_call(
         ctx.replace(avals_in=avals_in),
-        f"packax_{direction}_v1",
+        target,
         buffers,
         workspace,
         # The first result reuses the memory of `init`, so that the other heads are not copied.

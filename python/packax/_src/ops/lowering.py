@@ -56,7 +56,7 @@ if ffi.ext is not None:
 
 TARGETS = (
     *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
-    "packax_decode_v1",
+    *("packax_decode_v1", "packax_forward_tangent_v1"),
 )
 
 

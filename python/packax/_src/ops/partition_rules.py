@@ -30,6 +30,14 @@ def forward(*avals, spec, names) -> Dims:
     return Dims(tuple(letters.values()), results, _of_kernels(names))
 
 
+def forward_tangent(*avals, spec, names, tangents) -> Dims:
+    primals = avals[: len(names)]
+    of_primals = forward(*primals, spec=spec, names=names)
+    letters = dict(zip(names, of_primals.operands, strict=True))
+    of_tangents = (letters[name] for name in tangents)
+    return of_primals._replace(operands=(*of_primals.operands, *of_tangents))
+
+
 def backward(*avals, spec, names) -> Dims:
     letters = _letters(names, avals)
     gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if spec.score_grads else [])]

@@ -1,24 +1,34 @@
-"""Forward-mode derivatives of forward_p and backward_p, computed by blockwise XLA on all platforms.
+"""Forward-mode derivatives of forward_p and backward_p. autodiff.py builds jvps and second
+derivatives from these primitives.
 
-Each derivative is a separate primitive, so that inside shard_map its loops are traced without mesh
-axes. It has no kernels. autodiff.py builds jvps and second derivatives from these primitives.
+forward_tangent_p: leaves of `Operands` with out and lse, then the tangents of the operands
+    `tangents` -> the tangents of out and lse
+backward_tangent_p: leaves of `Operands`, then tangents -> the tangents of backward_p's results
+The first runs on kernels where it can; otherwise both run in blockwise XLA. They are separate
+primitives, so that inside shard_map their loops are traced without mesh axes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from packax._src.core.jax_compat import run_compiled
-from packax._src.core.spec import differentiable
-from packax._src.ops import lowering
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.ops import ffi, lowering, partition_rules
 from packax._src.ops.batching_rules import batch_attention, register_batching
-from packax._src.ops.primitives import backward_p, forward_p
+from packax._src.ops.partitioning import require_device_info
+from packax._src.ops.primitives import backward_p, forward_p, forward_results, score_operands
+from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: a forward-mode derivative "
@@ -29,66 +39,147 @@ NO_MORE_DERIVATIVES = (
 )
 
 
-def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Primitive:
-    """Defines the tangent primitive of the primitive `of`, and the jvp of `of`.
+def _no_kernels(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f'implementation="cuda" has no kernels for {what}: with implementation=None only these run '
+        "as blockwise XLA"
+    )
 
-    Its operands are the operands of `of`, followed by the tangents of the differentiable ones. Its
-    results are the tangents of the results of `of`. `function` is the XLA implementation of `of`.
-    """
+
+def _tangent_primitive(name: str) -> Primitive:
+    """Its parameters are spec, names and tangents (names of the operands that have one)."""
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    @primitive.def_abstract_eval
-    def shapes(*operands, spec, names):
-        return of.abstract_eval(*operands[: len(names)], spec=spec, names=names)[0]
+    def call(*operands, **params):
+        return primitive.bind(*operands, **params)
 
-    def call(*operands, spec, names):
-        return primitive.bind(*operands, spec=spec, names=names)
-
-    jitted = jax.jit(call, static_argnames=("spec", "names"))
+    jitted = jax.jit(call, static_argnames=("spec", "names", "tangents"))
     primitive.def_impl(functools.partial(run_compiled, jitted))
-
-    def run(*operands, spec, names):
-        primals, tangents = operands[: len(names)], operands[len(names) :]
-        differentiable_names = differentiable(names)
-
-        def of_differentiable(*values):
-            by_name = dict(zip(names, primals, strict=True)) | dict(
-                zip(differentiable_names, values, strict=True)
-            )
-            return tuple(function(*by_name.values(), spec=spec, names=names))
-
-        point = tuple(
-            x for x, name in zip(primals, names, strict=True) if name in differentiable_names
-        )
-        return jax.jvp(of_differentiable, point, tuple(tangents))[1]
-
-    mlir.register_lowering(primitive, lowering.lower_xla(run, ("spec", "names")))
     register_batching(primitive, batch_attention)
 
-    def refuse(primals, tangents, **params):
+    def refuse(primals, input_tangents, **params):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
 
-    def jvp(primals, tangents, *, spec, names):
-        if spec.implementation == "cuda":
-            raise NotImplementedError(
-                'implementation="cuda" has kernels for attention and its gradient, but not for '
-                "forward-mode derivatives (jax.jvp, jax.jacfwd) and second derivatives: with "
-                "implementation=None only these run as blockwise XLA"
-            )
-        differentiable_names = differentiable(names)
-        input_tangents = [
-            ad.instantiate_zeros(x)
-            for x, n in zip(tangents, names, strict=True)
-            if n in differentiable_names
-        ]
-        params = {"spec": spec, "names": names}
-        return of.bind(*primals, **params), primitive.bind(*primals, *input_tangents, **params)
-
-    ad.primitive_jvps[of] = jvp
     ad.primitive_jvps[primitive] = refuse
     return primitive
 
 
-forward_tangent_p = _add_tangent(forward_p, "packax_forward_tangent", lowering.xla_forward)
-backward_tangent_p = _add_tangent(backward_p, "packax_backward_tangent", lowering.xla_backward)
+def _in_xla(function: Callable[..., Any]) -> Any:
+    """The lowering rule of the derivative of `function`, which is traced with blockwise loops."""
+
+    def run(*operands, spec, names, tangents):
+        primals = dict(zip(names, operands[: len(names)], strict=True))
+
+        def of_some(*values):
+            by_name = primals | dict(zip(tangents, values, strict=True))
+            return tuple(function(*by_name.values(), spec=spec, names=names))
+
+        point = tuple(primals[name] for name in tangents)
+        return jax.jvp(of_some, point, tuple(operands[len(names) :]))[1]
+
+    return lowering.lower_xla(run, ("spec", "names", "tangents"))
+
+
+def _with_tangent(names: tuple[str, ...], tangents: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """The operands that have a tangent, and these tangents."""
+    some = [(n, x) for n, x in zip(names, tangents, strict=True) if type(x) is not ad.Zero]
+    floating = [(n, x) for n, x in some if x.dtype != jax.dtypes.float0]
+    return tuple(n for n, _ in floating), [x for _, x in floating]
+
+
+# --- The tangent of the forward
+
+forward_tangent_p = _tangent_primitive("packax_forward_tangent")
+
+
+@forward_tangent_p.def_abstract_eval
+def _forward_tangent_shapes(query, *avals, spec, names, tangents):
+    of = Operands.of(names, (query, *avals[: len(names) - 1]))
+    return forward_results(spec, of, query.shape[2])
+
+
+_forward_tangent_xla = _in_xla(lowering.xla_forward)
+
+
+def _forward_tangent_cuda(ctx, *operands, spec, names, tangents):
+    params = {"spec": spec, "names": names, "tangents": tangents}
+    if spec.implementation != "xla":
+        of = Operands.of(names, ctx.avals_in[: len(names)])
+        if ffi.has_tangent_kernel(of, spec, tangents):
+            return ffi.run_once(ctx, ffi.forward_tangent(ctx, operands, **params))
+        if spec.implementation == "cuda":
+            raise _no_kernels(
+                f"the forward-mode derivative of this call ({of.query.dtype}, head dims "
+                f"{of.query.shape[3]}/{of.value.shape[3]}, tangents of {', '.join(tangents)})"
+            )
+    return _forward_tangent_xla(ctx, *operands, **params)
+
+
+lowering.register(
+    forward_tangent_p,
+    partition_rules.forward_tangent,
+    lowering.without_kernels(_forward_tangent_xla),
+    _forward_tangent_cuda,
+)
+
+
+def _forward_tangent(
+    spec: AttentionSpec, operands: Operands, tangents: tuple[str, ...], along: list[jax.Array]
+) -> list[jax.Array]:
+    """`operands`: those of forward_p, with its results out and lse."""
+    operands = operands._replace(q_order_192=None)
+    spec = dataclasses.replace(spec, max_logits=False, needs_grad=())
+    return forward_tangent_p.bind(
+        *operands.leaves, *along, spec=spec, names=operands.names, tangents=tangents
+    )
+
+
+def tangent_pass(
+    spec: AttentionSpec, query, key, value, scores: ScoreParams, out, lse,
+    along: dict[str, jax.Array], mask: AttentionMask, fixed: NonDiffOperands,
+) -> list[jax.Array]:  # fmt: skip
+    """The tangents of out and lse, the results of forward_pass without sinks. `along`: tangents of
+    query, key and value, by name."""
+    query, key, value, scores, out, lse, along, mask, fixed = vary_together(
+        query, key, value, scores, out, lse, along, mask, fixed
+    )
+    operands = Operands(require_device_info(query), key, value, out, lse)._replace(
+        **mask.operands("forward"), **score_operands(spec, scores, fixed)
+    )
+    return _forward_tangent(spec.of_primitive(mask), operands, tuple(along), list(along.values()))
+
+
+def _forward_jvp(primals, tangents, *, spec, names):
+    out, lse, *top = forward_p.bind(*primals, spec=spec, names=names)
+    operands = Operands.of(names, primals)._replace(out=out, lse=lse)
+    moved = _forward_tangent(spec, operands, *_with_tangent(names, tangents))
+    return [out, lse, *top], [*moved, *map(jnp.zeros_like, top)]
+
+
+ad.primitive_jvps[forward_p] = _forward_jvp
+
+
+# --- The tangent of the backward
+
+backward_tangent_p = _tangent_primitive("packax_backward_tangent")
+
+
+@backward_tangent_p.def_abstract_eval
+def _backward_tangent_shapes(*avals, spec, names, tangents):
+    return backward_p.abstract_eval(*avals[: len(names)], spec=spec, names=names)[0]
+
+
+mlir.register_lowering(backward_tangent_p, _in_xla(lowering.xla_backward))
+
+
+def _backward_jvp(primals, tangents, *, spec, names):
+    if spec.implementation == "cuda":
+        raise _no_kernels("second derivatives")
+    params = {"spec": spec, "names": names}
+    of_names, along = _with_tangent(names, tangents)
+    results = backward_p.bind(*primals, **params)
+    return results, backward_tangent_p.bind(*primals, *along, **params, tangents=of_names)
+
+
+ad.primitive_jvps[backward_p] = _backward_jvp
