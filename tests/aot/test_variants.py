@@ -29,7 +29,8 @@ def test_every_architecture_has_every_kernel() -> None:
         if arch.tiles == "hopper":
             own.remove("backward_preprocess")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
-        shared = {"forward_bias", "backward_dbias", *table.FP8_DECODE_TILES} if covered else set()
+        one_tile = ("forward_bias", "backward_dbias", *table.TANGENT_TILES, *table.FP8_DECODE_TILES)
+        shared = {*one_tile} if covered else set()
         if arch.tiles == "blackwell":
             shared |= {"decode_tall_fp8", "decode_tall_fp8_pages"}
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
@@ -103,7 +104,7 @@ def test_proxies_are_in_no_build_that_does_not_name_them() -> None:
 def test_float32() -> None:
     """Every GPU has both precisions of every general and decoding kernel (tall tiles only in
     float32), and one set serves all GPUs of a family."""
-    rows = [v for v in ALL if v.dtype in table.FLOAT32 and v.kernel not in table.BIAS_TILES]
+    rows = [v for v in ALL if v.dtype in table.FLOAT32 and v.kernel not in table.SHARED_TILES]
     assert {v.kernel for v in rows} == {*GENERAL, *DECODE} - set(table.FP8_DECODE_TILES)
     for arch in table.ARCHS.values():
         served = [v for v in rows if arch in table.served_by(v.arch)]

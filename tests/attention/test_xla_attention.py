@@ -15,7 +15,8 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from packax._src.ops import xla_tiles
+from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.ops import xla_attention, xla_tiles
 from tiers import some
 
 SCALE = 0.17
@@ -213,6 +214,34 @@ def test_memory_is_linear():
     small, large = temporary(1 << 12), temporary(1 << 14)
     assert large < 4.5 * small
     assert large < 32 * (1 << 20)
+
+
+def test_tiles_for_gpus():
+    """As large as the scores of all heads may be, and the same results, also of the tangents."""
+
+    def side(heads, length=4096, listed=False):
+        query = jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16)
+        tiles = xla_tiles.tiles_of(query, query, listed, on_gpu=True)
+        assert tiles.rows == tiles.keys
+        return tiles.rows
+
+    assert [side(n) for n in (1, 32, 64, 512, 4096)] == [1024, 1024, 512, 256, 128]
+    assert side(1, length=300) == 300 and side(1, listed=True) == 128
+    rng = np.random.default_rng(0)
+    x = tuple(jnp.asarray(rng.standard_normal((1, 1100, 1, 8)), jnp.float32) for _ in range(3))
+    mask = packax.create_attention_mask(packax.causal(), q_len=1100, kv_len=1100)
+    spec = AttentionSpec(scale=0.3, mask_mode=mask.mask_mode)
+
+    @functools.partial(jax.jit, static_argnames="on_gpu")
+    def tangent(x, on_gpu):
+        def of(*x):
+            operands = Operands(*x)._replace(**mask.operands("forward"))
+            return xla_attention.forward(spec, operands, on_gpu)
+
+        return jax.jvp(of, x, x)
+
+    for a, b in zip(*(jax.tree.leaves(tangent(x, y)) for y in (True, False)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_bit_identical_from_run_to_run():

@@ -65,6 +65,18 @@ def test_windows_and_global():
 
 
 @pytest.mark.exhaustive
+def test_meanflow():
+    """One evaluation of the model turns noise into rings. MeanFlow's loss does not say so: it
+    depends on the model, and may rise."""
+    pytest.importorskip("optax")
+    shown = run("meanflow.py")
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", shown)]
+    assert len(losses) >= 8 and max(losses) < 4
+    noise, samples = map(float, re.findall(r"(?:noise|samples) (\d\.\d+)", shown))
+    assert noise > 0.45 and samples < 0.35
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "needed"),
     [

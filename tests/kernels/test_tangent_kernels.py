@@ -49,10 +49,9 @@ def draw_call(case, dims, seed=0):
     attends = attends if attends.ndim == 3 else attends[None]
     rng = np.random.default_rng(seed + len(case))
     shapes = ((q_len, heads, dims[0]), (kv_len, kv_heads, dims[0]), (kv_len, kv_heads, dims[1]))
-    draw = lambda shape: rng.standard_normal((len(attends), *shape)).astype(np.float32)  # noqa: E731
     given, clean = [], []
     for n in range(6):
-        x = draw(shapes[n % 3])
+        x = rng.standard_normal((len(attends), *shapes[n % 3])).astype(np.float32)
         idle = np.broadcast_to(~attends.any(2 if n % 3 == 0 else 1), x.shape[:2])
         given.append(np.where(idle[..., None, None], np.float32(1e30), x))
         clean.append(np.where(idle[..., None, None], np.float32(0), x))
@@ -85,10 +84,10 @@ def check(case, tile, dims, options=None, compiled=(0, 0), has=(True,) * 3, sink
     names = ("query", "key", "value")
     along = {name: x for name, x, h in zip(names, clean[3:], has, strict=True) if h}
     (out, lse), (tout, tlse) = true_tangents(arrays, along, attends, of_sinks, **of_oracle)
+    tangents = tuple(x if h else None for x, h in zip(given[3:], has, strict=True))
     got = interpreter.forward_tangent(
         *given[:3], np.where(attends.any(2)[..., None, None], out, 1e30).astype(np.float32),
-        lse.astype(np.float32), tuple(x if h else None for x, h in zip(given[3:], has, strict=True)),
-        mask, scale, tile, extras, compiled,
+        lse.astype(np.float32), tangents, mask, scale, tile, extras, compiled,
     )  # fmt: skip
     for name, a, b in zip(("tout", "tlse"), got, (tout, tlse), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5, rtol=5e-5, err_msg=name)

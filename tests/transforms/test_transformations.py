@@ -372,7 +372,7 @@ def test_what_runs_on_kernels(monkeypatch):
     stopped = ["backward", "forward", "forward_tangent"]
     assert counted(meanflow(True), *operands) == (stopped, False)
     assert counted(meanflow(False), *operands)[1]  # second derivatives have loops
-    for options in ({"soft_cap": 30.0}, {"alibi_slopes": jnp.ones(8)}, {"scale": -2.0}):
+    for options in ({"soft_cap": 30.0}, {"bias": packax.alibi(jnp.ones(8))}, {"scale": -2.0}):
         function = along(functools.partial(causal, **options))
         assert counted(function, *operands) == (["forward", "forward_tangent"], False), options
     for options in ({"implementation": "xla"}, {"bias": jnp.zeros((1, 8, 300, 300))}):
@@ -412,9 +412,9 @@ WAYS = {
     "vmap of tangents": lambda f, x, u: jax.vmap(
         lambda c: jax.jvp(f, x, jax.tree.map(lambda y: c * jnp.cos(c * y), u))
     )(jnp.arange(3.0)),
-    "vmap": lambda f, x, u: jax.vmap(
-        lambda c: jax.jvp(f, jax.tree.map(lambda y: c * y, x), u)
-    )(jnp.arange(3.0)),
+    "vmap": lambda f, x, u: jax.vmap(lambda c: jax.jvp(f, jax.tree.map(lambda y: c * y, x), u))(
+        jnp.arange(3.0)
+    ),
     "stopped": lambda f, x, u: jax.grad(loss_of_tangents(f, True))(x, u),
     "through": lambda f, x, u: jax.grad(loss_of_tangents(f, False))(x, u),
 }

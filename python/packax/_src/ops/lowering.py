@@ -7,6 +7,7 @@ some exist, and rewrites calls that run faster on CUDA in another form (second h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -121,12 +122,12 @@ def implementation_of(params: dict[str, Any]) -> str | None:
 # --- Attention
 
 
-def xla_forward(*operands, spec, names):
-    return xla_attention.forward(spec, Operands.of(names, operands))
+def xla_forward(*operands, spec, names, on_gpu=False):
+    return xla_attention.forward(spec, Operands.of(names, operands), on_gpu)
 
 
-def xla_backward(*operands, spec, names):
-    return xla_attention.backward(spec, Operands.of(names, operands))
+def xla_backward(*operands, spec, names, on_gpu=False):
+    return xla_attention.backward(spec, Operands.of(names, operands), on_gpu)
 
 
 def _rewrite(*operands, direction, spec, names, rewrite, to):
@@ -134,8 +135,10 @@ def _rewrite(*operands, direction, spec, names, rewrite, to):
 
 
 _STATIC = ("spec", "names")
-_forward_xla = lower_xla(xla_forward, _STATIC)
-_backward_xla = lower_xla(xla_backward, _STATIC)
+_forward_xla, _backward_xla = (lower_xla(x, _STATIC) for x in (xla_forward, xla_backward))
+_forward_xla_gpu, _backward_xla_gpu = (
+    lower_xla(functools.partial(x, on_gpu=True), _STATIC) for x in (xla_forward, xla_backward)
+)
 _rewritten = lower_xla(_rewrite, ("direction", *_STATIC, "rewrite", "to"))
 
 
@@ -162,13 +165,13 @@ register(
     forward_p,
     partition_rules.forward,
     without_kernels(_forward_xla),
-    _attention_on_cuda("forward", _forward_xla),
+    _attention_on_cuda("forward", _forward_xla_gpu),
 )
 register(
     backward_p,
     partition_rules.backward,
     without_kernels(_backward_xla),
-    _attention_on_cuda("backward", _backward_xla),
+    _attention_on_cuda("backward", _backward_xla_gpu),
 )
 
 

@@ -99,7 +99,9 @@ def _forward_tangent_shapes(query, *avals, spec, names, tangents):
     return forward_results(spec, of, query.shape[2])
 
 
-_forward_tangent_xla = _in_xla(lowering.xla_forward)
+_forward_tangent_xla, _forward_tangent_xla_gpu = (
+    _in_xla(functools.partial(lowering.xla_forward, on_gpu=on_gpu)) for on_gpu in (False, True)
+)
 
 
 def _forward_tangent_cuda(ctx, *operands, spec, names, tangents):
@@ -113,7 +115,7 @@ def _forward_tangent_cuda(ctx, *operands, spec, names, tangents):
                 f"the forward-mode derivative of this call ({of.query.dtype}, head dims "
                 f"{of.query.shape[3]}/{of.value.shape[3]}, tangents of {', '.join(tangents)})"
             )
-    return _forward_tangent_xla(ctx, *operands, **params)
+    return _forward_tangent_xla_gpu(ctx, *operands, **params)
 
 
 lowering.register(
@@ -171,6 +173,11 @@ def _backward_tangent_shapes(*avals, spec, names, tangents):
 
 
 mlir.register_lowering(backward_tangent_p, _in_xla(lowering.xla_backward))
+mlir.register_lowering(
+    backward_tangent_p,
+    _in_xla(functools.partial(lowering.xla_backward, on_gpu=True)),
+    platform="cuda",
+)
 
 
 def _backward_jvp(primals, tangents, *, spec, names):

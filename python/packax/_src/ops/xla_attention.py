@@ -59,10 +59,10 @@ from packax._src.ops.xla_tiles import (
 )
 
 
-def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """The results of forward_p."""
+def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.Array]:
+    """The results of forward_p. `on_gpu`: use the tiles for GPUs."""
     query, key, value = x.query, x.key, x.value
-    tiles = tiles_of(query, key)
+    tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     visits_of, allowed_of = _visits(spec, x, tiles)
     logits_of = logits_of_blocks(spec, x, tiles)
@@ -141,14 +141,14 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     return [out, lse, row_max] if spec.max_logits else [out, lse]
 
 
-def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+def backward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.Array]:
     """The results of backward_p, in one pass over the attended blocks.
 
     Gradients that are not needed are zeros and not computed: XLA does not remove unused sums that a
     loop carries.
     """
     query, key, value, out = x.query, x.key, x.value, x.out
-    tiles = tiles_of(query, key)
+    tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     douts = cut_rows(x.dout, tiles)
     visits_of, allowed_of = _visits(spec, x, tiles)

@@ -25,6 +25,10 @@ from packax._src.core.spec import INT_MAX, MaskMode, Operands, ceil_div, fill_up
 # the edges of documents.
 ROWS = 128
 KEYS = 128
+# On a GPU, each step of a loop launches several kernels, which take microseconds whatever the size
+# of a tile: there tiles are as large as the scores of one step, of all heads, may be.
+GPU_SIZE = 1024
+GPU_SCORES = 1 << 25
 
 
 class Tiles(NamedTuple):
@@ -42,12 +46,18 @@ class Tiles(NamedTuple):
     key_blocks: int
 
 
-def tiles_of(query, key) -> Tiles:
+def tiles_of(query, key, listed: bool, on_gpu: bool) -> Tiles:
+    """`listed`: the call has lists of blocks, which are those of tiles of 128."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
+    rows, keys = ROWS, KEYS
+    if on_gpu and not listed:
+        rows = keys = GPU_SIZE
+        while rows > ROWS and heads * rows * keys > GPU_SCORES:
+            rows = keys = rows // 2
     rows, keys = (
         size if is_symbolic(length) else min(size, length)
-        for size, length in ((ROWS, q_len), (KEYS, kv_len))
+        for size, length in ((rows, q_len), (keys, kv_len))
     )
     return Tiles(
         batch=batch,

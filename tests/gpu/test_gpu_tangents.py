@@ -1,0 +1,124 @@
+"""The tangent of attention on a GPU: equal to float64 to twice the error of dense attention, for
+masks, options, head dims, dtypes and some of the tangents. `pytest -m gpu`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import score_oracle
+from packax._src.ops import ffi
+
+pytestmark = pytest.mark.gpu
+IDS = np.stack([cases.ODD, cases.PADDED])
+MASKS = {
+    "full": packax.full(),
+    "documents": packax.causal() & packax.documents(IDS),
+    "window": packax.sliding_window(40, 7),
+}
+CALLS = {
+    "bfloat16 64": ("documents", "bfloat16", 64, (0, 1, 2), {}),
+    "bfloat16 128": ("documents", "bfloat16", 128, (0, 1, 2), {}),
+    "float16 64": ("window", "float16", 64, (0, 1, 2), {}),
+    "float16 128": ("full", "float16", 128, (0, 1, 2), {}),
+    "256": ("documents", "bfloat16", 256, (0, 1, 2), {}),
+    "80": ("documents", "bfloat16", 80, (0, 1, 2), {}),
+    "only query": ("documents", "bfloat16", 128, (0,), {}),
+    "key and value": ("window", "bfloat16", 64, (1, 2), {}),
+    "only value": ("documents", "float16", 128, (2,), {}),
+    "soft cap": ("documents", "bfloat16", 128, (0, 1, 2), {"soft_cap": 3.0}),
+    "float32": ("documents", "float32", 64, (0, 1, 2), {}),
+    "float32 128": ("full", "float32", 128, (0, 1), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tangents(name):
+    mask, dtype, dim, argnums, options = CALLS[name]
+    expression, length, heads = MASKS[mask], cases.LENGTH, (4, 2, 2)
+    rng = np.random.default_rng(len(name))
+    draw = lambda h: jnp.asarray(rng.standard_normal((2, length, h, dim)), dtype)  # noqa: E731
+    x, u = (tuple(map(draw, heads)) for _ in range(2))
+    allowed = np.asarray(expression.as_array(length, length))
+    allowed = allowed.reshape(-1, 1, length, length)
+
+    def along(function, x, u):
+        def of_some(*some):
+            return function(*(some[argnums.index(n)] if n in argnums else x[n] for n in range(3)))
+
+        return jax.jvp(of_some, tuple(x[n] for n in argnums), tuple(u[n] for n in argnums))[1]
+
+    def ours(*x):
+        exact = {"precision": jax.lax.Precision.HIGHEST} if dtype == "float32" else {}
+        return packax.flash_attention(*x, expression, return_lse=True, **options, **exact)
+
+    def dense(*x):
+        names = ("query", "key", "value")
+        arrays = dict(zip(names, x, strict=True)) | {"scale": np.asarray(dim**-0.5)}
+        return score_oracle.dense(arrays, allowed, **options)[:2]
+
+    assert ffi.kernel_here(
+        "forward_tangent_fallback", dtype if dtype != "float32" else "f32", 64, 64
+    )
+    got = jax.jit(functools.partial(along, ours))(x, u)
+    with jax.default_matmul_precision("highest"):
+        plain = jax.jit(functools.partial(along, dense))(x, u)
+    with score_oracle.x64(True):
+        doubles = jax.tree.map(lambda y: jnp.asarray(np.asarray(y, np.float64)), (x, u))
+        true = jax.jit(functools.partial(along, dense))(*doubles)
+        true = jax.tree.map(np.asarray, true)
+    some = np.broadcast_to(allowed.any(-1), true[1].shape)
+    for a, b, c in zip(got, true, plain, strict=True):
+        a, c = (np.asarray(y, np.float64) for y in (a, c))
+        if b.ndim == 3:
+            a, b, c = (np.where(some, y, 0) for y in (a, b, c))
+        error, allowed_error = (np.sqrt(np.mean((y - b) ** 2)) for y in (a, c))
+        assert error <= 2 * allowed_error, (error, allowed_error)
+    assert not np.asarray(got[0], np.float32)[~some.swapaxes(1, 2)].any()
+
+
+def test_padding_may_be_nan():
+    """In rows that attend to nothing, and in keys after the last that is attended."""
+    mask = packax.causal() & packax.documents(IDS[1:])
+    length, valid = cases.LENGTH, IDS[1] >= 0
+    end = int(np.flatnonzero(valid)[-1]) + 1
+    x = [jnp.asarray(np.random.default_rng(n).standard_normal((1, length, 2, 64)), jnp.bfloat16)
+        for n in range(6)]  # fmt: skip
+    bad = [y.at[:, end:].set(jnp.nan) for y in x]
+
+    @jax.jit
+    def tangent(*x):
+        return jax.jvp(lambda *x: packax.flash_attention(*x, mask), tuple(x[:3]), tuple(x[3:]))
+
+    for a, b in zip(tangent(*x), tangent(*bad), strict=True):
+        np.testing.assert_array_equal(np.float32(a)[:, :end], np.float32(b)[:, :end])
+        assert not np.float32(b)[:, end:].any()
+
+
+def test_meanflow_gradients():
+    """A loss that holds a jvp: the gradients equal those with implementation="xla"."""
+    x = [jnp.asarray(np.random.default_rng(n).standard_normal((2, cases.LENGTH, 2, 64)),
+        jnp.bfloat16) for n in range(6)]  # fmt: skip
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
+
+    def gradients(implementation, stopped):
+        def loss(*y):
+            attend = functools.partial(
+                packax.flash_attention, mask=mask, implementation=implementation
+            )
+            out, tout = jax.jvp(attend, y, tuple(x[3:]))
+            target = jax.lax.stop_gradient(tout) if stopped else tout
+            return jnp.sum((out.astype(jnp.float32) - target.astype(jnp.float32)) ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*x[:3])
+
+    for stopped in (True, False):
+        for a, b in zip(gradients(None, stopped), gradients("xla", stopped), strict=True):
+            a, b = np.float32(a), np.float32(b)
+            assert np.abs(a - b).max() < 0.05 * np.abs(b).max()
