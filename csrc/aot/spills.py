@@ -46,7 +46,7 @@ SPILLS: dict[tuple, int] = {
     ("backward_dkdv_bias_alone", 128): 368,
     ("backward_dkdv_bias_alone", 256): 552,
     ("backward_dq_bias_alone", 64): 64,
-    ("backward_dq_bias_alone", 128): 96,
+    ("backward_dq_bias_alone", 128): 104,
     ("backward_dq_bias_alone", 256): 320,
     ("backward_dkdv_dbias_alone", 128): 400,
     ("backward_dkdv_dbias_alone", 256): 592,
@@ -65,6 +65,11 @@ SPILLS: dict[tuple, int] = {
     ("forward_tangent", 128): 8,
     ("forward_tangent_fallback", 128): 336,
     ("forward_tangent_fallback", 256): 760,
+    ("forward_tangent_fallback", 64, "f32"): 176,
+    ("forward_tangent_fallback", 128, "f32"): 368,
+    ("forward_tangent_fallback", 256, "f32"): 1008,
+    ("forward_tangent_fallback", 64, "tf32"): 56,
+    ("forward_tangent_fallback", 128, "tf32"): 560,
     ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
     ("forward_sm90", 128): 136,  # under ptxas 12.9
