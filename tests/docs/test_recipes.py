@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from cases import ids_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from paths import ROOT
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -29,7 +33,8 @@ def recipe(page, name):
     text = (ROOT / "docs" / "guide" / page).read_text()
     (block,) = re.findall(rf"^```python\n((?:(?!```).)*?^def {name}\(.*?)^```$", text, re.M | re.S)
     functions = re.split(r"^(?=\w+(?:, \w+)* = [\w.]+\()", block, flags=re.M)[0]
-    space = {"np": np, "jnp": jnp, "packax": packax, "kv_cache": packax.kv_cache}
+    space = {"jax": jax, "np": np, "jnp": jnp, "packax": packax, "P": P}
+    space |= {"kv_cache": packax.kv_cache}
     exec(functions, space)
     return space
 
@@ -115,3 +120,52 @@ def test_packed_groups():
                 assert tuple(np.concatenate([prompt, answer[: n + 1]]).tolist()) in paths
     assert len(found) == sum(len(x) for _, answers in space["groups"] for x in answers)
     assert (space["advantages"] != 0).sum() == len(found) and np.isfinite(space["loss"])
+
+
+IDS = np.stack([ids_of((0, 300), (1, 212)), ids_of((0, 100), (1, 20), (-1, 9), (2, 383))])
+EXPRESSION = packax.causal() & packax.documents(IDS)
+
+
+def both_passes(attend, mask, *operands):
+    out, pullback = jax.vjp(lambda *x: attend(*x, mask), *operands)
+    return out, *pullback(jnp.cos(out))
+
+
+def placed(mesh, spec, kv_heads):
+    """query, key and value of the rows of IDS."""
+    heads = (HEADS, kv_heads, kv_heads)
+    tensors = [normal(2, 512, n, DIM) + 0.1 * i for i, n in enumerate(heads)]
+    return tensors, jax.device_put(tensors, NamedSharding(mesh, spec))
+
+
+def test_ulysses():
+    """As on one device, with all-to-all operations and without gathers."""
+    ulysses = recipe("context_parallelism.md", "ulysses")["ulysses"]
+    mesh = jax.make_mesh((1, 4), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
+    mask = packax.create_attention_mask(EXPRESSION)
+    alone, operands = placed(mesh, P("fsdp", "context"), HEADS)
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda *x: both_passes(ulysses, mask, *x)).lower(*operands).compile()
+        got = step(*operands)
+    assert "all-to-all" in step.as_text() and "all-gather" not in step.as_text()
+    assert got[0].sharding.is_equivalent_to(operands[0].sharding, 4)
+    want = jax.jit(lambda *x: both_passes(packax.flash_attention, mask, *x))(*alone)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_ulysses_with_a_context_axis():
+    attend = recipe("context_parallelism.md", "ulysses_and_gather")["ulysses_and_gather"]
+    mesh = jax.make_mesh((1, 2, 2), ("data", "context", "ulysses"), axis_types=(AxisType.Auto,) * 3)
+    spec = P("data", "context", "ulysses")
+    sharding = packax.AttentionSharding(spec, spec)
+    alone, operands = placed(mesh, P("data", ("context", "ulysses")), KV_HEADS)
+    with jax.set_mesh(mesh):
+        plan = packax.context_plan(EXPRESSION, sharding=sharding)
+        mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
+        got = jax.jit(lambda *x: both_passes(attend, mask, *x))(*plan.permute(operands))
+        got = plan.unpermute(got)
+    mask = packax.create_attention_mask(EXPRESSION)
+    want = jax.jit(lambda *x: both_passes(packax.flash_attention, mask, *x))(*alone)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
