@@ -69,7 +69,7 @@ def run_layers(parameters, tokens, positions, attend, scanned):
 def forward(parameters, tokens, sequence_ids, positions):
     """Logits of a packed batch, and the keys and values of all layers."""
     document = packax.documents(sequence_ids)
-    kinds = packax.causal() & document, packax.sliding_window(WINDOW - 1) & document
+    kinds = packax.causal() & document, packax.sliding_window(window=WINDOW) & document
     stack = packax.masks.stack_masks([packax.create_attention_mask(x) for x in kinds])
 
     def attend(query, key, value, kind):

@@ -30,7 +30,7 @@ SHARDING = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, 
 def masks_of(segment_ids, **sharded):
     """One of each kind, once per step. Both have the same plan."""
     document = packax.documents(segment_ids)
-    expressions = {"window": packax.sliding_window(WINDOW - 1), "global": packax.causal()}
+    expressions = {"window": packax.sliding_window(window=WINDOW), "global": packax.causal()}
     return {
         kind: packax.create_attention_mask(x & document, **sharded)
         for kind, x in expressions.items()

@@ -263,12 +263,35 @@ def test_a_kind_of_ones_own():
     assert isinstance(packax.full() | BlockCausal(3), Interval)
 
 
+@pytest.mark.parametrize("keys", [1, 2, 7])
+def test_a_window_of_a_number_of_keys(keys):
+    """It includes the token itself, as in the configurations of models."""
+    expression = packax.sliding_window(window=keys)
+    assert expression == packax.sliding_window(keys - 1)
+    counts = expression.as_array(9, 9).sum(axis=1)
+    np.testing.assert_array_equal(counts, np.minimum(np.arange(9) + 1, keys))
+    assert repr(packax.sliding_window(window=keys, offset=2)) == repr(
+        packax.sliding_window(keys - 1, offset=2)
+    )
+
+
 @pytest.mark.parametrize(
     "error,build,text",
     [
         (ValueError, lambda: packax.sliding_window(-1),
             "left must be an integer from 0 to 2147483647, but is -1"),
         (ValueError, lambda: packax.sliding_window(1, 2**31), "right must be an integer from 0"),
+        (ValueError, lambda: packax.sliding_window(window=0), "window must be an integer from 1"),
+        (ValueError, lambda: packax.sliding_window(window=2.0), "window must be an integer, but"),
+        *(
+            (ValueError, call, "number of keys with the token itself")
+            for call in (
+                packax.sliding_window,
+                lambda: packax.sliding_window(3, window=4),
+                lambda: packax.sliding_window(None, window=4),
+                lambda: packax.sliding_window(right=1, window=4),
+            )
+        ),
         (ValueError, lambda: packax.sliding_window(1.5), "left must be an integer, but is 1.5"),
         (ValueError, lambda: packax.chunked(0), "size must be an integer from 1"),
         (ValueError, lambda: packax.chunked(None), "size must be an integer, but is None"),

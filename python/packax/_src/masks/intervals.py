@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -28,6 +28,8 @@ from packax._src.masks.expressions import (
     offset_value,
     pytree,
 )
+
+_UNSET: Any = object()
 
 
 class _Offset(Interval):
@@ -310,7 +312,7 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: an offset of another rank, dtype or size, or together with positions.
+        ValueError: an offset of the wrong rank, dtype or size, or combined with positions.
 
     Examples:
         >>> packax.causal().as_array(2, 3)
@@ -320,30 +322,46 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
     return Causal(_offset(offset))
 
 
+@overload
 def sliding_window(
-    left: int | None, right: int | None = 0, *, offset: ArrayLike = 0
+    left: int | None, right: int | None = ..., *, offset: ArrayLike = ...
+) -> MaskExpression: ...
+@overload
+def sliding_window(*, window: int, offset: ArrayLike = ...) -> MaskExpression: ...
+def sliding_window(
+    left: Any = _UNSET, right: int | None = 0, *, window: int | None = None, offset: ArrayLike = 0
 ) -> MaskExpression:
     """Query i attends to the keys from i - left to i + right, both included.
 
-    A model's window of w keys includes the token itself (Mistral, Gemma), so it is
-    `sliding_window(w - 1)`. With `documents(..., positions=...)` it compares positions.
+    Models count differently: a window of w keys, as in the configurations of Mistral, Gemma and
+    gpt-oss, includes the token itself. It is `sliding_window(window=w)`, which is the same as
+    `sliding_window(w - 1)`. With `documents(..., positions=...)`, positions are compared.
 
     Args:
-        left, right: integers from 0; None: no limit on that side.
+        left, right: integers from 0, without the token itself; None: no limit on that side.
+        window: instead of left and right, the number of keys from 1, with the token itself: it and
+            the window - 1 keys before it.
         offset: as in `causal`.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a size that is not from 0 to 2**31 - 1; an offset as in `causal`.
+        ValueError: a size out of range; both left and window, or neither; an offset as in `causal`.
 
     Examples:
-        >>> packax.sliding_window(1).as_array(3, 3).astype(int)
+        >>> packax.sliding_window(window=2).as_array(3, 3).astype(int)
         array([[1, 0, 0],
                [1, 1, 0],
                [0, 1, 1]])
     """
+    if (left is _UNSET) == (window is None) or (window is not None and right != 0):
+        raise ValueError(
+            "pass either left (and right), without the token itself, or window=, the number of "
+            "keys with the token itself: sliding_window(4095) equals sliding_window(window=4096)"
+        )
+    if window is not None:
+        left = _size("window", window, 1) - 1
     before = None if left is None else _size("left", left, 0)
     after = None if right is None else _size("right", right, 0)
     return SlidingWindow(before, after, _offset(offset))
@@ -388,7 +406,7 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
 
     Raises:
         ValueError: another rank or dtype, values that do not fit int32, or axes of `lengths` whose
-            sizes are not those of the batch and the rows.
+            sizes are not those of the batch and the queries.
 
     Examples:
         >>> packax.prefix(2).as_array(3, 3).astype(int)
