@@ -1,5 +1,8 @@
 """Exact FlashAttention over packed documents, for JAX on NVIDIA GPUs.
 
+The documentation is in docs/ of packax's source repository, as text and as a site
+(`python -m mkdocs serve`). Docstrings and errors name its pages by their titles.
+
 Examples:
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     >>> out = packax.flash_attention(query, key, value, mask)

@@ -53,7 +53,7 @@ def write(
         The cache, with the same shape and dtype.
 
     Raises:
-        ValueError: shapes or dtypes that are not as above.
+        ValueError: wrong shapes or dtypes.
 
     Examples:
         >>> pages = jnp.zeros((6, 4, 1, 8))  # six pages of four keys

@@ -7,11 +7,13 @@ the README. A block that must not run starts with a comment `# not run: why`.
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import re
 
 import jax
@@ -109,7 +111,7 @@ def _run_step(space):
         out, key_cache, _, after = step(query[:, :1], key[:, :1], value[:, :1], *caches, lengths)
         assert np.isfinite(out).all() and list(after) == [4, 10]
         np.testing.assert_array_equal(key_cache[1, 9], key[1, 0])
-    elif "parameters" in inspect.signature(step).parameters:
+    elif list(inspect.signature(step).parameters) == ["parameters", "batch"]:
         with around():
             for name in ("step", "step_of_two_kinds"):
                 if name in space:
@@ -191,3 +193,54 @@ def test_every_public_function_has_an_example():
                 "debug_checks",
                 "export_checks",
             )
+
+
+def test_nothing_refers_to_a_file_that_a_wheel_does_not_have():
+    """Docstrings of public names, and errors, name pages of the documentation by their titles."""
+    public = [f"{name} says {path}" for name, path in _paths_in_docstrings()]
+    package = ROOT / "python" / "packax"
+    errors = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in _texts(ast.parse(path.read_text()))
+        if re.search(r"\bdocs/\S*\.md", node.value)
+    ]
+    assert not public and not errors
+
+
+def _paths_in_docstrings():
+    for module in modules():
+        if "._src" in module.__name__:
+            continue
+        things = [module, *(getattr(module, x) for x in getattr(module, "__all__", ()))]
+        for thing in things:
+            members = vars(thing).values() if inspect.isclass(thing) else ()
+            for text in (inspect.getdoc(x) for x in (thing, *members)):
+                for path in re.findall(r"\bdocs/\S*\.md", text or ""):
+                    yield getattr(thing, "__name__", repr(thing)), path
+
+
+def _texts(tree):
+    """Strings other than docstrings."""
+    bare = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node
+
+
+def test_pages_are_named_by_their_titles():
+    titles = {re.match(r"# (.*)", text)[1] for name, text in TEXTS.items() if "docs/" in name}
+    titles |= {"Integrations"}  # its page is not in TEXTS
+    sources = " ".join(path.read_text() for path in (ROOT / "python" / "packax").rglob("*.py"))
+    sources = re.sub(r"\s+", " ", sources)
+    named = re.findall(r'"([^"]+)" (?:in|of) the documentation', sources)
+    named += re.findall(r"""\bpage\(["']([^"']+)["']\)""", sources)
+    assert len(named) > 8 and set(named) <= titles
+
+
+@pytest.mark.parametrize("kind", [packax.AttentionMask, packax.context.ContextPlan])
+def test_help_shows_what_is_public(kind):
+    text = pydoc.plain(pydoc.render_doc(kind))
+    assert all(name in text for name in kind.public)
+    assert not re.search(r"dataclass|q_blocks|annotations|levels_|\bsteps\(|_move", text)
+    assert f"class {kind.__name__}(" in text and "kv_start=" not in text

@@ -123,7 +123,7 @@ def flash_attention(
         value: (B, Skv, Hkv, Dv), dtype of query.
         mask: a mask from `create_attention_mask`, built once and used by every layer, or an
             expression such as `causal() & documents(segment_ids)`, built in this call. Its batch
-            size is B, or 1 if all batch rows share one mask.
+            size is B, or 1 if all rows of the batch share one mask.
         scale: a finite Python or numpy number of any sign, or 0; or an array of shape () and a
             float dtype, traced or not, which may have a gradient. None: 1 / sqrt(Dqk).
         soft_cap: a Python or numpy number from 1e-30 to 1e30: logits become
@@ -143,7 +143,7 @@ def flash_attention(
             dropout.
         dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different
             dropout_key for each layer and step. Whether a probability is dropped depends only on
-            dropout_key and on four indices: of the batch row, the head, the query and the key.
+            dropout_key and on four indices: of the row, the head, the query and the key.
             All implementations, meshes and passes therefore drop the same probabilities.
         return_lse: also return the log-sum-exp (natural logarithm) of each query's logits. It is
             differentiable, and includes the sink.
@@ -152,21 +152,21 @@ def flash_attention(
             `jax.lax.stop_gradient`.
         deterministic: True: gradients are bit-identical from run to run, computed by slower kernels
             where needed. False: on most GPUs, for common head dims, the gradient of query is summed
-            in an order that varies, so it may differ by rounding (docs/guide/numerics.md). The
+            in an order that varies, so it may differ by rounding. The
             results and the gradients of key and value are bit-identical either way.
         precision: how products of float32 operands are computed, as in jax.numpy.matmul: a
             `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
             float32. On GPUs, "highest" and presets above TF32 mean float32, and anything else means
             TF32 (11 bits of each operand), in the gradients too. None: the value of
             `jax.default_matmul_precision`, TF32 by default. It does not affect the kernels for
-            bfloat16 and float16. See docs/guide/numerics.md.
+            bfloat16 and float16. See "Numerics" in the documentation.
         implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
             "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: batch, queries and heads
             are split over the mesh, and keys and values are gathered along the context axes.
             Results and gradients are sharded like query, key and value. Pass it only together with
             an expression: a built mask stores its sharding.
-            See docs/guide/context_parallelism.md.
+            See "Context parallelism" in the documentation.
         gather_head_groups: with context parallelism, the number of groups of key/value heads in
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
@@ -187,9 +187,8 @@ def flash_attention(
         batch or no queries give empty results; without keys, every query attends to nothing.
 
     Raises:
-        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,
-            implementation or sharding that are not as above, or sizes that the mesh does not
-            divide.
+        ValueError: wrong shapes or dtypes, a wrong value of another argument, or sizes that the
+            mesh does not divide.
         NotImplementedError: when lowered for CUDA, there is no kernel for the dtype or head dims
             (there are kernels for all multiples of 8 up to 512, in float32 up to 256), or a bias
             array or dropout is used with head dims above 256 (in float32, above 128); with

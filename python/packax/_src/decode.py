@@ -141,7 +141,7 @@ def decode_attention(
         or a key whose block_table entry is not a page (below 0, or at least `pages`).
 
     Raises:
-        ValueError: shapes, dtypes or numbers that are not as above.
+        ValueError: wrong shapes or dtypes, or numbers out of range.
         NotImplementedError: when differentiated; when lowered for CUDA without a kernel for the
             dtype or head dims; with implementation="cuda", when lowered for another platform.
 

@@ -1,7 +1,8 @@
-"""packax with the calling conventions of other projects: docs/guide/integrations.md.
+"""packax with the calling conventions of other projects.
 
-Import each module separately (`from packax.integrations import flax`); importing packax requires
-none of these projects. The modules contain no code of these projects: they call packax's attention.
+See "Integrations" in the documentation. Import each module separately, such as
+`from packax.integrations import flax`; importing packax requires none of these projects. The
+modules contain no code of these projects: they call packax's attention.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ __all__ = ["causal_flash_attention", "flash_attention"]
 
 
 def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
-    """Attention of every query row to the keys of `key_mask`, softmax(q @ k^T / sqrt(dim)) @ v.
+    """Attention of every query to the keys of `key_mask`, softmax(q @ k^T / sqrt(dim)) @ v.
 
     Args:
         q: (batch, heads, q_len, dim), with any number of batch dimensions, or without batch or
@@ -44,11 +44,11 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
             batch dimensions may be 1 or absent. None: all keys.
 
     Returns:
-        (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row attends to no key. It is one
+        (batch, heads, q_len, v_dim), dtype of q. 0 where a row attends to no key. It is one
         array, so do not unpack it as `out, _ = ...`.
 
     Raises:
-        ValueError: shapes or dtypes that are not as above.
+        ValueError: wrong shapes or dtypes.
 
     Examples:
         >>> out = flash_attention(q, k, v, key_mask)

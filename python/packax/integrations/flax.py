@@ -60,7 +60,7 @@ def attention_fn(
     Args:
         mask: positional or by name. It applies to every call. A mask of keys or an expression that
             the call passes is joined with it; a built mask cannot be joined. Over a decode cache,
-            intervals such as `packax.causal()` place the new row at the last key that the cache
+            intervals such as `packax.causal()` place the new query at the last key that the cache
             attends. When training, pass the mask to the layer's call instead: a function created in
             each step is compiled in each step.
         options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
@@ -126,7 +126,7 @@ def dot_product_attention(
             than two axes: with fewer, they may be segment ids.
         dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops other
             weights than in Flax.
-        broadcast_dropout: all batch rows and heads drop the same pairs of row and key; False: each
+        broadcast_dropout: all rows and heads drop the same query-key pairs; False: each
             drops different ones.
         dtype: of the computation and the result; None: what the operands promote to.
         precision: of products of float32 operands, as in `packax.flash_attention`.
@@ -134,14 +134,14 @@ def dot_product_attention(
         force_fp32_for_softmax: packax always does; True and False differ only on Flax's path.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: as in
             Flax, on its path.
-        is_causal: row i attends to the keys j <= i; allowed with any mask except a built one.
+        is_causal: query i attends to the keys j <= i; allowed with any mask except a built one.
 
     Returns:
-        (*batch, q_len, heads, v_dim). A row that attends to no key gives 0; in Flax, and here with
-        a dense mask and no sinks, it gives the mean of all values.
+        (*batch, q_len, heads, v_dim). A query that attends to no key gives 0; in Flax, and here
+        with a dense mask and no sinks, it gives the mean of all values.
 
     Raises:
-        ValueError: shapes, dtypes or masks that are not as above.
+        ValueError: wrong shapes, dtypes or masks.
         NotImplementedError: a call that needs Flax's path, together with options of `attention_fn`
             that change the result, with implementation="cuda" or with PACKAX_FALLBACK=error.
 

@@ -89,7 +89,7 @@ def dot_product_attention(
         a boolean mask of another shape than (B or 1, 1, 1, S) it gives the mean, as jax.nn does.
 
     Raises:
-        ValueError: shapes, dtypes or arguments that are not as above.
+        ValueError: wrong shapes, dtypes or arguments.
         NotImplementedError: a call without a kernel, with implementation="cuda" or
             PACKAX_FALLBACK=error; return_residual on jax.nn's path in a jax without it (0.7).
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.halo import Halo, keys_of_halos
+from packax._src.core.arguments import PublicNames
 from packax._src.core.provenance import mark_permuted
 from packax._src.core.sharding import typed_axes
 from packax._src.core.spec import TILE
@@ -50,27 +51,29 @@ class Step(NamedTuple):
     meta_fields=["kind", "ranks", "length", "chunk", "shared", "levels"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class ContextPlan:
+class ContextPlan(metaclass=PublicNames):
     """What `context_plan` returns: a pytree, so it can be passed through jit, scan and remat.
 
     Attributes:
         order: (B or 1, length / chunk) int32: index p holds the chunk order[:, p].
         inverse: the same shape: chunk c is at index inverse[:, c].
-        kind, ranks, length, chunk: those of `context_plan`, chunk in rows.
-        shared: of "local" (whose chunk is 1): how many rows at the start of each rank are its
-            shared part, whose keys and values all ranks gather. The other rows are its private
+        kind, ranks, length, chunk: those of `context_plan`, chunk in tokens.
+        shared: of "local" (whose chunk is 1): how many tokens at the start of each rank are its
+            shared part, whose keys and values all ranks gather. The other tokens are its private
             part, which no other rank reads. With levels, a tuple with one number for each: the
-            first shared[0] rows are gathered by all ranks, the first shared[1] by the ranks of a
+            first shared[0] tokens are gathered by all ranks, the first shared[1] by the ranks of a
             host, and so on. None: there are no parts, and all keys are gathered.
-        split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank belong to
-            documents that are split, at each level: over hosts, or inside a host. These rows come
-            first, at most `shared` of them. After them come the rows of documents that are not
+        split: of "local": (B or 1, ranks, levels or 1) int32, how many tokens of each rank are in
+            documents that are split, at each level: over hosts, or inside a host. These tokens
+            come first, at most `shared` of them. Then come the tokens of documents that are not
             split, in the order of the sequence. None: attention gathers all keys.
         checksum: (B or 1,) int32, of the segment ids from which the plan was made. None: it was
             made without ids, or with separate ids for the keys.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """
+
+    public = ("permute", "unpermute", "index", "fetched", "traffic")
 
     order: Any
     inverse: Any
@@ -108,7 +111,7 @@ class ContextPlan:
         return sum((self.ranks // groups - 1) * rows for groups, rows in parts)
 
     def traffic(
-        self, ranks_per_host: int, row_bytes: int, expression: Any = None
+        self, ranks_per_host: int, token_bytes: int, expression: Any = None
     ) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, by this plan.
 
@@ -119,7 +122,7 @@ class ContextPlan:
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
-            row_bytes: of the keys and values of one row, such as 2 * kv_heads * head_dim * 2 in
+            token_bytes: of the keys and values of one token, such as 2 * kv_heads * head_dim * 2 in
                 bfloat16.
             expression: of the mask of a layer, whose window may need fewer keys than the plan. The
                 result is then an upper bound for each rank: ranks at the ends of a host fetch more
@@ -132,8 +135,8 @@ class ContextPlan:
             ValueError: ranks_per_host that does not divide the ranks.
 
         Examples:
-            >>> # zigzag, 4 ranks, 1024 rows
-            >>> plan.traffic(ranks_per_host=2, row_bytes=2 * 8 * 128 * 2)
+            >>> # zigzag, 4 ranks, 1024 tokens
+            >>> plan.traffic(ranks_per_host=2, token_bytes=2 * 8 * 128 * 2)
             {'inside': 1048576, 'between': 2097152}
         """
         inner = positive("ranks_per_host", ranks_per_host)
@@ -141,7 +144,7 @@ class ContextPlan:
             raise ValueError(
                 f"ranks_per_host must divide the plan's {self.ranks} ranks, but is {inner}"
             )
-        row = positive("row_bytes", row_bytes)
+        row = positive("token_bytes", token_bytes)
         halo = None if expression is None else self.halo(expression)
         if halo is not None:
             inside, between = halo.traffic(inner)
@@ -172,16 +175,16 @@ class ContextPlan:
         return found
 
     def permute(self, tree: Tree, axis: int = 1) -> Tree:
-        """Every array of `tree` with its rows along `axis` in the plan's order.
+        """Every array of `tree` with its tokens along `axis` in the plan's order.
 
-        Rank r's rows are then the r-th of `ranks` equal pieces: shard that axis over the context
+        Rank r's tokens are then the r-th of `ranks` equal pieces: shard that axis over the context
         axes of the mesh. numpy arrays stay numpy arrays if the plan was made on the host. Do not
         make a mask from permuted ids: expressions describe the sequence in its original order, and
         `create_attention_mask` permutes their arrays.
 
         Raises:
             ValueError: an array whose `axis` is not as long as the plan. If the plan has one order
-                per batch row, also an array whose first axis does not have that batch size.
+                per row of the batch, also an array whose first axis does not have that batch size.
 
         Examples:
             >>> permuted = plan.permute(batch)
@@ -190,7 +193,7 @@ class ContextPlan:
         return mark_permuted(permuted) if self.moves else permuted
 
     def unpermute(self, tree: Tree, axis: int = 1) -> Tree:
-        """Every array of `tree` with its rows along `axis` back in the order of the sequence.
+        """Every array of `tree` with its tokens along `axis` back in the order of the sequence.
 
         The exact inverse of `permute`, with the same arguments and errors.
 
@@ -200,7 +203,7 @@ class ContextPlan:
         return self._move(tree, self.inverse, axis)
 
     def index(self) -> Any:
-        """(B or 1, length) int32: for each row in the plan's order, its index in the sequence."""
+        """(B or 1, length) int32: for each token in the plan's order, its index in the sequence."""
         numpy = isinstance(self.order, np.ndarray)
         offset = (np if numpy else jnp).arange(self.chunk, dtype=np.int32)
         rows = self.order[:, :, None] * np.int32(self.chunk) + offset[None, None]

@@ -31,19 +31,19 @@ def check_plan(
     positions: Any = None,
     plan: ContextPlan | None = None,
 ) -> None:
-    """Under `debug_checks`: raises if the batch is not in the order of the mask's rows.
+    """Under `debug_checks`: raises if the batch is not in the order of the mask's queries.
 
-    It says what is missing: the batch was not permuted, the mask was built without the plan, or the
+    It says what went wrong: the batch was not permuted, the mask was built without the plan, or the
     ids of the expression were already permuted. While the checks are off it does nothing, and adds
     nothing to the compiled program. Call it once per step, with the segment ids and positions of
     the tokens from which query is computed.
 
     Args:
         mask: from `create_attention_mask` for self-attention, with or without sharding and plan.
-        segment_ids: (B, S) integers of the batch, in its current order.
-        positions: (B, S) integers of the batch, in its current order, that count the tokens from 0
-            in the row or in each document. Without them an unpermuted batch and permuted ids look
-            the same, and rows of one document cannot be told apart.
+        segment_ids: (B, S) integers, those of the batch in its current order.
+        positions: (B, S) integers: each token's position, from 0 in the row or in its document, in
+            the batch's current order. Without them an unpermuted batch and permuted ids look
+            the same, and tokens of one document cannot be told apart.
         plan: the `ContextPlan`, if the mask was built with permuted_keys=False or without the plan,
             because then the mask does not store it.
 
@@ -51,8 +51,8 @@ def check_plan(
         ValueError: while the checks are on: a batch in another order. Inside jit it is raised in
             the thread that traced the function, once the program has run that far; the program
             itself continues, so that no device waits for another. If jax runs a small program in
-            that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). Also for arguments
-            that are not as above.
+            that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). Also for wrong
+            shapes or types of arguments.
 
     Examples:
         >>> packax.context.check_plan(mask, segment_ids=segment_ids)

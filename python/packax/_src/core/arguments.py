@@ -131,6 +131,19 @@ def described(x: Any) -> str:
     return f"{article} {type(x).__name__}"
 
 
+class PublicNames(type):
+    """The type of classes with many inner fields: `dir`, and so `help`, lists only `public`."""
+
+    public: tuple[str, ...] = ()
+
+    def __init__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> None:
+        super().__init__(name, bases, names)
+        cls.__signature__ = inspect.Signature()  # no call makes one: functions return them
+
+    def __dir__(cls) -> list[str]:
+        return ["__doc__", *cls.public]
+
+
 class NotAnArray:
     """Base class that makes `np.asarray` raise instead of creating an array of one object."""
 

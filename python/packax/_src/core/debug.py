@@ -55,7 +55,7 @@ def debug_checks(enable: bool = True) -> Any:
     `packax.documents`, which outside of them are only for numpy arrays.
 
     The environment variable PACKAX_DEBUG=1 turns them on for a whole process. A function that was
-    compiled while they were off is compiled again; in jax 0.7 it is not, so turn them on before its
+    compiled while they were off is recompiled, except in jax 0.7: there, turn them on before its
     first call.
 
     Args:

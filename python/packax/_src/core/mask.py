@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.arguments import NotAnArray
+from packax._src.core.arguments import NotAnArray, PublicNames
+from packax._src.core.pages import page
 from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import ONE_BLOCK, MaskMode
 
@@ -70,7 +71,7 @@ _OF_NO_PASS = {"passes": ()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class AttentionMask(NotAnArray):
+class AttentionMask(NotAnArray, metaclass=PublicNames):
     """What `create_attention_mask` returns: a pytree of int32 arrays, linear in the length.
 
     (Block masks and trees also store lists of blocks.) It can be passed through jit, scan, remat
@@ -78,8 +79,11 @@ class AttentionMask(NotAnArray):
     or 1 if all rows of the batch share the array. For `vmap` over the batch of a model, pass
     `in_axes=mask.vmap_axes()`, or 0 if all leaves have the batch. For shard_map, pass the spec of
     the batch if the mask has a batch, or `mask.sharding.mask_specs(mask)` if the mask was built
-    with a sharding. docs/internals/mask_format.md describes the leaves; do not modify them.
+    with a sharding. The page "The mask format" of the documentation describes the leaves; do not
+    modify them.
     """
+
+    public = ("as_array", "vmap_axes")
 
     # Arrays, in the order of `Operands`.
     kv_start: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
@@ -328,7 +332,7 @@ def _serialized(static: Any) -> bytes:
         raise NotImplementedError(
             "a mask of symbolic lengths cannot be an argument of an exported program, because its "
             "lengths are not those of the caller's mask: build the mask in the program, or pass "
-            "its leaves (docs/guide/transformations.md)"
+            f"its leaves: see {page('Transformations')}"
         )
     return json.dumps(static, default=_plain).encode()
 

@@ -83,10 +83,10 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a shape, dtype or size that is not as above.
+        ValueError: wrong shape, dtype or size.
 
     An attention mask stores it as bits, together with two lists of blocks for each of its heads.
-    Each list has about one int32 for every 128 x 64 pairs of a row and a key.
+    Each list has about one int32 for every 128 x 64 pairs of a query and a key.
 
     Examples:
         >>> blocks = np.array([[True, False], [True, True]])

@@ -60,9 +60,9 @@ def create_attention_mask(
     """Build the mask that every layer of a step shares.
 
     Args:
-        expression: `causal()`, `documents(...)` or another one from docs/guide/masks.md, or several
-            joined by `&` and `|`.
-        q_len: number of query rows; needed only if no array of the expression determines it.
+        expression: `causal()`, `documents(...)` or another function of `packax.masks`, or
+            several joined by `&` and `|`.
+        q_len: number of queries; needed only if no array of the expression determines it.
         kv_len: number of keys; needed only if no array of the expression determines it.
         sharding: how attention is sharded. The arrays of the mask that describe queries are sharded
             like the queries. The mask stores the sharding, so do not pass it to `flash_attention`
@@ -84,14 +84,14 @@ def create_attention_mask(
             for a mask that it builds from an expression.
 
     Inside your own `shard_map` over the context axes, the expression is still about whole sequences
-    (its arrays replicated along the context axes), and the returned mask has this rank's rows.
+    (its arrays replicated along the context axes), and the returned mask has this rank's queries.
 
     Returns:
         AttentionMask: O(batch * (q_len + kv_len)) int32 values, computed in O(S) for documents.
 
     Raises:
-        ValueError: not an expression; lengths, sharding or a plan that are missing or do not agree;
-            an unknown implementation.
+        ValueError: not an expression; missing or inconsistent lengths, sharding or plan; arrays
+            that the plan has already permuted; an unknown implementation.
         NotImplementedError: implementation="cuda", when lowered for another platform.
 
     Examples:

@@ -68,7 +68,7 @@ def documents(
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a rank, dtype, value or length that is not as above.
+        ValueError: wrong rank or dtype, values that do not fit int32, or inconsistent lengths.
 
     Examples:
         >>> packax.documents([7, 7, -1, 3]).as_array(4, 4).astype(int)
@@ -147,7 +147,7 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a rank or dtype that is not as above, or lengths that differ.
+        ValueError: wrong rank or dtype, or lengths that differ.
 
     Examples:
         >>> packax.masks.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)

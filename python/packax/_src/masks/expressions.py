@@ -130,8 +130,8 @@ class MaskExpression(NotAnArray):
     def arrays(self) -> list[tuple[str, Array, str]]:
         """(name, array, side) for each array.
 
-        The side is "q" if the last axis is the query rows, "kv" if it is the keys (a batch axis may
-        come first), and "batch" if the array has one value for each batch row.
+        The side is "q" if the last axis is the queries, "kv" if it is the keys (a batch axis may
+        come first), and "batch" if the array has one value for each row of the batch.
         """
         return []
 

@@ -74,7 +74,7 @@ def context_plan(
     shared: float | int | tuple[float | int, ...] | None = None,
     length: int | None = None,
 ) -> ContextPlan:
-    """Assigns chunks of query rows to ranks: the same number to each, with balanced work.
+    """Assigns chunks of tokens to ranks: the same number to each, with balanced work.
 
     - "balanced": chunks are sorted by work, the number of attended query-key pairs, and assigned in
       rounds. In each round every rank gets one chunk, and the largest goes to the rank with the
@@ -102,30 +102,29 @@ def context_plan(
         ranks: the number of ranks if there is no mesh, as in a data loader; for levels their sizes,
             such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
-        chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that gives a rank at least 16 chunks, or else 128. With a
-            window, 4 chunks are enough if the keys to fetch before and after such a chunk are at
-            most half as many as its rows.
-        shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
-            0.0 to 1.0, rounded up to a multiple of 128 rows) or a number of rows (an int). With
-            levels, a tuple with one size per level, such as (1 / 16, 1 / 2): first the rows that
-            all ranks share, then the rows that the ranks of a host share. The second size includes
-            the first, so sizes must not decrease. A single size defines one part shared by all
-            ranks. None: the smallest of 24 fractions for which the most loaded rank has at most
+        chunk: tokens per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None:
+            the largest power of two times 128 that gives a rank at least 16 chunks, or else 128.
+            With a window, 4 chunks are enough if the keys to fetch before and after such a chunk
+            are at most half as many as its tokens.
+        shared: the size of the shared part, for "local": a fraction of a rank's tokens (a float
+            from 0.0 to 1.0, rounded up to a multiple of 128 tokens) or a number of tokens (an int).
+            With levels, a tuple with one size per level, such as (1 / 16, 1 / 2): first the tokens
+            that all ranks share, then those that the ranks of a host share. The second size
+            includes the first, so sizes must not decrease. A single size defines one part shared by
+            all ranks. None: the smallest of 24 fractions for which the most loaded rank has at most
             1.03 times the mean work. With levels, the size for all ranks is minimized first, then
-            that for a host. If a size that you pass is too small for the documents, all rows are
-            shared, with a warning.
-        length: rows of the sequence; needed only if no array of the expression determines it.
+            that for a host. If a size that you pass is too small for the documents, all tokens
+            are shared, with a warning.
+        length: the number of tokens; needed only if no array of the expression determines it.
 
     Returns:
-        ContextPlan, with one order per batch row if the expression has a batch. For one rank it
-        moves nothing, whatever the length.
+        ContextPlan, with one order per row of the batch if the expression has a batch. For one rank
+        it moves nothing, whatever the length.
 
     Raises:
-        ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
-            length that does not divide into whole chunks for every rank, a shared= that is not as
-            above, does not match the levels or is passed for another kind, or kind="local" inside
-            jit.
+        ValueError: not an expression; an unknown kind; neither or both of sharding and ranks; a
+            length that does not divide into whole chunks for every rank; a shared= out of range,
+            for other levels or for another kind; kind="local" inside jit.
 
     Examples:
         >>> plan = packax.context_plan(expression, sharding=sharding)
@@ -267,7 +266,7 @@ def shard_batch(
         implementation: as in `create_attention_mask`.
 
     Inside your own `shard_map` over the context axes, batch and expression are still of whole
-    sequences, replicated along those axes, and the results have this rank's rows.
+    sequences, replicated along those axes, and the results have this rank's tokens.
 
     Returns:
         ShardedBatch, a named tuple (batch, mask, plan): the batch is permuted, and sharded over the

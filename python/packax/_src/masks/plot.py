@@ -49,11 +49,11 @@ def plot_mask(
     a frame are skipped. If a plan permuted the queries, they are drawn in permuted order.
 
     Args:
-        mask: an expression, or the result of `create_attention_mask`, of at most 4096 rows and
+        mask: an expression, or the result of `create_attention_mask`, of at most 4096 queries and
             keys.
         q_len, kv_len: the lengths, if the arrays of an expression do not determine them.
         batch, head: which row of the batch, and which head of a block_sparse(...) with heads.
-        block_size: (rows, keys) of the frames, or one number: by default those of the kernels.
+        block_size: (queries, keys) of the frames, or one number: by default those of the kernels.
         ax: matplotlib axes to draw on; None: new ones.
 
     Returns:
@@ -120,7 +120,7 @@ def plot_plan(
 
     Args:
         plan: from `context_plan`.
-        expression: the expression of the plan, of at most 8192 rows. None: draws no loads.
+        expression: the expression of the plan, of at most 8192 tokens. None: draws no loads.
         batch: which row of the batch.
         ax: matplotlib axes to draw on; None: new ones.
 

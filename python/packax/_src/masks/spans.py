@@ -152,7 +152,7 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset;
+        ValueError: wrong rank, dtype, value or length; a `text` with an offset;
             or an intersection with documents(...) that has kv_segment_ids or kv_positions.
         NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
             intersect the spans with them instead.

@@ -51,7 +51,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
     For models whose layers alternate, for example between a window and all keys, in one `scan` over
     layers. Masks of different kinds hold different arrays; in a stack, every mask gets the arrays
     of the most general one. The results of attention do not change, bit for bit. Under context
-    parallelism, layers with a window fetch only halos (the keys next to a rank's rows), and other
+    parallelism, layers with a window fetch only halos (the keys next to a rank's tokens), and other
     layers gather all keys. If windows differ in size, only the halos of one size are used, and
     layers with another window gather all keys, too.
 

@@ -162,10 +162,10 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a rank, dtype, value or length that is not as above; numpy arrays that are not
+        ValueError: wrong rank, dtype, value or length; numpy arrays that are not
             trees in depth-first order; documents(...) with positions, or an offset, joined with it.
 
-    If jax arrays are not trees in depth-first order, that batch row attends to nothing.
+    If jax arrays are not trees in depth-first order, that row of the batch attends to nothing.
 
     Examples:
         >>> # a prompt and two answers
@@ -203,10 +203,10 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
     later is another group or answer.
 
     Raises:
-        ValueError: a rank, dtype or length that is not as above; numpy arrays in which a prompt
+        ValueError: wrong rank, dtype or length; numpy arrays in which a prompt
             comes after an answer of its group.
 
-    If jax arrays have a prompt after an answer, that batch row attends to nothing.
+    If jax arrays have a prompt after an answer, that row of the batch attends to nothing.
 
     Examples:
         >>> expression = packax.masks.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1])
@@ -222,7 +222,7 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
 
 
 def tree_positions(expression: MaskExpression) -> Array:
-    """How many tokens come before each one on its path: the positions of a tree, as RoPE needs.
+    """The number of tokens before each token on its path, for RoPE.
 
     Args:
         expression: a `tree` or `shared_prefix`, or one joined with others by `&`.
@@ -241,7 +241,7 @@ def tree_positions(expression: MaskExpression) -> Array:
 
 
 def path_predecessors(expression: MaskExpression) -> Array:
-    """For each token, the index of the token before it on its path: the row that predicts it.
+    """For each token, the index of the token before it on its path: the one that predicts it.
 
     In a packed tree the first token of every branch follows the last token of the segment above,
     wherever that is in the row. Take the logits, or log-probabilities, of a token from that index.

@@ -24,7 +24,7 @@ _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 
 
 class OneForAll(NamedTuple):
-    """A dropout_key with which all batch rows and heads drop the same pairs of row and key."""
+    """A dropout_key with which all batch rows and heads drop the same query-key pairs."""
 
     key: Any
 

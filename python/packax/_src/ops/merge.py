@@ -19,8 +19,8 @@ _EXAMPLE = "packax.flash_attention(..., return_lse=True)"
 def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.Array, jax.Array]:
     """Merges attention over several parts of the keys into attention over all of these keys.
 
-    For queries that attend to several ranges of keys, such as the first tokens and a window
-    (docs/guide/masks.md), and for keys in several caches. It is exact if no query attends to the
+    For queries that attend to several ranges of keys, such as the first tokens and a window, and
+    for keys in several caches. It is exact if no query attends to the
     same key in two parts, and differentiable any number of times.
 
     Args:
@@ -35,8 +35,8 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
         infinite sink, gets all of the weight.
 
     Raises:
-        ValueError: no parts, a part that is not (out, lse), or shapes and dtypes that differ or are
-            not as above.
+        ValueError: no parts, a part that is not (out, lse), or wrong or inconsistent shapes and
+            dtypes.
 
     Examples:
         >>> near = packax.sliding_window(9)

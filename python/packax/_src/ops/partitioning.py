@@ -30,12 +30,12 @@ from jax.sharding import AxisType, NamedSharding
 from jaxlib.mlir import ir
 
 from packax._src.core.jax_compat import lower_with_devices
+from packax._src.core.pages import page
 from packax._src.core.sharding import Axes, entered_mesh, spec, typed_axes
 from packax._src.core.spec import accumulator
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
-_DOCS = "docs/guide/context_parallelism.md"
-_MESHES = "docs/guide/meshes.md"
+_CONTEXT_PAGE = page("Context parallelism")
 
 
 def plain(aval: Any) -> Any:
@@ -174,7 +174,7 @@ def _warn_of_unmapped_axes(sizes: dict[str, int]) -> None:
         warnings.warn(
             "attention in a shard_map over some of the mesh's axes: arrays that are sharded over "
             f"{', '.join(map(repr, left))} are gathered on every device. Pass "
-            f"sharding=packax.AttentionSharding(...), or map over all axes ({_DOCS})",
+            f"sharding=packax.AttentionSharding(...), or map over all axes: see {_CONTEXT_PAGE}",
             stacklevel=2,
         )
 
@@ -184,7 +184,7 @@ def _warn_of_export(devices: int) -> None:
         warnings.warn(
             f"attention in an exported program for {devices} devices: sharded arrays are gathered "
             "on every device. Pass sharding=packax.AttentionSharding(...), or call it in a "
-            f"shard_map over all axes ({_MESHES})",
+            f"shard_map over all axes: see {page('Meshes')}",
             stacklevel=2,
         )
 
@@ -366,7 +366,9 @@ def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
             )
 
 
-_CONTEXT = f"for context parallelism pass sharding=packax.AttentionSharding(...) ({_DOCS})"
+_CONTEXT = (
+    f"for context parallelism pass sharding=packax.AttentionSharding(...): see {_CONTEXT_PAGE}"
+)
 _SHARDED = {
     "s": f"the sequence axis of query is sharded over {{axes}}: {_CONTEXT}",
     "k": f"the sequence axis of key and value is sharded over {{axes}}: {_CONTEXT}",

@@ -69,7 +69,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
         int32, (length,) or (B, length). Document n has id n.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; for numpy arrays also a negative length,
+        ValueError: wrong rank or dtype; for numpy arrays also a negative length,
             or documents that do not fit into `length`.
 
     Examples:
@@ -151,7 +151,7 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
         int32: 0 for tokens, so that each row is one document, and -1 for padding.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; for numpy arrays, and under
+        ValueError: wrong rank or dtype; for numpy arrays, and under
             `packax.context.debug_checks`, also another value. For a mask that numbers packed
             documents 1, 2, 3, ... use `from_one_based`.
 
@@ -178,7 +178,7 @@ def from_one_based(segment_ids: ArrayLike) -> Array:
         int32: each id minus 1, so that padding is -1.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; for numpy arrays, and under
+        ValueError: wrong rank or dtype; for numpy arrays, and under
             `packax.context.debug_checks`, also a negative id: such ids are already in packax's
             format.
 
@@ -220,7 +220,7 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
         int32: 0, 1, 2, ... in each row. A row may begin inside a document.
 
     Raises:
-        ValueError: a rank, dtype or shape that is not as above.
+        ValueError: wrong rank, dtype or shape.
 
     Examples:
         >>> packax.segments.from_positions([0, 1, 2, 0, 1, 0])
@@ -249,7 +249,7 @@ def positions(segment_ids: ArrayLike) -> Array:
         int32: how many earlier tokens of the row have the same id; 0 for padding.
 
     Raises:
-        ValueError: a rank or dtype that is not as above.
+        ValueError: wrong rank or dtype.
 
     Examples:
         >>> packax.segments.positions([0, 0, 0, 1, 1, -1])
@@ -287,7 +287,7 @@ def next_tokens(
         sum of weighted losses by the sum of the weights.
 
     Raises:
-        ValueError: a rank, dtype or shape that is not as above.
+        ValueError: wrong rank, dtype or shape.
 
     Examples:
         >>> targets, weights = packax.segments.next_tokens([5, 6, 7, 8, 0], [0, 0, 1, 1, -1])
@@ -324,7 +324,7 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
         int32, (documents + 1,).
 
     Raises:
-        ValueError: a rank or dtype that is not as above, or no max_documents for jax arrays; for
+        ValueError: wrong rank or dtype; missing max_documents for jax arrays; for
             numpy arrays also more documents than max_documents, or an id that reappears, which
             cumulative lengths cannot express.
 

@@ -155,7 +155,7 @@ def check_packing(
         mistake, and where. It is empty if nothing does.
 
     Raises:
-        ValueError: a rank, dtype or shape that is not as above, or traced arrays.
+        ValueError: wrong rank, dtype or shape, or traced arrays.
 
     Examples:
         >>> print(packax.segments.check_packing([[0, 0, 0, 1, 1, -1]], [[0, 1, 2, 3, 4, 0]]))

@@ -1,4 +1,4 @@
-"""packax as the attention of Levanter's layers and of Grug: docs/guide/levanter.md."""
+"""packax as the attention of Levanter's layers and of Grug: see "Levanter" in the documentation."""
 
 from packax.integrations.levanter.grug import attention as attention
 from packax.integrations.levanter.grug import build_mask as build_mask

@@ -1,4 +1,4 @@
-"""MaxText's attention op, computed by packax: docs/guide/maxtext.md.
+"""MaxText's attention op, computed by packax: see "MaxText" in the documentation.
 
 Call `install()` before or after MaxText's modules are imported:
 

@@ -9,7 +9,8 @@
 
 A call computes the same as MaxText's dense path (`generate_attention_mask` and
 `apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
-arrive scaled: the op's own scale is 1. For differences see docs/guide/integrations.md.
+arrive scaled: the op's own scale is 1. For differences see "MaxText" in
+the documentation.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         others: MaxText's other keyword arguments are accepted and have no effect.
 
     Raises:
-        ValueError: an attention type or a size that is not as above.
+        ValueError: an unknown attention type, or a size out of range.
         NotImplementedError: a type, an option or a config without a kernel.
         TypeError: an argument that MaxText does not have.
 
@@ -211,7 +212,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             (B, Sq, H, Dv), dtype of query; 0 for rows that attend to nothing.
 
         Raises:
-            ValueError: shapes, dtypes or arguments that are not as above.
+            ValueError: wrong shapes, dtypes or arguments.
             NotImplementedError: compressed_mask or compressed_kv; no kernel for the dtype or head
                 dim.
         """

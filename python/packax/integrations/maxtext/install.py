@@ -55,11 +55,11 @@ def install(*, every: bool = False) -> None:
     rules; the first call prints one line that names them.
 
     Tokens are reordered for context parallelism without TransformerEngine, always by swapping two
-    chunks per rank: its "striped" order is for its kernels, and packax does not need it.
+    chunks per rank: its "striped" order is for its own kernels, and packax does not need it.
 
     Args:
         every: also for dot_product, the only setting that MaxText's checks accept for MoBA, sparse
-            indexers and block diffusion. The last call of `install` decides.
+            indexers and block diffusion. The last call wins.
 
     Raises:
         ModuleNotFoundError: maxtext (0.2) is not installed.

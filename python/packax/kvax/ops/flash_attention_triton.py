@@ -43,8 +43,8 @@ def flash_attention_triton(
     debug: bool = False,
     mesh: Any = None,
 ) -> DeviceArray:
-    """Causal attention inside each segment: row i attends to key j if their segment ids are equal
-    and not -1, and the row's position is at least the key's.
+    """Causal attention inside each segment: query i attends to key j if their segment ids are equal
+    and not -1, and the query's position is at least the key's.
 
     Call it inside `attention_specs`. The mask determines which pairs are attended. Only the shapes
     of ids and positions are checked; their values are used only if the mask has nothing but bounds
@@ -54,7 +54,7 @@ def flash_attention_triton(
         query: (B, Sq, H, D).
         key: (B, Skv, Hkv, D), H a multiple of Hkv.
         value: (B, Skv, Hkv, Dv).
-        query_positions, query_segment_ids: (B, Sq), in the order of the query rows.
+        query_positions, query_segment_ids: (B, Sq), in the order of the queries.
         kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
         mask: the result of `create_attention_mask`, one mask or three; gradients need only the
             first.
@@ -71,11 +71,12 @@ def flash_attention_triton(
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
 
     Returns:
-        (B, Sq, H, Dv) in query's dtype; 0 for a row that attends to nothing. Under `jax.checkpoint`
-        it is named "attention_outputs", together with the log-sum-exp that the backward pass reads.
+        (B, Sq, H, Dv) in query's dtype; 0 for a query that attends to nothing. Under
+        `jax.checkpoint` it is named "attention_outputs", together with the log-sum-exp that the
+        backward pass reads.
 
     Raises:
-        ValueError: shapes, dtypes, mask, scale or block sizes that are not as above or do not
+        ValueError: wrong shapes, dtypes, mask, scale or block sizes, or sizes that do not
             match; no attention specs; no mesh for their axes.
         NotImplementedError: a bias; no kernel for the dtype or head dim.
 

@@ -49,14 +49,14 @@ def create_attention_mask(
     mesh: Any = None,
     plan: ContextPlan | None = None,
 ) -> tuple[AttentionMask, ...]:
-    """The mask that all layers of a step share: row i attends to key j if their segment ids are
-    equal and the row's position is at least the key's.
+    """The mask that all layers of a step share: query i attends to key j if their segment ids are
+    equal and the query's position is at least the key's.
 
     Call it inside `attention_specs`. Ids and positions may have any values; -1 is padding.
 
     Args:
         query_positions, query_segment_ids: (B, Sq) integers that fit int32, in the order of the
-            query rows: permuted if the rows are (context parallelism).
+            queries: permuted if the queries are (context parallelism).
         kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
         fwd_params, bwd_params: the block sizes for the bounds, with no other effect; None: the
             defaults of `get_default_flash_attention_params`.
