@@ -397,6 +397,27 @@ def test_groups_on_a_mesh(groups, devices):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+def test_groups_with_context_parallelism():
+    """Three biases for six batch rows on two ranks: each rank gets a bias for each of its rows."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "context"))
+    spec = P("data", "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
+    operands = [*grouped_inputs(), random_bias((3, 2, 40), 40, seed=6)]
+
+    @functools.partial(jax.jit, static_argnums=5)
+    def gradients(query, key, value, weights, bias, sharding):
+        def loss(query, bias):
+            mask = packax.causal()
+            out = packax.flash_attention(query, key, value, mask, bias=bias, sharding=sharding)
+            return jnp.sum(out * weights)
+
+        return jax.grad(loss, (0, 1))(query, bias)
+
+    both = (gradients(*operands, x) for x in (sharding, None))
+    for x, y in zip(*both, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
 @pytest.mark.parametrize("way", ["out", "gradient", "tangent", "gradient of a sum"])
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("batch", [1, 4])
