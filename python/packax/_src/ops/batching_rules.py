@@ -93,8 +93,8 @@ _TOGETHER = {
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
     **dict.fromkeys((*TENSORS, "init"), "tensors"),
 }
-"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1 (biases:
-any divisor of the batch). Tensors and dropout_streams always have the batch."""
+"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1
+(biases: any divisor of the batch). Tensors and dropout_streams always have the batch."""
 
 
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
