@@ -37,7 +37,8 @@ for case in small.values():
     lo, hi = (x[..., None] for x in case.row_ranges())
     j = np.arange(case.kv_len)
     pairs = np.asarray(case.expression().as_array(case.seq, case.kv_len))
-    assert np.array_equal(np.broadcast_to(pairs, (2, *pairs.shape[-2:])), (j >= lo) & (j < hi)), case
+    pairs = np.broadcast_to(pairs, (2, *pairs.shape[-2:]))
+    assert np.array_equal(pairs, (j >= lo) & (j < hi)), case
 
 def row(fwd, bwd):
     return {"times": {"fwd": {"ms": fwd}} | ({"bwd": {"ms": bwd}} if bwd else {})}
