@@ -145,3 +145,9 @@ def test_rows_of_one_process():
         bare = packax.AttentionSharding(query=spec, key_value=spec)
         with pytest.raises(ValueError, match="process_rows needs a mesh of devices"):
             packax.context.process_rows(bare, 6)
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3), 3], ids=["numpy", "number"])
+def test_only_arrays_over_all_processes_are_compared(wrong):
+    with pytest.raises(ValueError, match=r"batch\['x'\] must be a jax array over all processes"):
+        packax.context.check_same_rows({"x": wrong})

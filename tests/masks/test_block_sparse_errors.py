@@ -68,3 +68,13 @@ def test_errors_of_heads_plans_and_meshes():
                 packax.masks.block_sparse(np.ones((1, 3, 2, 2), bool), 128), q_len=256, kv_len=256,
                 sharding=packax.AttentionSharding(spec, spec),
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4), (0, 2, 4, 4)])
+def test_a_batch_of_no_rows(shape):
+    x = np.ones((0, 16, 2, 8), np.float32)
+    out = packax.flash_attention(x, x, x, packax.masks.block_sparse(np.ones(shape, bool), 4))
+    assert out.shape == x.shape
+    for wrong in ((0, 4), (2, 0, 4), (0, 0, 4, 4)):
+        with pytest.raises(ValueError, match="at least 1 of each but of batch"):
+            packax.masks.block_sparse(np.ones(wrong, bool), 4)

@@ -180,3 +180,19 @@ def test_errors():
         stack_masks([built("ids")[0], short])
     with pytest.raises(IndexError, match="kind is 2, but the stack has 2 masks"):
         stack_masks(built("ids"))[2]
+
+
+@pytest.mark.parametrize("kind", [True, np.True_, np.int8(1), -1], ids=repr)
+def test_what_selects_a_mask(kind):
+    masks = [
+        packax.create_attention_mask(x, q_len=8, kv_len=8) for x in (packax.causal(), packax.full())
+    ]
+    stack = stack_masks(masks)
+    np.testing.assert_array_equal(stack[kind].kv_end, masks[1].kv_end)
+    if kind != -1:
+        np.testing.assert_array_equal(jax.jit(lambda x: stack[x].kv_end)(kind), masks[1].kv_end)
+    for wrong in (1.0, jnp.float32(1), np.zeros(2, int), "1"):
+        with pytest.raises(
+            ValueError, match="kind must be the index of a mask, an integer or bool"
+        ):
+            stack[wrong]

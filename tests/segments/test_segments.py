@@ -399,3 +399,25 @@ def test_ids_make_a_mask():
     ids = segments.from_one_based(np.array([[1, 1, 2, 2, 0, 0]]))
     dense = (packax.causal() & packax.documents(ids)).as_array(6, 6)
     assert dense.sum() == 6
+
+
+def test_an_empty_list():
+    assert packax.segments.from_lengths([], 4).tolist() == [-1] * 4
+    assert packax.segments.from_lengths([[], []], 3).tolist() == [[-1] * 3] * 2
+
+
+def test_symbolic_sizes():
+    """One exported program for any number of rows, tokens and documents."""
+    batch, length, number = jax.export.symbolic_shape("b, s, n")
+
+    def exported(function, *shape):
+        typed = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.export.export(jax.jit(function), platforms=["cpu"])(typed).call
+
+    from_lengths = exported(lambda x: packax.segments.from_lengths(x, 9), batch, number)
+    lengths = np.array([[3, 0, 4], [2**31 - 1, 2**31 - 1, 2**31 - 1], [1, 9, 2]], np.int32)
+    want = np.array([[0] * 3 + [2] * 4 + [-1] * 2, [0] * 9, [0] + [1] * 8])
+    np.testing.assert_array_equal(from_lengths(lengths), want)
+    cu_seqlens = exported(lambda x: packax.segments.cu_seqlens(x, max_documents=4), batch, length)
+    ids = np.array([[0, 0, 1, -1], [0, -1, 3, 3]], np.int32)
+    np.testing.assert_array_equal(cu_seqlens(ids), packax.segments.cu_seqlens(ids, 4))

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 
+from packax._src.core.arguments import described
 from packax._src.core.sharding import AttentionSharding, layout_of, spec
 
 
@@ -68,12 +69,21 @@ def check_same_rows(batch: Any) -> None:
             `jax.make_array_from_process_local_data` returns them.
 
     Raises:
-        ValueError: processes that fed different data for the same part of an array.
+        ValueError: processes that fed different data for the same part of an array; anything
+            else than arrays over all processes.
 
     Examples:
         >>> packax.context.check_same_rows(batch)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
+    several = jax.process_count() > 1
+    for path, x in leaves:
+        if not isinstance(x, jax.Array) or (several and x.is_fully_addressable):
+            what = "an array of this process alone" if isinstance(x, jax.Array) else described(x)
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} must be a jax array over all processes, as "
+                f"jax.make_array_from_process_local_data returns it, but is {what}"
+            )
     sums = [
         (shard.device.id, number, zlib.crc32(np.asarray(shard.data).tobytes()))
         for number, (_, x) in enumerate(leaves)

@@ -81,7 +81,10 @@ def _as_int32(name: str, x: Any, saturate: bool, ranks: tuple[int, ...], shapes:
     if is_symbolic_dim(x):  # from jax.export, as in causal(kv_len - q_len)
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
+        typed = hasattr(x, "dtype")
         x = numpy_array(name, x)
+        if not typed and x.size == 0:  # an empty list, which is float64 in numpy
+            x = x.astype(np.int32)
     if x.ndim not in ranks:
         raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not jnp.issubdtype(x.dtype, np.integer):  # unlike np.issubdtype, jnp.issubdtype knows int4

@@ -97,10 +97,11 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
     """
     if not isinstance(block_mask, jax.Array):
         block_mask = np.array(block_mask)
-    if block_mask.ndim not in (2, 3, 4) or 0 in block_mask.shape:
+    empty_batch = block_mask.ndim > 2 and block_mask.shape[0] == 0
+    if block_mask.ndim not in (2, 3, 4) or 0 in block_mask.shape[empty_batch:]:
         raise ValueError(
             "block_mask must have shape (query blocks, key blocks), optionally after (batch,) or "
-            f"(batch, heads), but has {block_mask.shape}"
+            f"(batch, heads), at least 1 of each but of batch, but has {block_mask.shape}"
         )
     if block_mask.dtype != np.bool_:
         raise ValueError(f"block_mask must be boolean, but has dtype {block_mask.dtype}")

@@ -28,7 +28,7 @@ _ALIKE = (
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskStack:
     """What `stack_masks` returns, a pytree. `stack[kind]` is the mask with that index, a Python or
-    traced integer. A traced index that is out of range selects the nearest mask.
+    traced integer or bool. A traced index that is out of range selects the nearest mask.
     """
 
     masks: AttentionMask  # each array has an additional first axis
@@ -38,6 +38,17 @@ class MaskStack:
         return self.number
 
     def __getitem__(self, kind: Any) -> AttentionMask:
+        dtype = getattr(kind, "dtype", np.dtype(type(kind)) if isinstance(kind, int) else None)
+        if (
+            dtype is None
+            or np.ndim(kind)
+            or not (jnp.issubdtype(dtype, np.integer) or np.issubdtype(dtype, np.bool_))
+        ):
+            raise ValueError(
+                f"kind must be the index of a mask, an integer or bool, but is {described(kind)}"
+            )
+        if np.issubdtype(dtype, np.bool_):
+            kind = kind.astype(np.int32) if hasattr(kind, "astype") else int(kind)
         if isinstance(kind, (int, np.integer)) and not -self.number <= kind < self.number:
             raise IndexError(f"kind is {kind}, but the stack has {self.number} masks")
         return jax.tree.map(
@@ -90,7 +101,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             raise ValueError(f"masks[0] and masks[{n}] {_difference(alike[0], alike[n])}")
 
     def stacked(*arrays: Any) -> jax.Array:
-        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
         axes = zip(*map(typed_axes, arrays), strict=True)
         dims = [next(filter(None, of_one), ()) for of_one in axes]  # a batch of 1 has none
 

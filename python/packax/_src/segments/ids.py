@@ -89,14 +89,19 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
-    else:  # sums saturate at `length`, so they cannot overflow
-        ends = jax.lax.associative_scan(
-            lambda x, y: jnp.minimum(x + y, length), jnp.minimum(each, length), axis=-1
-        )
+    else:  # sums that wrap are beyond `length`, as are all later ones
+        tokens: Any = jnp.clip(each, 0, length).astype(np.uint32)
+        sums = jnp.cumsum(tokens, axis=-1, dtype=np.uint32)
+        wrapped = jax.lax.cummax((sums < tokens).astype(np.int32), axis=each.ndim - 1) != 0
+        ends = jnp.where(wrapped, length, jnp.minimum(sums, np.uint32(length))).astype(np.int32)
     index = np.arange(length, dtype=np.int32)
 
     def of_row(ends: Any) -> Any:
-        number = xp.searchsorted(ends, index, side="right").astype(np.int32)
+        if xp is np:
+            number: Any = np.searchsorted(ends, index, side="right").astype(np.int32)
+        else:  # also for a symbolic number of documents
+            ending = jnp.zeros(length, np.int32).at[ends].add(1, mode="drop")
+            number = jnp.cumsum(ending, dtype=np.int32)
         return xp.where(number < ends.shape[0], number, PADDING_SEGMENT_ID).astype(np.int32)
 
     if ends.ndim == 1:
@@ -340,17 +345,17 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
 
 def _cu_seqlens(ids: Array, max_documents: int | None) -> Array:
     xp = numpy_of(ids)
-    rows = np.arange(ids.size, dtype=np.int32) // max(1, ids.shape[-1])
     flat = ids.reshape(-1)
     real = flat != PADDING_SEGMENT_ID
-    index = xp.where(real, np.arange(ids.size, dtype=np.int32), -1)
+    numbers = xp.arange(flat.shape[0], dtype=np.int32)  # the size may be symbolic
+    rows = numbers if 0 in ids.shape else numbers // xp.asarray(ids.shape[-1]).astype(np.int32)
+    index = xp.where(real, numbers, -1)
     seen = np.maximum.accumulate(index) if xp is np else jax.lax.cummax(index)
-    before = xp.concatenate([np.full(min(1, ids.size), -1, np.int32), seen[:-1]])
+    before = xp.concatenate([xp.full_like(seen[:1], -1), seen[:-1]])
     at = xp.maximum(before, 0)
-    starts = real & ((before < 0) | (flat[at] != flat) | (xp.asarray(rows)[at] != rows))
+    starts = real & ((before < 0) | (flat[at] != flat) | (rows[at] != rows))
     ends = xp.cumsum(real, dtype=np.int32)
-    total = ends[-1:] if ids.size else xp.zeros(1, np.int32)
-    offsets = xp.concatenate([ends - real.astype(np.int32), total])
+    begins = ends - real.astype(np.int32)
     if isinstance(ids, np.ndarray):
         for row, again in enumerate(map(returning, np.atleast_2d(ids))):
             if again:
@@ -362,10 +367,13 @@ def _cu_seqlens(ids: Array, max_documents: int | None) -> Array:
         most = count if max_documents is None else max_documents
         if count > most:
             raise ValueError(f"max_documents is {most}, but segment_ids has {count} documents")
-        return offsets[np.append(np.flatnonzero(starts), [ids.size] * (most - count + 1))]
+        return np.append(begins[starts], [real.sum()] * (most - count + 1)).astype(np.int32)
     if max_documents is None:
         raise ValueError("pass max_documents=: it is a static size, and segment_ids is a jax array")
-    return offsets[jnp.nonzero(starts, size=max_documents + 1, fill_value=ids.size)[0]]
+    total = real.sum(dtype=np.int32)
+    number = jnp.cumsum(starts, dtype=np.int32) - 1
+    number = jnp.where(starts & (number <= max_documents), number, max_documents + 1)
+    return jnp.full(max_documents + 1, total).at[number].set(begins, mode="drop")
 
 
 def returning(ids: np.ndarray) -> list[int]:

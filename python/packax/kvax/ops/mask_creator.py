@@ -155,7 +155,9 @@ def checked_tokens(
             x = np.asarray(x)
         arrays[name] = x
         if x.ndim != 2 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape (batch, length), but has {x.shape}")
+            raise ValueError(
+                f"{name} must have shape (batch, length), both at least 1, but has {x.shape}"
+            )
         if isinstance(x, np.ndarray):
             arrays[name] = jnp.asarray(as_int32(name, x))
         elif not (np.issubdtype(x.dtype, np.integer) and np.can_cast(x.dtype, np.int32)):
