@@ -133,8 +133,11 @@ class _Report:
 def _raise_in(thread: int, text: str) -> None:
     """Raises ValueError(text) in the given thread, or in the main thread if that has ended.
 
-    An exception in this callback would end the program of this device, and the other devices would
-    wait for it in their next collective until XLA aborts the process.
+    Nothing else reports it in time. An exception in this callback would end the program of this
+    device, and the other devices would wait for it in their next collective until XLA aborts the
+    process. The checks return nothing that a later wait could test, and jax waits in C++, in
+    `block_until_ready` of arrays that packax does not see. The price: the exception may arrive in
+    a `finally` block of the thread and skip the rest of it.
     """
 
     def __init__(self: ValueError, *_: Any) -> None:

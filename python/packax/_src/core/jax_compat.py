@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -39,6 +40,16 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
     return results
 
 
+@functools.cache
+def _warn_of_missing(what: str) -> None:
+    """Warns once per process of what does not work without a name in jax._src."""
+    warnings.warn(
+        f"packax does not know this version of jax, {jax.__version__}, well enough for {what}: "
+        "update packax, or use an older jax",
+        stacklevel=3,
+    )
+
+
 def checks_vma() -> bool:
     """The `check_vma` of the surrounding shard_map, which a nested one must share: only with it do
     types say over which mesh axes values vary."""
@@ -47,6 +58,7 @@ def checks_vma() -> bool:
 
         return bool(_check_vma.value)
     except (ImportError, AttributeError):
+        _warn_of_missing("whether a shard_map in another one checks varying axes")
         return True
 
 
@@ -57,7 +69,7 @@ def check_for_nans(primitive: Any) -> None:
 
         checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
     except (ImportError, AttributeError):
-        return
+        _warn_of_missing("checkify's check for NaNs of attention")
 
 
 def lower_with_devices(primitive: Any) -> None:
@@ -65,5 +77,6 @@ def lower_with_devices(primitive: Any) -> None:
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
     except ImportError:
+        _warn_of_missing("how plain jit partitions attention over a mesh")
         return
     prim_requires_devices_during_lowering.add(primitive)

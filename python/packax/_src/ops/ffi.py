@@ -222,11 +222,13 @@ def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
     return _FLOAT32[float32_products] if name == "float32" else _DTYPES.get(name)
 
 
-def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
+def require_kernels(
+    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> None:
     """Raises if this build has no kernels for the call. C++ checks for the GPU that runs it."""
     require_extension()
     query, value, with_bias = of.query, of.value, of.lse_in_two
-    if direction == "backward" and choose_algorithm(of, spec) != "portable":
+    if direction == "backward" and choose_algorithm(of, spec, for_export) != "portable":
         return
     fallback = takes_fallback(direction, of, spec)
     float32_products = not fallback or is_exact(spec.precision)

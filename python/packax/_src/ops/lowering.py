@@ -152,7 +152,7 @@ def _attention_on_cuda(direction, xla):
             rewrite, to = found
             params = {"spec": spec, "names": names, "rewrite": rewrite, "to": to}
             return _rewritten(ctx, *operands, direction=direction, **params)
-        ffi.require_kernels(direction, avals, spec)
+        ffi.require_kernels(direction, avals, spec, ffi.for_export(ctx))
         values = Operands.of(names, operands)
         if direction == "backward":
             return ffi.backward(ctx, values, spec)

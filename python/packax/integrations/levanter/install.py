@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import threading
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ from packax.integrations import replace_everywhere
 from packax.integrations.levanter import grug, layers
 
 _default: dict[str, Any] = {"where": False}
+_lock = threading.Lock()  # of `install`, which replaces a function once
 
 
 def install(*, default: bool | Literal["everywhere"] = False) -> None:
@@ -38,6 +40,11 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
     """
     if default not in (False, True, "everywhere"):
         raise ValueError(f'default must be False, True or "everywhere", but is {default!r}')
+    with _lock:
+        _install(default)
+
+
+def _install(default: Any) -> None:
     _default["where"] = default
     module = importlib.import_module("levanter.layers.attention")
     if hasattr(module.dot_product_attention, "by_levanter"):

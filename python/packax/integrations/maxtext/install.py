@@ -11,7 +11,9 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import math
+import threading
 from typing import Any
 
 from flax import linen, nnx
@@ -44,6 +46,8 @@ _TILE = 256  # rows per rank must be a multiple: two chunks of whole 128-row til
 _BATCH, _ROWS, _HEADS = "activation_batch_attn", "activation_q_length", "activation_heads"
 _chosen: set[str] = set(KERNELS)
 _said: set[str] = set()
+_lock = threading.Lock()  # of the two sets, and of `install`, which replaces a class once
+_logger = logging.getLogger("packax")
 
 
 def install(*, every: bool = False) -> None:
@@ -52,7 +56,7 @@ def install(*, every: bool = False) -> None:
     MaxText's AttentionOp then uses packax with `attention=packax`, and with the settings that
     select a fused kernel: autoselected (the default), flash, cudnn_flash_te and cudnn_flash_jax.
     `attention=dot_product` remains MaxText's own. The mesh axes are those of MaxText's mesh and
-    rules; the first call prints one line that names them.
+    rules; the first call logs one line that names them (logger "packax", at level INFO).
 
     Tokens are reordered for context parallelism without TransformerEngine, always by swapping two
     chunks per rank: its "striped" order is for its own kernels, and packax does not need it.
@@ -68,6 +72,11 @@ def install(*, every: bool = False) -> None:
         >>> import packax.integrations.maxtext
         >>> packax.integrations.maxtext.install()  # and then MaxText's train.main(argv)
     """
+    with _lock:
+        _install(every)
+
+
+def _install(every: bool) -> None:
     module = importlib.import_module("maxtext.layers.attention_op")
     theirs = module.AttentionOp
     (_chosen.add if every else _chosen.discard)(_DENSE)
@@ -166,9 +175,11 @@ def _attend(op: Any, given: dict[str, Any]) -> Any:
 
 
 def _say(op: Any, sharding: Any) -> None:
-    """Prints one line about the version and sharding, in the first call only."""
-    if _said:
-        return
+    """Logs one line about the version and sharding, in the first call only."""
+    with _lock:
+        if _said:
+            return
+        _said.add("sharding")
     axes = "on one device"
     if op.mesh is not None and op.mesh.size > 1:
         axes = f"on a mesh of {op.mesh.size}, as jit divides it"
@@ -176,8 +187,7 @@ def _say(op: Any, sharding: Any) -> None:
         names = zip(("batch", "context", "heads"), sharding.query, strict=False)
         axes = "over the mesh: " + ", ".join(f"{what} {x}" for what, x in names if x is not None)
     line = f"packax: attention of MaxText {importlib.metadata.version('maxtext')}, {axes}"
-    _said.add(line)
-    print(line, flush=True)
+    _logger.info(line)
 
 
 # --- The `AttentionSharding` for MaxText's mesh and logical axis rules.

@@ -148,19 +148,18 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
     """The interval of an attention type. before: the number of keys before the first row."""
     if attention_type == "full":
         return full()
+    own = causal(before)
+    if attention_type not in ("local_sliding", "chunk", "block_diffusion"):
+        return own
+    if size is None:
+        raise ValueError(f"attention_type {attention_type!r} needs a size, but it is None")
     if attention_type == "local_sliding":
-        assert size is not None
         if size == 0:  # no keys: the intersection of two different single keys
             return sliding_window(0, offset=before) & sliding_window(0, offset=before + 1)
         return sliding_window(size - 1, offset=before)
-    own = causal(before)
     if attention_type == "chunk":
-        assert size is not None
         return own & chunked(size, offset=before)
-    if attention_type == "block_diffusion":  # the row's whole block and all earlier keys
-        assert size is not None
-        return own | chunked(size, offset=before)
-    return own
+    return own | chunked(size, offset=before)  # the row's whole block and all earlier keys
 
 
 def expression_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -30,6 +31,7 @@ class AttentionSpecs:
 
 
 _current = AttentionSpecs()
+_lock = threading.Lock()  # so that no thread sees the specs of two calls
 
 
 def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
@@ -45,7 +47,7 @@ def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
             the keys' sequence or the head dim.
     """
     _check(query_specs, kv_specs)
-    _current.query_specs, _current.kv_specs = query_specs, kv_specs
+    _set(query_specs, kv_specs)
 
 
 def get_attention_specs() -> AttentionSpecs:
@@ -54,12 +56,14 @@ def get_attention_specs() -> AttentionSpecs:
     Raises:
         ValueError: if none are set.
     """
-    if _current.query_specs is None or _current.kv_specs is None:
+    with _lock:
+        current = dataclasses.replace(_current)
+    if current.query_specs is None or current.kv_specs is None:
         raise ValueError(
             "no attention specs are set: call this inside `with attention_specs(query_specs, "
             "kv_specs):`, or after set_attention_specs"
         )
-    return dataclasses.replace(_current)
+    return current
 
 
 @contextmanager
@@ -72,12 +76,18 @@ def attention_specs(query_specs: Specs, kv_specs: Specs) -> Iterator[None]:
         ...         positions, ids, kv_positions, kv_ids, calc_bwd_mask=True
         ...     )
     """
-    before = dataclasses.replace(_current)
+    with _lock:
+        before = dataclasses.replace(_current)
     set_attention_specs(query_specs, kv_specs)
     try:
         yield
     finally:
-        _current.query_specs, _current.kv_specs = before.query_specs, before.kv_specs
+        _set(before.query_specs, before.kv_specs)
+
+
+def _set(query_specs: Specs, kv_specs: Specs) -> None:
+    with _lock:
+        _current.query_specs, _current.kv_specs = query_specs, kv_specs
 
 
 def _check(query_specs: Specs, kv_specs: Specs) -> None:
