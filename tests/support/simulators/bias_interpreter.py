@@ -28,11 +28,12 @@ class Added(NamedTuple):
     def inverse_keep(self) -> float:
         return 1 / (1 - self.threshold / 2**32)
 
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self, batch: int) -> tuple[int, ...]:
         kind = axes = 0
         if self.bias is not None:
             kind = 2 if self.bias.dtype == np.float32 else 1
             axes = sum((size > 1) << axis for axis, size in enumerate(self.bias.shape[:3]))
+            axes |= batch // len(self.bias) << 3
         bits = int(np.uint32(self.threshold).view(np.int32))
         return kind, axes, bits, 1 if self.rows is None else len(self.rows)
 
@@ -42,14 +43,14 @@ def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tu
     mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
     return (
         *extras.operands, *added.pointers(mask.lo), extras.scale, extras.soft_cap,
-        added.inverse_keep, mask_mode, *flags, *added.numbers(), *rest,
+        added.inverse_keep, mask_mode, *flags, *added.numbers(len(tensors[0])), *rest,
     )  # fmt: skip
 
 
 def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...]:
     """The same for the kernels that support only a bias."""
     mask_mode, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
-    axes = added.numbers()[1]
+    axes = added.numbers(len(tensors[0]))[1]
     return added.bias, extras.scale, mask_mode, axes, *rest[:2], *rest[-6:]
 
 
