@@ -29,7 +29,8 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
     jax.debug_nans and jax.debug_infs check the results, but accept -inf, the log-sum-exp of a row
     that attends to nothing.
     """
-    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
+    config: Any = jax.config  # older versions do not declare these attributes
+    if not (config.jax_debug_nans or config.jax_debug_infs):
         with jax.disable_jit(False):
             return function(*operands, **params)
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
