@@ -3,10 +3,10 @@
     python benchmarks/pair_biases.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
 
 Compared with packax: jax.nn with cuDNN and with XLA, and cuEquivariance if it is installed. Tensors
-are bfloat16, the bias (1, H, S, S) of a sample is float32 or bfloat16, and all rows of a sample share
-it. Two samples are mapped with vmap. Every output and gradient is first compared with a float32
-reference; wrong implementations are not timed, and the exit status is 1 if packax is wrong. The
-backward pass is timed alone. Writes pair_biases.json into --out (default: $OUT, else
+are bfloat16, the bias (1, H, S, S) of a sample is float32 or bfloat16, and all rows of a sample
+share it. Two samples are mapped with vmap. Every output and gradient is first compared with a
+float32 reference; wrong implementations are not timed, and the exit status is 1 if packax is wrong.
+The backward pass is timed alone. Writes pair_biases.json into --out (default: $OUT, else
 benchmarks/results).
 """
 

@@ -104,7 +104,8 @@ nb::object FindName(const std::string& kernel, int cc, const std::string& dtype,
 // Sets the field that has this name in the call. Absent names keep their value.
 template <typename T>
 void Read(const nb::dict& call, const char* name, T* field) {
-  if (call.contains(name)) *field = nb::cast<T>(call[name]);
+  if (PyObject* found = PyDict_GetItemString(call.ptr(), name))
+    *field = nb::cast<T>(nb::handle(found));
 }
 
 void ReadAttention(const nb::dict& call, AttentionOperands* o) {

@@ -77,8 +77,8 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.shared_dbias", SHARED_DBIAS),
         ("portable.sum_dbias", ["backward_sum_dbias"]),
         ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
-        ("sm90.chunked_mma", [*FORWARDS, *ROWS, *SHARED_DBIAS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256",
-            "sm90.bwd_dkdv_parts"]),
+        ("sm90.chunked_mma", [*FORWARDS, *ROWS, *SHARED_DBIAS, "sm90.bwd_dkdv_d192",
+            "sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_parts"]),
         ("sm90.bwd_consumer", ["sm90.bwd"]),
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # through the producer

@@ -84,13 +84,15 @@ def test_tangents(name):
 
 
 def test_padding_may_be_nan():
-    """In rows that attend to nothing, and in keys after the last that is attended."""
+    """In queries that attend to nothing, and in keys that share no tile with an attended one."""
     mask = packax.causal() & packax.documents(IDS[1:])
     length, valid = cases.LENGTH, IDS[1] >= 0
     end = int(np.flatnonzero(valid)[-1]) + 1
     x = [jnp.asarray(np.random.default_rng(n).standard_normal((1, length, 2, 64)), jnp.bfloat16)
         for n in range(6)]  # fmt: skip
-    bad = [y.at[:, end:].set(jnp.nan) for y in x]
+    first = [end if n % 3 == 0 else -(-end // 128) * 128 for n in range(6)]
+    assert max(first) < length
+    bad = [y.at[:, begin:].set(jnp.nan) for y, begin in zip(x, first, strict=True)]
 
     @jax.jit
     def tangent(*x):

@@ -198,6 +198,7 @@ def test_a_bias_with_an_element_for_every_pair_on_sm90(tmp_path, driver, needs_g
         grids["backward_dq_of_dbias_alone"] = lambda m: [tiles * (128 // m)]
     pointers = {name: array.address for name, array in sections.items()}
     scalars = {**attention(s, 0.125, 2, has_dlse=1), "clear_dq": 0, "qk_dim": dim}
+    scalars["bias_axes"] = described(s, ALL_AXES)
     values = {name: {**scalars, **pointers} for name in grids}
     arrays = {**call.operands, **call.results, **sections}
     for name, of in (("bias", call.operands["bias"]), ("dbias", call.results["dbias"])):

@@ -50,9 +50,9 @@ class WalkShared:
 
 @gluon.aggregate
 class WalkArgs:
-    """The tile begins at `row` and `first_key`. The program walks from the `first`-th to the `end`-th
-    of the pairs of a batch row, from `first_batch` on, and one of `members` heads, from `head`
-    on. `plane`: of the bias; `to`: of the sums."""
+    """The tile begins at `row` and `first_key`. The program walks from the `first`-th to the
+    `end`-th of the pairs of a batch row, from `first_batch` on, and one of `members` heads, from
+    `head` on. `plane`: of the bias; `to`: of the sums."""
 
     maps: Maps
     row_stats: RowStats

@@ -43,7 +43,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     """Whether ranks gather only the shared keys. Needs a "local" plan, keys that are sharded, and
     documents without separate ids for keys."""
     plan, layout = ranks.plan, ranks.layout
-    if plan is None or plan.split is None or layout is None:
+    if plan is None or plan.split is None or plan.checksum is None or layout is None:
         return False
     documents = document.q_ids is not None and document.kv_ids is None
     return documents and layout.size(layout.kv_context) > 1
