@@ -50,7 +50,7 @@ struct AttentionOperands {
   const void* scales;         // (scales_batch) float32
   const void* slopes;         // (bias_batch, heads) float32
   const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
-  TensorView bias;  // (planes, 1 or q_len, kv_len); no data without a bias
+  TensorView bias;                       // (planes, 1 or q_len, kv_len); no data without a bias
   const void* dropout_streams;           // (batch, heads, 4) uint32
   const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
   const void* counter;                   // tiles that persistent programs have taken
@@ -58,7 +58,7 @@ struct AttentionOperands {
   float scale, soft_cap;   // soft_cap 0: none
   float inverse_keep = 1;  // 1 / the fraction of probabilities that dropout keeps
   int32_t mask_mode;
-  int32_t bias_kind;          // 0: none, 1: in the query's dtype, 2: in float32
+  int32_t bias_kind;  // 0: none, 1: in the query's dtype, 2: in float32
   // Bits 0 to 2: axes that are not broadcast (batch, heads, q_len). Above: the consecutive batch
   // rows that read the same bias.
   int32_t bias_axes;
@@ -124,7 +124,7 @@ struct BackwardOperands : AttentionOperands {
   TensorView dout, dq, dk, dv;
   // In the workspace, with q_len rounded up to whole blocks; `top` only with a bias.
   TensorView lse2, delta, lo, hi, top;
-  TensorView dbias;  // like bias
+  TensorView dbias;         // like bias
   const void* dbias_sums;   // (dbias_parts, planes, q_len, kv_len) float32, in the workspace
   int32_t dbias_parts = 0;  // 0: no room for sums
   const void* dq_sum;

@@ -300,8 +300,8 @@ Grid BiasTiles(const B& o, int64_t block) {
 // A program walks through a part of the batch rows of a tile of 2 * block rows and `block` keys
 // (csrc/kernels/sm90/shared_dbias.py).
 Grid SharedTiles(const B& o, int64_t block) {
-  return {Product({o.dbias_parts, o.bias.batch, CeilDiv(o.q_len, 2 * block),
-                   CeilDiv(o.kv_len, block)})};
+  return {Product(
+      {o.dbias_parts, o.bias.batch, CeilDiv(o.q_len, 2 * block), CeilDiv(o.kv_len, block)})};
 }
 
 Grid DbiasElements(const B& o, int64_t block) {
