@@ -250,19 +250,12 @@ BIAS_BACKWARD_DIMS: tuple[Dims, ...] = ((32, 32), 64, 128, 256)
 SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
     BIAS_BACKWARD_DIMS, SM90_TILES["backward_preprocess"][256]
 )
-SM90_TILES["backward_dkdv_sm90_dbias"] = {
-    dim: SM90_TILES["backward_dkdv_sm90"][256] | more
-    for dim, more in zip(
-        BIAS_BACKWARD_DIMS,
-        (
-            {"QK_CHUNK": 32, "CONSUMER_REGISTERS": 104, "REGISTERS": 80},
-            {},
-            {},
-            {},
-        ),
-        strict=True,
-    )
-}
+SM90_TILES["backward_dkdv_sm90_dbias"] = dict.fromkeys(
+    BIAS_BACKWARD_DIMS, SM90_TILES["backward_dkdv_sm90"][256]
+)
+SM90_TILES["backward_dkdv_sm90_dbias"][32, 32] = SM90_TILES["backward_dkdv_sm90"][256] | {
+    "QK_CHUNK": 32, "CONSUMER_REGISTERS": 104, "REGISTERS": 80,
+}  # fmt: skip
 SM90_TILES |= {
     f"backward_dkdv_sm90{dtype}_bias": {
         dim: SM90_TILES["backward_dkdv_sm90_dbias"][dim] for dim in BIAS_BACKWARD_DIMS[:3]

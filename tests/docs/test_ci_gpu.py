@@ -10,7 +10,7 @@ from paths import DOCS, ROOT
 SCRIPT = ROOT / ".ci" / "gpu"
 PARTS = (
     "info tests memcheck racecheck synccheck bench overheads short decode masks biases models"
-    " context tune fa4 proxy counters power versus train windows calls demo"
+    " pairs jvp context tune fa4 proxy counters power versus train windows calls demo"
 )
 
 

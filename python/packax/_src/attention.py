@@ -89,7 +89,7 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    mask: Any = None,
+    mask: AttentionMask | MaskExpression | None = None,
     *,
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
@@ -233,8 +233,7 @@ def flash_attention(
         mask = create_attention_mask(
             mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
         )
-    check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
-    built = mask.with_batch()
+    built = check_mask(mask, query.shape, key.shape, q_len, kv_len, layout).with_batch()
     if layout is not None:
         dims = built.specs(lambda *dims: dims, layout.batch, layout.context, layout.heads)
         built = jax.tree.map(lambda x, of: layout.place(x, *of), built, dims)

@@ -167,7 +167,8 @@ def check_mask(
     q_len: int,
     kv_len: int,
     layout: Layout | None,
-) -> None:
+) -> AttentionMask:
+    """The mask, if it fits query and key."""
     batch, rows, heads, _ = query
     if not isinstance(mask, AttentionMask):
         raise ValueError(
@@ -216,6 +217,7 @@ def check_mask(
             f"mask has a block_mask of {jnp.shape(mask.block_mask)[-3]} heads, but query has "
             f"{heads}: pass one map per query head, or one for all"
         )
+    return mask
 
 
 def check_bias_with(mask: AttentionMask) -> None:

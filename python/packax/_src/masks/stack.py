@@ -38,19 +38,14 @@ class MaskStack:
         return self.number
 
     def __getitem__(self, kind: Any) -> AttentionMask:
-        dtype = getattr(kind, "dtype", np.dtype(type(kind)) if isinstance(kind, int) else None)
-        if (
-            dtype is None
-            or np.ndim(kind)
-            or not (jnp.issubdtype(dtype, np.integer) or np.issubdtype(dtype, np.bool_))
-        ):
+        index = kind if isinstance(kind, jax.Array) else np.asarray(kind)
+        if index.ndim or not (index.dtype == bool or jnp.issubdtype(index.dtype, np.integer)):
             raise ValueError(
                 f"kind must be the index of a mask, an integer or bool, but is {described(kind)}"
             )
-        if np.issubdtype(dtype, np.bool_):
-            kind = kind.astype(np.int32) if hasattr(kind, "astype") else int(kind)
-        if isinstance(kind, (int, np.integer)) and not -self.number <= kind < self.number:
+        if isinstance(index, np.ndarray) and not -self.number <= index < self.number:
             raise IndexError(f"kind is {kind}, but the stack has {self.number} masks")
+        kind = index.astype(np.int32)
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, kind, keepdims=False), self.masks
         )

@@ -529,7 +529,7 @@ def backward_workspace(algorithm: str, of: Operands, spec: AttentionSpec) -> Any
     """The workspace size of a backward pass in 4-byte elements (ReadWorkspace)."""
     elements = workspace_size(algorithm, of.query, of.kv_start.shape[0], of.bias is not None)
     if sums := dbias_sums(algorithm, of, spec):  # after the counter, which is padded
-        elements += BLOCK - 1 + sums * _elements(of.bias)
+        elements += BLOCK - 1 + sums * math.prod(of.bias.shape)
     return elements
 
 
@@ -604,10 +604,6 @@ def dbias_parts(query: Any, bias: Any) -> int:
     most = min(batch // groups * (heads // of_heads), max(1, 8 * _PROGRAMS // tiles))
     rounds = {n: ceil_div(tiles * n, _PROGRAMS) / n for n in range(1, most + 1)}
     return min(rounds, key=lambda n: (rounds[n], n))
-
-
-def _elements(x: Any) -> Any:
-    return math.prod(x.shape)
 
 
 def takes_fallback(

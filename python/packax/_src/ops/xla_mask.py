@@ -6,7 +6,6 @@ docs/internals/mask_format.md.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -59,28 +58,17 @@ def document_ranges(
     compare_positions: 0, 1 (q_pos contains upper limits), or 2 (q_pos (Bm, 2, Sq) contains upper
     limits, then lower limits).
     """
-    arrays = q_ids, kv_ids, q_pos, kv_pos
     batch, kv_len = kv_ids.shape
-    function = functools.partial(_document_ranges, compare_positions=compare_positions)
-    if is_symbolic(batch) or is_symbolic(kv_len) or 2 * batch * table_size(kv_len) < _MOST_SLOTS:
-        return function(*arrays)
+    known = not (is_symbolic(batch) or is_symbolic(kv_len))
+    if known and batch > 1 and 2 * batch * table_size(kv_len) >= _MOST_SLOTS:
 
-    def of_row(row: Any) -> Any:
-        return [x[0] for x in function(*(x[None] for x in row))]
+        def of_row(row: Any) -> Any:
+            of_batch = (x[None] for x in row)
+            return tuple(
+                x[0] for x in document_ranges(*of_batch, compare_positions=compare_positions)
+            )
 
-    lo, hi, checked = lax.map(of_row, arrays)
-    return lo, hi, checked
-
-
-def _document_ranges(
-    q_ids: jax.Array,
-    kv_ids: jax.Array,
-    q_pos: jax.Array,
-    kv_pos: jax.Array,
-    *,
-    compare_positions: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    batch, kv_len = kv_ids.shape
+        return lax.map(of_row, (q_ids, kv_ids, q_pos, kv_pos))
     index = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
     left, right = (lax.slice_in_dim(kv_ids, n, kv_len - 1 + n, axis=1) for n in (0, 1))
     change = lax.ne(right, left)

@@ -87,9 +87,10 @@ def build_mask(
 def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> MaskExpression:
     """The expression with the meaning of Grug's AttentionMask."""
     if not (mask is None or hasattr(mask, "fa4_bounds")):
+        dense = isinstance(mask, (jax.Array, np.ndarray))
         raise ValueError(
             f"mask must be Grug's AttentionMask or None, but is {described(mask)}"
-            + ": pass a dense mask to `attention`" * isinstance(mask, (jax.Array, np.ndarray))
+            + (": pass a dense mask to `attention`" if dense else "")
         )
     window = sliding_window
     parts: list[MaskExpression] = []
