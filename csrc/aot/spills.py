@@ -72,6 +72,8 @@ SPILLS: dict[tuple, int] = {
     ("forward_tangent_fallback", 128, "tf32"): 560,
     ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
+    ("forward_sm90_short", 64): 176,  # under ptxas 12.9; 8 under 13.4
+    ("forward_sm90_short", 128): 112,  # under ptxas 12.9; 8 under 13.4
     ("forward_sm90", 128): 136,  # under ptxas 12.9
     ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4

@@ -114,6 +114,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "backward_dkdv_sm90_dbias": "sm90.bwd_dkdv_d256",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
+    "forward_sm90_short": "sm90.fwd",
     "backward_sm90_alibi": "sm90.bwd",
     "forward_sm90_block_lists": "sm90.fwd",
     "backward_dkdv_sm90_block_lists": "sm90.bwd",

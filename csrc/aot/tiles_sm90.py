@@ -44,6 +44,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "REMATERIALIZE": int(dim > 64),
+            "SCHEDULER": 0,
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),
@@ -63,6 +64,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
             "REMATERIALIZE": 1,
+            "SCHEDULER": 0,
         }
     }
     | {
@@ -76,6 +78,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
             "REMATERIALIZE": 1,
+            "SCHEDULER": 0,
         }
     },
     "backward_sm90": {
@@ -293,8 +296,24 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
+# The plain forward for tiles of few steps, with one more warp that draws tiles. At 64, tiles of 64
+# rows, steps of 64 keys and at most 80 registers per thread at launch let three programs run on a
+# multiprocessor, which hide each other's waits (select.cc has this number).
+SHORT = {"forward_sm90_short": "forward_sm90"}
+SM90_TILES["forward_sm90_short"] = {
+    64: SM90_TILES["forward_sm90"][64]
+    | {
+        "WARP_GROUPS": 1,
+        "BLOCK_N": 64,
+        "STAGES": 3,
+        "SCHEDULER": 1,
+        "PRODUCER_REGISTERS": 32,
+        "REGISTERS": 80,
+    },
+    128: SM90_TILES["forward_sm90"][128] | {"SCHEDULER": 1},
+}
 # kernel -> the plain kernel whose function and tensor maps it uses
-LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
+LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY | SHORT
 # Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
 # dims at which the accumulators of 64 keys or rows do not fit in one warp group.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers

@@ -15,7 +15,8 @@ ffi::Error CheckGrid(Launch* launch) {
     PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)
         << "batch * heads * ceil(q_len/" << variant->block << ") is " << tiles << ", a GPU takes "
         << kMaxInt32 - kMaxPrograms << " at most; split the batch";
-    launch->grid.x = std::min<int64_t>(tiles, device->multiprocessors);
+    const int64_t most = int64_t{launch->resident} * device->multiprocessors;
+    launch->grid.x = std::min(tiles, most);
   }
   return CheckGrid(launch->kernel, launch->grid);
 }

@@ -31,8 +31,9 @@ struct Launch {
   LoadedKernel kernel;
   Grid grid;
   // Not null for a persistent kernel, whose programs take tiles from this counter. `grid` is then
-  // the number of tiles; Run() launches at most one program per multiprocessor.
+  // the number of tiles; Run() launches at most `resident` programs per multiprocessor.
   const void* counter = nullptr;
+  int resident = 1;
   Arguments arguments;
 };
 

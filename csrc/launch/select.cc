@@ -21,6 +21,7 @@ struct Step {
   Grid (*grid)(const Operands&, int64_t block);
   bool (*needed)(const Operands&);  // null: always run; else always loaded, but run if true
   const void* Operands::* counter;  // of a persistent kernel (run.h)
+  int (*resident)(const Operands&) = nullptr;  // its programs per multiprocessor; null: one
 };
 
 template <typename Args, typename Operands>
@@ -155,6 +156,7 @@ ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selec
     launch.kernel = selected.kernels[i];
     launch.grid = step.grid(o, selected.block(i));
     if (step.counter != nullptr) launch.counter = o.*step.counter;
+    if (step.resident != nullptr) launch.resident = step.resident(o);
     step.list(o, &launch.arguments);
   }
   return Run(stream, std::span(launches).first(count));
@@ -247,6 +249,18 @@ constexpr Steps<F> Persistent() {
   return {Use<Args, F>(RowsOfParts, nullptr, &F::counter)};
 }
 
+// Tiles of few steps: their time is that of finding, loading and storing them
+// (csrc/kernels/sm90/row_producer.py). At head dim 64, three programs fit on a multiprocessor.
+constexpr int32_t kShortKeys = 1024;
+
+bool IsShort(const F& o, const Device&) { return o.options() == 0 && o.kv_len <= kShortKeys; }
+
+constexpr Steps<F> Short() {
+  auto steps = Persistent<ForwardSm90ShortArgs>();
+  steps[0].resident = [](const F& o) { return o.qk_dim == 64 ? 3 : 1; };
+  return steps;
+}
+
 template <typename Args>
 constexpr Steps<F> OneTile() {
   return {Use<Args, F>(QueryTiles)};
@@ -266,6 +280,7 @@ constexpr Row<F> kForward[] = {
      Persistent<ForwardSm90BiasArgs>()},
     {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 2); }, Gpus::kSome, Dims::kExact,
      Persistent<ForwardSm90Float32BiasArgs>()},
+    {IsShort, Gpus::kSome, Dims::kExact, Short()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
     {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},

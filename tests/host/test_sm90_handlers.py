@@ -44,9 +44,10 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     row = machine.row(kernel, machine.variant["cc"])
     assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
     call = forward(machine, s, scale=0.0625, mask_mode=1)
-    order = {128: "q_order", 192: "q_order_192"}[row["block"]]
+    order = {64: "q_order", 128: "q_order", 192: "q_order_192"}[row["block"]]
     more = {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
-    grids = {kernel: lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]}
+    programs = MULTIPROCESSORS * (3 if row["block"] == 64 else 1)
+    grids = {kernel: lambda m: [min(programs, s.heads * s.batch * ceil(s.q_len / m))]}
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
     # Before the launch: programs take their tiles from the counter.
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
@@ -109,7 +110,7 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
     assert machine.row("forward_sm90", machine.variant["cc"])["block"] == 192
     assert machine.row("forward_sm90_low_occupancy", machine.variant["cc"])["block"] == 128
     heads = (MULTIPROCESSORS - 1) // ceil(q_len / 192)
-    s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=900, heads=heads, kv_heads=1)
+    s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=1100, heads=heads, kv_heads=1)
     few = forward(machine, s)
     for call in (few, of_head_group(few, 0, heads, 0)):
         assert kernels_of(machine, call) == ["forward_sm90_low_occupancy"]
@@ -196,7 +197,7 @@ def test_map_of_a_misaligned_buffer(sm90, name):
     group = call.results if name == "out" else call.operands
     group[name] = replace(group[name], address=0x12348)
     failure = sm90.run(call)
-    kernel = sm90.row("forward_sm90", sm90.variant["cc"])["name"]
+    kernel = sm90.row(sm90.forward_of(Sizes()), sm90.variant["cc"])["name"]
     assert failure.code == "InvalidArgument"
     assert failure.message == (
         f"packax_forward_v1: {map_text(sm90, name, group[name])}: "
@@ -221,9 +222,10 @@ def test_map_of_a_misaligned_buffer(sm90, name):
     ],
 )
 def test_map_over_the_limits(sm90, sizes, name, why):
-    call = forward(sm90, Sizes(**{"batch": 1, "mask_batch": 1, "kv_heads": 1, **sizes}))
+    s = Sizes(**{"batch": 1, "mask_batch": 1, "kv_heads": 1, **sizes})
+    call = forward(sm90, s)
     failure = sm90.run(call)
-    kernel = sm90.row("forward_sm90", sm90.variant["cc"])["name"]
+    kernel = sm90.row(sm90.forward_of(s), sm90.variant["cc"])["name"]
     assert failure.code == "InvalidArgument"
     assert failure.message == (
         f"packax_forward_v1: {map_text(sm90, name, call.operands[name])}: {why}; {kernel}"
@@ -234,7 +236,7 @@ def test_map_that_the_driver_refuses(sm90):
     sm90.fail("cuTensorMapEncodeTiled", 1)
     call = forward(sm90)
     failure = sm90.run(call)
-    row = sm90.row("forward_sm90", sm90.variant["cc"])
+    row = sm90.row(sm90.forward_of(Sizes()), sm90.variant["cc"])
     assert failure.code == "Internal"
     assert failure.message == (
         "packax_forward_v1: cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE (invalid "

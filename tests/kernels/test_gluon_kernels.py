@@ -45,12 +45,13 @@ def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> di
     return found | changed
 
 
-def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
+def forward(p: Problem, changed: dict[str, int], shape: str = "") -> None:
+    """`shape`: the end of the name of a kernel for calls of some sizes."""
     out, lse = (
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
     )
-    kernel = "forward_sm90" + ("_low_occupancy" if few else p.option)
+    kernel = "forward_sm90" + (shape or p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
     extra: dict[str, Any] = {}
@@ -86,6 +87,7 @@ EVERY = some(itertools.product([(64, 64), (128, 128)], MASKS), 0, 6, 9, 11, 13, 
 WIDE = (192, 128), (256, 256), (192, 192)
 WIDE_FORWARD = (*WIDE, (512, 512))
 EVERY += some(itertools.product(WIDE_FORWARD, (*SOME, "one row")), 0, 5, 10, 14)
+OF_SHORT = some(itertools.product([(64, 64), (128, 128)], MASKS), 0, 6, 9, 13, 15)
 # test_backward covers the same masks, so every run has one of them for each head dim.
 OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 2, 15)
 OF_EACH_DIM += some(itertools.product(WIDE, (*SOME, "one row")), 2, 5, 10)
@@ -114,7 +116,13 @@ def test_forward_of_logits_far_below_zero():
 
 @pytest.mark.parametrize("case", some(MASKS, 6))
 def test_forward_of_few_tiles(case):
-    forward(Problem(case, (64, 64)), {}, few=True)
+    forward(Problem(case, (64, 64)), {}, "_low_occupancy")
+
+
+@pytest.mark.parametrize("dims,case", OF_SHORT, ids=str)
+def test_forward_of_few_keys(dims, case):
+    """Tiles of 64 rows at head dim 64, which halve those of the order."""
+    forward(Problem(case, dims), {}, "_short")
 
 
 def launch_keys(

@@ -48,6 +48,7 @@ BIAS = [
 OF_DBIAS = ["backward_dq_of_dbias_alone"]
 FORWARDS = [
     *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
+    "forward_sm90_short",
     *("forward_sm90_alibi", "forward_sm90_block_lists", "forward_sm90_max_logits"),
     *("forward_sm90_bias", "forward_sm90_float32_bias"),
 ]

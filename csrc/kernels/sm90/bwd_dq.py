@@ -190,7 +190,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if part == 0:  # P is 0 at masked pairs, dP may be anything
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-                ping_pong_wait(W)
+                ping_pong_wait(W, 2)
                 dq_tokens = add_products(ds_half, shared.k_s, stage, dq_sum, CHUNKS)
                 old = stage
                 stage, phase = next_stage(stage, phase, STAGES)
@@ -233,7 +233,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         q_phase = q_phase ^ 1
         tile = receive_tile(shared, slot, slot_phase)
     if W == 0:
-        ping_pong_wait(0)
+        ping_pong_wait(0, 2)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ the previous tile. Each consumer warp group computes 64 rows with wgmma. In step
 k_i^T and acc += p_(i-1) v_(i-1) together, and computes the softmax of step i during the second
 product (FlashAttention-3, arXiv 2407.08608, section 3.2). Named barriers make the warp groups take
 turns at issuing products (section 3.1). Masked steps come first, then one loop without a mask.
+With SCHEDULER, for short tiles, another warp draws the tiles.
 
 Head dims are divided into chunks of columns (chunked_mma.py): QK_CHUNK columns of queries and keys,
 V_CHUNK columns of values and outputs. If 64 rows of the output do not fit in a warp group's
@@ -19,7 +20,7 @@ from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
 from sm90.common import LOG2E
 from sm90.config import constants
 from sm90.fwd_consumer import ForwardArgs, consume, query_slots
-from sm90.row_producer import bytes_of_bias, produce
+from sm90.row_producer import bytes_of_bias, load, produce, schedule
 from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,6 +37,7 @@ def forward_sm90(
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+    SCHEDULER: gl.constexpr,
 ):  # fmt: skip
     """query, key, value and out are tensor maps (batch, length, heads * dim) with boxes of 64 or
     BLOCK_N rows of one head. `counter` is 0 at launch and must not be used by another launch at the
@@ -56,6 +58,7 @@ def forward_sm90(
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
+        SCHEDULER=SCHEDULER == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
@@ -94,7 +97,7 @@ def forward_sm90(
         (shared.k_full, shared.v_full, shared.k_empty, shared.v_empty),
         (1, 1, WARP_GROUPS * 4, WARP_GROUPS * 4),
     )
-    init_barriers(2, (shared.work_full, shared.work_empty), (1, WARP_GROUPS * 128))
+    init_barriers(2, (shared.work_full, shared.work_empty), (1, WARP_GROUPS * 128 + 32 * SCHEDULER))
 
     # factors of the scores, before the softmax and in it
     if config.SOFT_CAP:
@@ -120,7 +123,24 @@ def forward_sm90(
         shared=shared, out=out, lse=lse, row_max=row_max, slopes=slopes,
         first_scale=first_scale, scale2=scale2,
     )  # fmt: skip
-    if WARP_GROUPS == 2:
+    if SCHEDULER and WARP_GROUPS == 1:
+        gl.warp_specialize(
+            [(consume, (0, args, config)), (schedule, (args, config)), (load, (args, config))],
+            [1, 1],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif SCHEDULER:
+        gl.warp_specialize(
+            [
+                (consume, (0, args, config)),
+                (consume, (1, args, config)),
+                (schedule, (args, config)),
+                (load, (args, config)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif WARP_GROUPS == 2:
         gl.warp_specialize(
             [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],
             [4, 1],

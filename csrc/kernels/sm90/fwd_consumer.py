@@ -102,7 +102,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    if W == 0:
+    if W == 0 and config.WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     stage = 0
@@ -140,7 +140,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
         # the first step has no second product: there is no previous P
         mbarrier.wait(shared.k_full.index(stage), phase)
-        ping_pong_wait(W)
+        ping_pong_wait(W, config.WARP_GROUPS)
         s = scores(shared.q_s, shared.k_s, W, stage, zero, config.CHUNKS, config.SLOTS)
         ping_pong_pass(W, config.WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -153,7 +153,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             at = kv_range.nth(first, BLOCK_N)
         if config.ALIBI:
             s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
-        s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+        if config.SCHEDULER:  # in short tiles, this step is often the only one, and full
+            if first < partial:
+                s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+        else:
+            s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
@@ -166,7 +170,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
-                ping_pong_wait(W)
+                ping_pong_wait(W, config.WARP_GROUPS)
                 w = W + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(
                     shared.q_s, shared.k_s, w, stage, zero, config.CHUNKS, config.SLOTS

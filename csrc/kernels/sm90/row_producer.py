@@ -1,9 +1,14 @@
-"""Producer warp of the kernels whose programs loop over tiles of rows (forward, dQ)."""
+"""Producer warp of the kernels whose programs loop over tiles of rows (forward, dQ).
+
+Finding the next tile takes a warp about as long as computing a tile of one or two steps. With
+SCHEDULER, one more warp, `schedule`, therefore does it, up to two tiles ahead, and the producer,
+`load`, only loads.
+"""
 
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
-from sm90.common import key_range, place_of_tile, split
-from sm90.pipeline import next_stage, send_tile, stage_of_values
+from sm90.common import key_range, lanes_arrive, place_of_tile, split
+from sm90.pipeline import next_stage, receive_tile, send_tile, stage_of_values
 from sm90.tiles import load_chunks
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -122,3 +127,85 @@ def produce(args, config: gl.constexpr):
     mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
     send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
     mbarrier.arrive(shared.work_full.index(slot))
+
+
+@gluon.jit
+def schedule(args, config: gl.constexpr):
+    """Draws tiles and sends them to the consumers and to `load`."""
+    shared = args.shared
+    scalars = args.scalars
+    ROWS: gl.constexpr = 64 * config.WARP_GROUPS
+    SUB: gl.constexpr = 2 if ROWS == 64 else 1  # tiles of 64 rows are halves of those of 128
+    group = scalars.heads // scalars.kv_heads
+    tiles = (scalars.q_len + ROWS * SUB - 1) // (ROWS * SUB)
+    total = tiles * SUB * scalars.batch * scalars.heads
+    slot = 0
+    slot_phase = 0
+    nth = gl.program_id(0)
+    while nth < total:
+        head, _, b, mask_b, row = place_of_tile(
+            nth, args.q_order, scalars.batch, scalars.mask_batch, tiles, group, scalars.kv_heads,
+            ROWS, SUB,
+        )  # fmt: skip
+        start, end, full_lo, full_hi, checked = key_range(
+            args.q_blocks, mask_b, row, scalars.q_len, ROWS
+        )
+        steps, full_begin, full_end = split(start, end, full_lo, full_hi, config.BLOCK_N)
+        kv_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
+        mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
+        send_tile(shared.work_s.index(slot), RowTile(row, head, b, kv_range, checked))
+        mbarrier.arrive(shared.work_full.index(slot))
+        nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+    # a tile without steps stops the others
+    mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
+    send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
+    mbarrier.arrive(shared.work_full.index(slot))
+
+
+@gluon.jit
+def load(args, config: gl.constexpr):
+    """Loads the queries, keys and values of the tiles that `schedule` sends."""
+    gl.static_assert(config.V_PARTS == 1 and not (config.BLOCK_LISTS or config.BIAS))
+    maps = args.maps
+    shared = args.shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    group = args.scalars.heads // args.scalars.kv_heads
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    tile = receive_tile(shared, 0, 0)
+    while tile.kv_range.steps > 0:
+        lanes_arrive(shared.work_empty.index(slot))
+        kv_range = tile.kv_range
+        kv_head = tile.head_part // group
+        for w in gl.static_range(WARP_GROUPS):
+            mbarrier.wait(shared.q_empty.index(w), q_phase ^ 1)
+            q_full = shared.q_full.index(w)
+            mbarrier.expect(q_full, 64 * QK_DIM * 2)
+            load_chunks(
+                maps.query, tile.b, tile.row + w * 64, tile.head_part, q_full, shared.q_s,
+                w * config.SLOTS, CHUNKS,
+            )  # fmt: skip
+        for i in range(0, kv_range.steps):
+            at = kv_range.nth(i, BLOCK_N)
+            mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
+            k_full = shared.k_full.index(stage)
+            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2)
+            load_chunks(maps.key, tile.b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
+            mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
+            v_full = shared.v_full.index(stage)
+            mbarrier.expect(v_full, BLOCK_N * config.V_DIM * 2)
+            load_chunks(
+                maps.value, tile.b, at, kv_head, v_full, shared.v_s, stage * V_CHUNKS, V_CHUNKS
+            )
+            stage, phase = next_stage(stage, phase, config.STAGES)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+        tile = receive_tile(shared, slot, slot_phase)

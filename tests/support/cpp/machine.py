@@ -119,6 +119,7 @@ POINTERS["forward_tangent_fallback"] = (
 POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
+POINTERS["forward_sm90_short"] = POINTERS["forward_sm90"]
 POINTERS["forward_sm90_max_logits"] = POINTERS["forward_sm90"].replace(" lse", " lse row_max")
 for _dtype in ("", "_float32"):
     POINTERS[f"forward_sm90{_dtype}_bias"] = f"{POINTERS['forward_sm90']} bias:t"
@@ -157,6 +158,7 @@ SCALARS = {
     "forward": ROW_ATTENTION,
     "forward_sm90": ATTENTION,
     "forward_sm90_low_occupancy": ATTENTION,
+    "forward_sm90_short": ATTENTION,
     "forward_sm90_max_logits": ATTENTION,
     **dict.fromkeys(
         (
@@ -242,9 +244,11 @@ def arguments(kernel):
     return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
 
 
+SHORT_KEYS = 1024  # kShortKeys in csrc/launch/select.cc
 SM90 = {
     "forward": ["forward_sm90"],
     "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, with few tiles
+    "forward_short": ["forward_sm90_short"],  # at head dims 64 and 128, with few keys
     "backward": ["backward_preprocess", "backward_sm90", "backward_postprocess"],
     # deterministic, or only some of the gradients; up to head dim 256
     "backward_separate": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
@@ -431,6 +435,8 @@ class Machine:
 
     def forward_of(self, s):
         """The Hopper kernel for these sizes."""
+        if s.kv_len <= SHORT_KEYS and self.has("forward_short"):
+            return "forward_sm90_short"
         few = s.heads * s.batch * ceil(s.q_len / 192) < MULTIPROCESSORS
         return (
             "forward_sm90_low_occupancy"

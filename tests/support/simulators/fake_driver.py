@@ -16,6 +16,7 @@ WRITES = {  # kernel -> the results that it fills with ones
     "forward": ("out", "lse"),
     "forward_sm90": ("out", "lse"),
     "forward_sm90_low_occupancy": ("out", "lse"),
+    "forward_sm90_short": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     "backward_sm90": ("dk", "dv"),
