@@ -7,7 +7,8 @@ import jax
 import packax
 import forward_mode as f
 
-case = f.ModeCase("small", 1, 192, 2, 1, 16, causal=True, documents=2, dtype="float32", along=(0, 2))
+more = {"causal": True, "documents": 2, "dtype": "float32"}
+case = f.ModeCase("small", 1, 192, 2, 1, 16, along=(0, 2), **more)
 programs = f.programs
 f.programs = lambda *x: {n: p for n, p in programs(*x).items() if n in ("forward", "jvp")}
 assert all(ratio <= 2 for ratio in f.check(case).values())
