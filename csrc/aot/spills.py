@@ -65,15 +65,11 @@ SPILLS: dict[tuple, int] = {
     ("forward_tangent", 128): 8,
     ("forward_tangent_fallback", 128): 336,
     ("forward_tangent_fallback", 256): 760,
-    ("forward_tangent_fallback", 64, "f32"): 176,
-    ("forward_tangent_fallback", 128, "f32"): 368,
-    ("forward_tangent_fallback", 256, "f32"): 1008,
     ("forward_tangent_fallback", 64, "tf32"): 56,
     ("forward_tangent_fallback", 128, "tf32"): 560,
     ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
     ("forward_sm90_short", 64): 176,  # under ptxas 12.9; 8 under 13.4
-    ("forward_sm90_short", 128): 112,  # under ptxas 12.9; 8 under 13.4
     ("forward_sm90", 128): 136,  # under ptxas 12.9
     ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4

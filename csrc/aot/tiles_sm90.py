@@ -296,21 +296,15 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
-# The plain forward for tiles of few steps, with one more warp that draws tiles. At 64, tiles of 64
-# rows, steps of 64 keys and at most 80 registers per thread at launch let three programs run on a
-# multiprocessor, which hide each other's waits (select.cc has this number).
+# The plain forward for tiles of few steps, with one more warp that draws tiles. Tiles of 64 rows,
+# steps of 64 keys and at most 80 registers per thread at launch let three programs run on a
+# multiprocessor, which hide each other's waits (select.cc has this number). At 128, where one
+# program runs, such a warp gained nothing.
 SHORT = {"forward_sm90_short": "forward_sm90"}
 SM90_TILES["forward_sm90_short"] = {
     64: SM90_TILES["forward_sm90"][64]
-    | {
-        "WARP_GROUPS": 1,
-        "BLOCK_N": 64,
-        "STAGES": 3,
-        "SCHEDULER": 1,
-        "PRODUCER_REGISTERS": 32,
-        "REGISTERS": 80,
-    },
-    128: SM90_TILES["forward_sm90"][128] | {"SCHEDULER": 1},
+    | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
+    | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
 # kernel -> the plain kernel whose function and tensor maps it uses
 LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY | SHORT

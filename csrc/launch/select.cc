@@ -21,7 +21,7 @@ struct Step {
   Grid (*grid)(const Operands&, int64_t block);
   bool (*needed)(const Operands&);  // null: always run; else always loaded, but run if true
   const void* Operands::* counter;  // of a persistent kernel (run.h)
-  int (*resident)(const Operands&) = nullptr;  // its programs per multiprocessor; null: one
+  int resident = 1;                 // its programs per multiprocessor
 };
 
 template <typename Args, typename Operands>
@@ -156,7 +156,7 @@ ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selec
     launch.kernel = selected.kernels[i];
     launch.grid = step.grid(o, selected.block(i));
     if (step.counter != nullptr) launch.counter = o.*step.counter;
-    if (step.resident != nullptr) launch.resident = step.resident(o);
+    launch.resident = step.resident;
     step.list(o, &launch.arguments);
   }
   return Run(stream, std::span(launches).first(count));
@@ -250,14 +250,14 @@ constexpr Steps<F> Persistent() {
 }
 
 // Tiles of few steps: their time is that of finding, loading and storing them
-// (csrc/kernels/sm90/row_producer.py). At head dim 64, three programs fit on a multiprocessor.
+// (csrc/kernels/sm90/row_producer.py). Three programs fit on a multiprocessor.
 constexpr int32_t kShortKeys = 1024;
 
 bool IsShort(const F& o, const Device&) { return o.options() == 0 && o.kv_len <= kShortKeys; }
 
 constexpr Steps<F> Short() {
   auto steps = Persistent<ForwardSm90ShortArgs>();
-  steps[0].resident = [](const F& o) { return o.qk_dim == 64 ? 3 : 1; };
+  steps[0].resident = 3;
   return steps;
 }
 

@@ -116,6 +116,8 @@ def test_variants_are_complete():
         assert kernels & biased in (biased, of_86, set())
         alone = {k for k in POINTERS if k.endswith("bias_alone")}  # only on Hopper, not in float32
         assert kernels & alone in ((alone, set()) if arch == "sm_90a" else (set(),))
+        tangents = {k for k in POINTERS if "tangent" in k}  # shared like those of biases
+        assert kernels & tangents in (tangents, {"forward_tangent_fallback"}, set())
         fp8 = {k for k in POINTERS if "_fp8" in k}  # 10.x has no tall kernels
         assert kernels & fp8 in (fp8, {k for k in fp8 if "tall" not in k}, set())
         sm80 = {k for k in POINTERS if "sm80" in k}  # not on every architecture
@@ -124,12 +126,11 @@ def test_variants_are_complete():
         wanted = {k for k in POINTERS if k not in (sm80 if arch == "sm_90a" else others)}
         head_dims = {r["qk_dim"] for r in rows if r["arch"] == arch}
         if 64 not in head_dims:
-            wanted.discard("forward_sm90_low_occupancy")
-        if not head_dims & {64, 128}:
-            wanted.discard("forward_sm90_short")
+            wanted -= {"forward_sm90_low_occupancy", "forward_sm90_short"}
         if 512 not in head_dims:
             wanted -= {k for k in wanted if k.endswith("_parts")}
-        assert kernels - biased - alone - fp8 == wanted - biased - alone - fp8
+        apart = biased | alone | fp8 | tangents
+        assert kernels - apart == wanted - apart
 
 
 def test_find():

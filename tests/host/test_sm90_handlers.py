@@ -45,7 +45,8 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
     call = forward(machine, s, scale=0.0625, mask_mode=1)
     order = {64: "q_order", 128: "q_order", 192: "q_order_192"}[row["block"]]
-    more = {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
+    maps = maps_of(machine, kernel, {**call.operands, **call.results})
+    more = {"q_order": call.operands[order].address, **maps}
     programs = MULTIPROCESSORS * (3 if row["block"] == 64 else 1)
     grids = {kernel: lambda m: [min(programs, s.heads * s.batch * ceil(s.q_len / m))]}
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)

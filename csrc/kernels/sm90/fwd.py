@@ -123,22 +123,12 @@ def forward_sm90(
         shared=shared, out=out, lse=lse, row_max=row_max, slopes=slopes,
         first_scale=first_scale, scale2=scale2,
     )  # fmt: skip
-    if SCHEDULER and WARP_GROUPS == 1:
+    if SCHEDULER:
+        gl.static_assert(WARP_GROUPS == 1, "the scheduler needs one warp group")
         gl.warp_specialize(
             [(consume, (0, args, config)), (schedule, (args, config)), (load, (args, config))],
             [1, 1],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif SCHEDULER:
-        gl.warp_specialize(
-            [
-                (consume, (0, args, config)),
-                (consume, (1, args, config)),
-                (schedule, (args, config)),
-                (load, (args, config)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif WARP_GROUPS == 2:
         gl.warp_specialize(

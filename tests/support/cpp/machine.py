@@ -248,7 +248,7 @@ SHORT_KEYS = 1024  # kShortKeys in csrc/launch/select.cc
 SM90 = {
     "forward": ["forward_sm90"],
     "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, with few tiles
-    "forward_short": ["forward_sm90_short"],  # at head dims 64 and 128, with few keys
+    "forward_short": ["forward_sm90_short"],  # at head dim 64, with few keys
     "backward": ["backward_preprocess", "backward_sm90", "backward_postprocess"],
     # deterministic, or only some of the gradients; up to head dim 256
     "backward_separate": ["backward_preprocess", "backward_dkdv_sm90", "backward_dq_sm90"],
