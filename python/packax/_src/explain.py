@@ -1,7 +1,8 @@
 """`explain`: which kernels a call would run on a GPU, and why not faster ones.
 
 It traces the call, and asks the code that lowers it (ops/lowering.py, ops/ffi.py) and the tables of
-kernels in C++ (`packax._ext.select`), so it has no separate rules.
+kernels in C++ (`packax._ext.select`), so it has no separate rules. `_fields` must agree with what
+csrc/ffi reads from the buffers of a call.
 """
 
 from __future__ import annotations
