@@ -133,7 +133,7 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     fetched: int = 0  # keys that a rank fetches from other ranks in one pass, for logs
     # The expression as text, for `repr`. It is not part of the pytree: masks of windows of several
     # sizes share a compiled program.
-    expression: str | None = None
+    expression: str | None = dataclasses.field(default=None, init=False)
 
     def __repr__(self) -> str:
         """Two lines: the sizes, and the expression, or where a transformation such as jit made the
@@ -296,7 +296,6 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
 
 
 _PARTS = ("shared_parts", "private_part")
-_NOT_IN_PYTREE = ("expression",)
 FIELDS: dict[str, Field] = {
     x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
 }
@@ -306,9 +305,8 @@ jax.tree_util.register_dataclass(
     meta_fields=[
         x.name
         for x in dataclasses.fields(AttentionMask)
-        if x.name not in (*FIELDS, *_PARTS, *_NOT_IN_PYTREE)
+        if x.init and x.name not in (*FIELDS, *_PARTS)
     ],
-    drop_fields=_NOT_IN_PYTREE,
 )
 
 

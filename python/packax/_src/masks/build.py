@@ -187,7 +187,8 @@ def create_attention_mask(
         mask = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
         mask = build(*operands)
-    return dataclasses.replace(mask, expression=repr(expression))
+    object.__setattr__(mask, "expression", repr(expression))  # the dataclass is frozen
+    return mask
 
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
