@@ -6,7 +6,7 @@ against arguments in the wrong order. Runs on a fake libcuda, as test_soft_cap_h
 """
 
 import pytest
-from cpp.calls import BLOCKS, Array, backward_alibi, forward_alibi
+from cpp.calls import BLOCKS, backward_alibi, forward_alibi
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, expect_one_backward
@@ -99,21 +99,3 @@ def test_one_kernel_writes_all_gradients(alibi, needs_grad):
     call = backward_alibi(alibi, needs_grad=needs_grad)
     finish = ["backward_postprocess"] if needs_grad & 1 else []
     assert kernels_of(alibi, call) == ["backward_preprocess", "backward_sm90_alibi", *finish]
-
-
-@pytest.mark.parametrize("direction", MAKE)
-def test_refusals(shared_machine, direction):
-    """Bias positions are checked, too, although these kernels do not read them."""
-    for changes, text in (
-        ({"bias_of_indices": ("int32", 2)}, "attribute bias_of_indices is 2, expected 0 to 1"),
-        ({"bias_of_indices": ("int32", -1)}, "attribute bias_of_indices is -1, expected 0 to 1"),
-        (
-            {"q_bias_pos": Array("int32", (1, 7))},
-            f"q_bias_pos is int32[1, 7], expected int32[bias_batch=1, q_len="
-            f"{MAKE[direction](shared_machine).operands['query'].shape[1]}]",
-        ),
-    ):
-        call = MAKE[direction](shared_machine).change(**changes)
-        failure = shared_machine.run(call)
-        assert failure.code == "InvalidArgument"
-        assert failure.message == f"{call.target}: {text}"

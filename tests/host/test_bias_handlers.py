@@ -13,11 +13,10 @@ from cpp.bias_calls import (
     THRESHOLD,
     backward_bias,
     bias_alone,
-    bias_of,
     forward_bias,
 )
 from cpp.call_frame import INITIALIZE
-from cpp.calls import ABSENT, BLOCKS, Array, Sizes, of_head_group
+from cpp.calls import ABSENT, BLOCKS, Array, Sizes
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, SM90, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, maps_of, sm90_sections
@@ -309,15 +308,6 @@ def test_above_head_dim_128(wide, direction, dims, alone):
 
 
 @pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("dims", [(264, 64), (256, 264), (512, 512)], ids=str)
-def test_above_their_head_dims(wide, direction, dims):
-    failure = wide.run(MAKE[direction](wide, Sizes(), dims))
-    assert failure.code == "Unimplemented" and not wide.launches()
-    assert failure.message.startswith(f"packax_{direction}_v1: no {direction}")
-    assert f"head dims {dims[0]}x{dims[1]} (query and key x value)" in failure.message
-
-
-@pytest.mark.parametrize("direction", MAKE)
 def test_a_bias_alone_elsewhere(portable, direction):
     assert kernels_of(portable, bias_alone(direction, portable)) == KERNELS[f"{direction}_bias"]
 
@@ -363,74 +353,3 @@ def test_initialize_loads_what_execute_launches(portable, direction):
     call = MAKE[direction](portable)
     assert portable.run(call, INITIALIZE) is None and portable.record() == []
     assert portable.calls("cuLibraryLoadData") == len(KERNELS[f"{direction}_bias"])
-
-
-@pytest.mark.parametrize("make", MAKE.values())
-def test_some_of_the_heads(portable, make):
-    call = make(portable, blocks=None, has=(0, 0))
-    failure = portable.run(of_head_group(call, 6, 12))
-    assert failure.code == "Unimplemented" and "take all of the query's 12" in failure.message
-
-
-@pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize(
-    "changes,text",
-    [
-        (
-            {"bias": Array("float32", (6, 300, 700))},
-            "bias is float32[6, 300, 700], expected 4 axes",
-        ),
-        (
-            {"bias": Array("float32", (3, 6, 300, 700))},
-            "bias has 3 entries along axis 0, expected a divisor of batch, 2",
-        ),
-        (
-            {"bias": Array("float32", (2, 2, 300, 700))},
-            "bias has 2 entries along axis 1, expected 1 or heads, 6",
-        ),
-        (
-            {"bias": Array("float32", (2, 6, 301, 700))},
-            "bias has 301 entries along axis 2, expected 1 or q_len, 300",
-        ),
-        ({"bias": Array("float32", (2, 6, 300, 701))}, "q_len=300, kv_len=700]"),
-        ({"bias": Array("float64", (2, 6, 300, 700))}, "bias is float64[2, 6, 300, 700], expected"),
-        (
-            {"dropout_threshold": ("int64", 1 << 32)},
-            "attribute dropout_threshold is 4294967296, expected 0 to 4294967295",
-        ),
-        ({"dropout_threshold": ("int64", -1)}, "attribute dropout_threshold is -1, expected 0"),
-        (
-            {"dropout_streams": Array("int32", (2, 6, 4))},
-            "dropout_streams is int32[2, 6, 4], expected uint32[batch=2, heads=6, words=4]",
-        ),
-        (
-            {"dropout_rows": Array("int32", (3, 300))},
-            "dropout_rows has 3 rows (axis 0), expected 1 or the batch, 2",
-        ),
-        ({"dropout_rows": Array("int32", (300,))}, "dropout_rows is int32[300], expected 2 axes"),
-        ({"dropout_rows": Array("int32", (1, 299))}, "expected int32[batch=1, q_len=300]"),
-    ],
-)
-def test_refusals(shared_machine, direction, changes, text):
-    call = MAKE[direction](shared_machine).change(**changes)
-    failure = shared_machine.run(call)
-    assert text in failure.message and f"packax_{direction}_v1: " in failure.message
-    assert not shared_machine.launches()
-
-
-def test_refusals_of_the_gradient(shared_machine):
-    call = backward_bias(shared_machine)
-    for dbias in (bias_of(Sizes(), 6), bias_of(Sizes(), dtype="bfloat16")):
-        failure = shared_machine.run(call.change(dbias=dbias))
-        assert failure.message.startswith("packax_backward_v1: dbias is ")
-    failure = shared_machine.run(call.change(bias=Array("float32", (0,))))
-    assert "dbias is there, but bias is absent" in failure.message
-
-
-def test_long_rows_are_refused(shared_machine):
-    s = Sizes(kv_len=(1 << 24) + 1)
-    failure = shared_machine.run(forward_bias(shared_machine, s))
-    assert failure.code == "Unimplemented"
-    assert "bias has rows of 16777217 keys, there are kernels for 16777216 at most" in \
-        failure.message  # fmt: skip
-    assert shared_machine.run(forward_bias(shared_machine, s, axes=3)) is None

@@ -9,8 +9,7 @@ test_soft_cap_handlers.py.
 from math import ceil
 
 import pytest
-from cpp.call_frame import EXECUTE, INITIALIZE
-from cpp.calls import Array, Sizes, backward_block_lists, forward_block_lists
+from cpp.calls import backward_block_lists, forward_block_lists
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -159,43 +158,3 @@ def test_the_algorithm_says_which_kernels(sparse, needs_grad):
     ):
         call = backward_block_lists(sparse, needs_grad=needs_grad, algorithm=algorithm)
         assert kernels_of(sparse, call) == kept(kernels), algorithm
-
-
-REFUSALS = {
-    "attribute scale is -0.5, expected a finite number above 0": {"scale": ("float32", -0.5)},
-    "block_mask is int32[2, 6, 75, 2], expected int32[block_mask_batch=2, block_mask_heads=6, "
-    "ceil(q_len/q_block)=75, ceil(kv_len/kv_block/32)=1]": {
-        "block_mask": Array("int32", (2, 6, 75, 2))
-    },
-    "block_mask has 3 heads (axis 1), expected 1 or those of the call, 6": {
-        "block_mask": Array("int32", (2, 3, 75, 1))
-    },
-    "q_block_lists is int32[2, 1, 3, 13], expected int32[mask_batch=2, block_mask_heads=6, "
-    "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]": {"q_block_lists": Array("int32", (2, 1, 3, 13))},
-    "attributes q_block and kv_block are -4 and 32, expected both above 0, or both 0 without a "
-    "block mask": {"q_block": ("int32", -4)},
-}
-
-
-@pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("text", REFUSALS)
-def test_refusals(sparse, direction, text):
-    """The checks are the same on a machine with dedicated kernels."""
-    call = MAKE[direction](sparse).change(**REFUSALS[text])
-    for stage in (INITIALIZE, EXECUTE):
-        failure = sparse.run(call, stage)
-        assert failure.code == "InvalidArgument"
-        assert failure.message == f"{call.target}: {text}"
-    assert sparse.launches() == []
-
-
-def test_refusals_of_the_backward(sparse):
-    call = backward_block_lists(sparse, Sizes(), needs_grad=3)
-    for name, array in (
-        ("kv_block_lists", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
-        ("dq", Array("bfloat16", (0,))),
-        ("dk", Array("bfloat16", (0,))),
-    ):
-        failure = sparse.run(call.change(**{name: array}))
-        assert f"{call.target}: {name} is " in failure.message
-    assert sparse.launches() == []

@@ -11,7 +11,6 @@ import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import (
     BLOCKS,
-    Array,
     Sizes,
     backward_block_lists,
     backward_fallback,
@@ -19,7 +18,6 @@ from cpp.calls import (
     forward_block_lists,
     forward_fallback,
     forward_soft_cap,
-    of_head_group,
 )
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
@@ -135,102 +133,6 @@ def test_without_options_it_is_a_plain_call(portable, direction):
     assert kernels_of(portable, call) == KERNELS[direction]
 
 
-@pytest.mark.parametrize("make", [forward_fallback, backward_fallback])
-def test_some_of_the_heads(portable, make):
-    """The fallback kernels compute all heads of the query."""
-    failure = portable.run(of_head_group(make(portable, blocks=None, has=(0, 0)), 6, 12))
-    assert failure.code == "Unimplemented"
-    assert "first_head and heads are 6 and 6, but the fallback kernels take all of the query's 12" \
-        in failure.message  # fmt: skip
-
-
-@pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize(
-    "changes,text",
-    [
-        (
-            {"scales": Array("float32", (3,))},
-            "scales has 3 rows (axis 0), expected 1 or the batch, 2",
-        ),
-        (
-            {"scales": Array("float16", (2,))},
-            "scales is float16[2], expected float32[scales_batch=2]",
-        ),
-        ({"scales": Array("float32", ())}, "scales is float32[], expected 1 axes (scales_batch)"),
-        (
-            {"slopes": Array("float32", (1, 5))},
-            "slopes is float32[1, 5], expected float32[bias_batch=1, heads=6]",
-        ),
-        ({"q_bias_pos": Array("int32", (1, 299))}, "q_bias_pos is int32[1, 299]"),
-        ({"kv_bias_pos": Array("int32", (2, 700))}, "kv_bias_pos is int32[2, 700]"),
-        ({"soft_cap": ("float32", -1.0)}, "attribute soft_cap is -1, expected a finite number"),
-        ({"soft_cap": ("float32", float("nan"))}, "attribute soft_cap is "),
-        ({"scale": ("float32", 0.0)}, "attribute scale is 0, expected"),
-        ({"float32_products": ("int32", 2)}, "attribute float32_products is 2, expected 0 to 1"),
-        (
-            {"query": Array("float64", (2, 300, 6, 64))},
-            "query is float64, expected bfloat16, float16 or float32",
-        ),
-        ({"q_block": ("int32", 0)}, "attributes q_block and kv_block are 0 and 20, expected both"),
-        (
-            {"kv_block": ("int32", -1)},
-            "attributes q_block and kv_block are 3 and -1, expected both",
-        ),
-        (
-            {"block_mask": Array("int32", (6, 100, 2))},
-            "block_mask is int32[6, 100, 2], expected 4 axes",
-        ),
-        (
-            {"block_mask": Array("int32", (3, 6, 100, 2))},
-            "block_mask has 3 rows (axis 0), expected 1 or mask_batch, 2",
-        ),
-        (
-            {"block_mask": Array("int32", (1, 2, 100, 2))},
-            "block_mask has 2 heads (axis 1), expected 1 or those of the call, 6",
-        ),
-        (
-            {"block_mask": Array("int32", (1, 6, 100, 1))},
-            "expected int32[block_mask_batch=1, block_mask_heads=6, ceil(q_len/q_block)=100, "
-            "ceil(kv_len/kv_block/32)=2]",
-        ),
-        ({"q_block": ("int32", 2)}, "ceil(q_len/q_block)=150"),
-        (
-            {"q_block_lists": Array("int32", (2, 6, 3, 12))},
-            "q_block_lists is int32[2, 6, 3, 12], expected int32[mask_batch=2, block_mask_heads=6, "
-            "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]",
-        ),
-    ],
-)
-def test_refusals(shared_machine, direction, changes, text):
-    call = MAKE[direction](shared_machine).change(**changes)
-    failure = shared_machine.run(call)
-    assert text in failure.message and f"packax_{direction}_v1: " in failure.message
-    assert not shared_machine.launches()
-
-
-def test_refusals_of_the_backward(shared_machine):
-    call = backward_fallback(shared_machine)
-    for changes in (
-        {"score_grads": Array("float32", (2, 6, 1, 300))},
-        {"workspace": Array("float32", (3839,))},
-        {"workspace": Array("int32", (3840,))},
-        {"workspace": Array("float32", (2, 6, 320))},
-        {"algorithm": ("string", "sm90")},
-        {"kv_block_lists": Array("int32", (2, 6, 6, 6))},
-        {"needs_grad": ("int32", 4)},
-        {"dq": Array("bfloat16", (0,))},
-        {"dk": Array("bfloat16", (0,))},
-    ):
-        failure = shared_machine.run(call.change(**changes))
-        assert next(iter(changes)) in failure.message
-
-
-@pytest.mark.parametrize("dims,text", [((84, 80), "qk_dim is 84"), ((64, 20), "v_dim is 20")])
-def test_other_head_dims_are_refused(shared_machine, dims, text):
-    failure = shared_machine.run(forward_fallback(shared_machine, dims=dims))
-    assert f"{text}, there are kernels for multiples of 8" in failure.message
-
-
 def wide_machine(tmp_path, driver, cc):
     """A machine with this compute capability, if the build has kernels for head dims up to 512."""
 
@@ -266,12 +168,6 @@ def test_head_dims_above_256(tmp_path, driver, cc, dims):
             row = next(r for r in machine.ext.variants() if r["name"] == name)
             assert launch["shared"] == row["shared"], kernel
             assert launch["grid"] == [*grid(row["block"]), 1, 1], kernel
-
-
-def test_larger_head_dims_are_refused(shared_machine):
-    failure = shared_machine.run(forward_fallback(shared_machine, dims=(8, 520)))
-    assert "no forward_fallback kernel for compute capability" in failure.message
-    assert "head dims 8x520" in failure.message
 
 
 def test_a_driver_that_is_too_old_for_larger_head_dims(machine):

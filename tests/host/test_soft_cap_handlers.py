@@ -7,7 +7,6 @@ in the wrong order. Runs on a fake libcuda, as test_sm90_handlers.py.
 
 import numpy as np
 import pytest
-from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import BLOCKS, Array, backward_soft_cap, forward_soft_cap
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, arguments, make_machine, needs_compiler, needs_extension
@@ -166,44 +165,3 @@ def test_one_kernel_writes_all_gradients(capped, needs_grad):
     assert kernels_of(capped, call) == ["backward_preprocess", "backward_sm90_soft_cap", *finish]
     failure = capped.run(call.change(dk=Array("float16", (0,))))
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
-
-
-REFUSALS = [
-    (
-        forward_soft_cap,
-        {"q_order_192": Array("int32", (2, 3))},
-        "q_order_192 is int32[2, 3], expected int32[mask_batch=2, ceil(q_len/192)=2]",
-    ),
-    (
-        forward_soft_cap,
-        {"counter": Array("int32", (2,))},
-        "counter is int32[2], expected int32[words=1]",
-    ),
-    (
-        forward_soft_cap,
-        {"row_max": Array("float32", (2, 6, 1))},
-        "row_max is float32[2, 6, 1], expected float32[batch=2, heads=6, q_len=300]",
-    ),
-    (
-        backward_soft_cap,
-        {"workspace": Array("float32", (2, 6, 320))},
-        "workspace is float32[2, 6, 320], expected 1 axes (elements)",
-    ),
-    (
-        backward_soft_cap,
-        {"workspace": Array("int32", (3840,))},
-        "workspace is int32[3840], expected float32[elements=3840]",
-    ),
-]
-
-
-@pytest.mark.parametrize("soft_cap", [0.0, CAP])
-@pytest.mark.parametrize("make,changes,text", REFUSALS)
-def test_refusals(shared_machine, make, changes, text, soft_cap):
-    """The checks do not depend on the kernels."""
-    call = make(shared_machine, soft_cap=soft_cap).change(**changes)
-    for stage in (INITIALIZE, EXECUTE):
-        failure = shared_machine.run(call, stage)
-        assert failure.code == "InvalidArgument"
-        assert failure.message == f"{call.target}: {text}"
-    assert shared_machine.launches() == []

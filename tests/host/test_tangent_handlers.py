@@ -3,12 +3,11 @@
 Runs on a fake libcuda, as test_handlers.py.
 """
 
-from dataclasses import replace
 from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import ABSENT, BLOCKS, Array, Sizes, forward, forward_fallback, make_call
+from cpp.calls import BLOCKS, Sizes, forward_fallback, tangent
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import needs_compiler, needs_extension
 
@@ -17,20 +16,6 @@ pytestmark = [needs_extension, needs_compiler]
 
 
 SIZES = Sizes()
-
-
-def tangent(m, s=SIZES, has=(1, 1, 1), of=None):
-    """`has`: which of tq, tk and tv are present. `of`: a call of the forward, by default plain."""
-    f = of or forward(m, s)
-    out, lse = f.results["out"], f.results["lse"]
-    names = zip(("tq", "tk", "tv"), ("query", "key", "value"), has, strict=True)
-    tangents = {name: f.operands[primal] if h else ABSENT for name, primal, h in names}
-    operands = {
-        name: x for name, x in f.operands.items() if name not in ("q_order_192", "out_init")
-    }
-    operands |= {"out": out, "lse": lse, **tangents}
-    results = {"tout": out, "tlse": lse}
-    return make_call("packax_forward_tangent_v1", operands, results, f.attributes)
 
 
 def grid(s):
@@ -93,33 +78,3 @@ def test_the_first_stage_launches_nothing(machine):
 def test_an_empty_batch(machine):
     s = Sizes(batch=0, mask_batch=1)
     assert kernels_of(machine, tangent(machine, s)) == []
-
-
-@pytest.mark.parametrize(
-    "changes,text",
-    [
-        ({"tq": lambda x: replace(x, shape=(2, 300, 6, 8))}, "tq"),
-        ({"tk": lambda x: replace(x, dtype="float32")}, "tk"),
-        ({"tv": lambda x: replace(x, shape=x.shape[1:])}, "tv"),
-        ({"out": lambda x: replace(x, shape=(1, *x.shape[1:]))}, "out"),
-        ({"lse": lambda x: Array("float32", (2, 6, 300, 2))}, "lse"),
-        ({"tout": lambda x: ABSENT}, "tout"),
-        ({"tlse": lambda x: ABSENT}, "tlse"),
-    ],
-)
-def test_errors(machine, changes, text):
-    call = tangent(machine)
-    both = {**call.operands, **call.results}
-    failure = machine.run(call.change(**{name: f(both[name]) for name, f in changes.items()}))
-    assert failure.code == "InvalidArgument"
-    assert failure.message.startswith(f"packax_forward_tangent_v1: {text} ")
-
-
-def test_what_has_no_kernel(machine):
-    call = tangent(machine)
-    kv_len = call.operands["key"].shape[1]
-    biased = call.change(bias=Array("float32", (1, 1, 1, kv_len)))
-    grouped = call.change(first_head=("int32", 0), heads=("int32", 2))
-    for changed, text in ((biased, "bias or dropout_threshold"), (grouped, "first_head and heads")):
-        failure = machine.run(changed)
-        assert failure.code == "Unimplemented" and text in failure.message

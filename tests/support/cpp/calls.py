@@ -399,6 +399,20 @@ def decode(
     )
 
 
+def tangent(m, s=Sizes(), has=(1, 1, 1), of=None):
+    """`has`: which of tq, tk and tv are present. `of`: a call of the forward, by default plain."""
+    f = of or forward(m, s)
+    out, lse = f.results["out"], f.results["lse"]
+    names = zip(("tq", "tk", "tv"), ("query", "key", "value"), has, strict=True)
+    tangents = {name: f.operands[primal] if h else ABSENT for name, primal, h in names}
+    operands = {
+        name: x for name, x in f.operands.items() if name not in ("q_order_192", "out_init")
+    }
+    operands |= {"out": out, "lse": lse, **tangents}
+    results = {"tout": out, "tlse": lse}
+    return make_call("packax_forward_tangent_v1", operands, results, f.attributes)
+
+
 CALLS = {
     "forward": forward,
     "backward": backward,
