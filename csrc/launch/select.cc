@@ -195,7 +195,7 @@ bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis
 // in float32 for queries of 16 bits.
 bool OnlyBias(const AttentionOperands& o, int kind = 1) {
   const bool wide = o.dtype == Dtype::kF32 || o.dtype == Dtype::kTf32;
-  return o.options() == kBias && o.bias_kind == kind && !(kind == 2 && wide) &&
+  return o.options() == kBias && o.bias_kind == kind && (kind != 2 || !wide) &&
          o.kv_len % (kElementsAtOnce / kind) == 0 && o.heads == o.row_heads;
 }
 
