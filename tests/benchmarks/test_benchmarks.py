@@ -75,41 +75,6 @@ for whole_row in (131072, 100):  # the second: over one document
 """)
 
 
-def test_table_and_chart(tmp_path):
-    pytest.importorskip("matplotlib")
-    shown = script(
-        """
-import pathlib, sys
-from lib.chart import bar_chart
-from lib.turns import table
-
-cell = {"ms": 2.0, "tflops": 321.0}
-rows = {
-    "packax": {"times": {"fwd": cell}, "errors": {"out": 1e-3}},
-    "cudnn": {"times": {}, "errors": {}, "failed": {"fwd": "out of memory"}},
-}
-report = {
-    "machine": {"gpu": "G", "driver": "1", "jax": "2", "cudnn": "3", "date": "4"},
-    "commit": "abcdef",
-    "cases": {"docs12_32k_d128": rows, "docs12_1m_d64": {}},
-}
-print(table(report["cases"], ("packax", "cudnn", "fa4")))
-bar_chart(report, pathlib.Path(sys.argv[1]))
-rows["fa4"] = {"times": {"bwd": cell}}
-bar_chart(report, pathlib.Path(sys.argv[2]))
-""",
-        str(tmp_path / "chart.png"),
-        str(tmp_path / "beside_fa4.png"),
-    )
-    (line,) = (
-        x.split() for x in shown.splitlines() if x.startswith("docs12_32k_d128  ") and "fwd" in x
-    )
-    assert line[2:] == ["2.0000", "321.0", "-", "-", "-", "1.0e-03", "-"]
-    assert "docs12_32k_d128 cudnn fwd did not run: out of memory" in shown and "fa4" not in shown
-    drawn = [(tmp_path / name).read_bytes() for name in ("chart.png", "beside_fa4.png")]
-    assert all(picture.startswith(b"\x89PNG") for picture in drawn) and drawn[0] != drawn[1]
-
-
 @pytest.mark.exhaustive
 def test_short_cases_and_head_dims_run_and_are_tabled():
     """On the CPU, without cuDNN: its absence is reported, and packax is timed and compared."""
@@ -176,96 +141,6 @@ assert "small packax WRONG: out" in attention.table({"small": rows}, attention.O
 """)
 
 
-def test_drawn_lengths_fill_a_row():
-    script("""
-from lib.cases import drawn_lengths, select
-
-for case, mean in zip(select("lengths"), (500, 1500, 4000), strict=True):
-    assert case.lengths == list(drawn_lengths(131072, mean)) and sum(case.lengths) == 131072
-    assert 0.6 < 131072 / case.documents / mean < 1.5 and min(case.lengths) > 0
-    assert any(n % 64 for n in case.lengths) and max(case.lengths) > 4 * min(case.lengths)
-assert drawn_lengths(10, 1000) == (10,)
-""")
-
-
-@pytest.mark.exhaustive
-def test_flash_attention_3_gets_documents_and_rows():
-    """Its package is not installed. A stand-in with its names is compared and timed if it is right,
-    and reported if it is wrong."""
-    script("""
-import sys, types
-import jax, jax.numpy as jnp
-import attention
-from compare.jax_worker import Jax
-from lib.cases import Case
-
-calls = []
-
-def flash_mha(q, k, v, softmax_scale, is_causal):
-    calls.append(("mha", q.shape))
-    return jax.nn.dot_product_attention(q, k, v, scale=softmax_scale, is_causal=is_causal)
-
-def flash_mha_varlen(q, k, v, edges, *, max_seqlen_q, max_seqlen_k, softmax_scale, is_causal):
-    calls.append(("varlen", q.shape, edges.shape, max_seqlen_q, max_seqlen_k))
-    ids = jnp.searchsorted(edges, jnp.arange(q.shape[0]), side="right")
-    same = ids[:, None] == ids
-    if late:
-        same = same.at[-1].set(True)
-    options = {"mask": same[None, None], "scale": softmax_scale, "is_causal": is_causal}
-    return jax.nn.dot_product_attention(q[None], k[None], v[None], **options)[0]
-
-both = {"flash_mha": flash_mha, "flash_mha_varlen": flash_mha_varlen}
-sys.modules["flash_attn3_jax"] = types.SimpleNamespace(**both)
-late = False
-documents = Case("documents", 1, 300, 4, 2, 128, 3, split=(100, 7, 193))
-fa3 = lambda case: attention.run_case(case, {"jax": Jax()}, 1, 1.0, ("fa3",))
-rows = fa3(documents)
-assert not rows["fa3"]["wrong"] and rows["fa3"]["times"]["bwd"]["ms"] > 0
-assert calls[0] == ("varlen", (300, 4, 128), (4,), 193, 193)
-plain = Case("plain", 2, 64, 4, 2, 128, 1, group="short")
-rows = fa3(plain)
-assert not rows["fa3"]["wrong"] and calls[-1] == ("mha", (2, 64, 4, 128))
-shown = attention.table({"plain": rows}, attention.ORDER)
-assert "fa3 ms" in shown and "to fa3" in shown and "cudnn" not in shown
-late = True
-wrong = fa3(documents)["fa3"]
-assert wrong["wrong"] and not wrong["times"]
-other = fa3(Case("d64", 1, 64, 4, 2, 64, 1))["fa3"]
-assert other["failed"]["fwd"] == "its wheels have head dim 128 alone" and not other["times"]
-""")
-
-
-def test_the_other_pallas_kernels_get_ids_of_documents():
-    script("""
-import sys, types
-import jax
-import attention
-from compare.jax_worker import Jax
-from lib.cases import Case
-
-calls = []
-
-def flash_attention(q, k, v, *, segment_ids, backward):
-    calls.append((backward, None if segment_ids is None else segment_ids.shape))
-    ids = jax.numpy.zeros(q.shape[:2]) if segment_ids is None else segment_ids
-    mask = (ids[:, :, None] == ids[:, None])[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
-
-module = types.SimpleNamespace(flash_attention=flash_attention)
-for name in ("jla", "jla.ops", "jla.ops.mosaic_gpu", "jla.ops.mosaic_gpu.attention"):
-    sys.modules[name] = module
-both = lambda case: attention.run_case(case, {"jax": Jax()}, 1, 1.0, ("jla", "jla_ranged"))
-rows = both(Case("documents", 2, 300, 4, 2, 64, 3, split=(100, 7, 193)))
-assert not rows["jla"]["wrong"] and not rows["jla_ranged"]["wrong"]
-assert rows["jla"]["times"]["bwd"]["ms"] > 0 and rows["jla_ranged"]["times"]["bwd"]["ms"] > 0
-assert {("fused", (2, 300)), ("ranged", (2, 300))} == set(calls)
-calls.clear()
-rows = both(Case("two", 1, 64, 4, 2, 192, 1, v_dim=128))
-assert "jla_ranged" in rows["jla"]["failed"]["fwd"] and not rows["jla"]["times"]
-assert not rows["jla_ranged"]["wrong"] and set(calls) == {("ranged", None)}
-""")
-
-
 def test_a_loop_runs_every_pass():
     """XLA may neither hoist the pass out of the loop nor run it fewer times."""
     script("""
@@ -327,7 +202,7 @@ def test_the_program_that_times_kvax_traces():
 
 
 @pytest.mark.exhaustive
-def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
+def test_plans_and_windows_of_context_parallelism_on_tiny_rows(tmp_path):
     """On two fake devices, every plan is right, and the local plan fetches less."""
     shown = script(
         """
@@ -340,8 +215,10 @@ from lib.context_cases import CASES
 assert len(CASES) == 16 and {case.seq for case in CASES} == {131072, 524288}
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
-sys.argv[1:] = ["--quick", "--cases", "mean40_2k", "--rounds", "1", "--out", sys.argv[1]]
-assert context.main() == 0
+out = sys.argv[1]
+for more in (["mean40_2k"], ["window100_1k", "--only", "zigzag", "--out", out + "/windows"]):
+    sys.argv[1:] = ["--quick", "--rounds", "1", "--out", out, "--cases", *more]
+    assert context.main() == 0
 """,
         str(tmp_path),
     )
@@ -355,25 +232,7 @@ assert context.main() == 0
     fetched = {name: row["fetched"] for name, row in found["schemes"].items()}
     assert fetched["none"] == fetched["balanced"] == 1024 * 2 * 8 * 16 * 2 / 2**20
     assert 0 < fetched["local"] < fetched["balanced"]
-
-
-@pytest.mark.exhaustive
-def test_windows_of_context_parallelism_on_tiny_rows(tmp_path):
-    shown = script(
-        """
-import os, sys
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
-os.environ["JAX_PLATFORMS"] = "cpu"
-import context
-
-case = ["--cases", "window100_1k", "--only", "zigzag"]
-sys.argv[1:] = ["--quick", *case, "--rounds", "1", "--out", sys.argv[1]]
-assert context.main() == 0
-""",
-        str(tmp_path),
-    )
-    assert "WRONG" not in shown
-    report = json.loads((tmp_path / "context_cases.json").read_text())
+    report = json.loads((tmp_path / "windows" / "context_cases.json").read_text())
     (row,) = report["cases"]["window100_1k"]["schemes"].values()
     halos = 2 * 128 * 2 * 8 * 16 * 2  # bytes of two tiles
     assert row["fetched"] == round(halos / 2**20, 1)
@@ -388,4 +247,23 @@ try:
     fit([101], 100)
 except ValueError as error:
     assert "a document of 101 tokens does not fit in a row of 100" in str(error)
+""")
+
+
+def test_every_round_has_a_different_order():
+    """The orders are the same in every run, and no name always follows the same other name."""
+    script("""
+from lib import turns
+
+names = [f"scheme {n}" for n in range(10)]
+orders = [turns.shuffled(names, turn) for turn in range(5)]
+assert orders == [turns.shuffled(reversed(names), turn) for turn in range(5)]
+assert all(sorted(order) == sorted(names) for order in orders)
+for name in names:
+    before = {order[order.index(name) - 1] for order in orders if order.index(name) > 0}
+    assert len(before) > 1, name
+ran = []
+bursts = {name: lambda name=name: ran.append(name) or 1.0 for name in names}
+assert turns.in_turns(bursts, 2) == {name: [1.0, 1.0] for name in names}
+assert ran == orders[0] + orders[1]
 """)

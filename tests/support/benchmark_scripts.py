@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from paths import BENCHMARKS, COMPARE, TUNE, importing
+from paths import BENCHMARKS, COMPARE, importing
 
 
 def script(code: str, *arguments: str) -> str:
@@ -16,7 +16,7 @@ def script(code: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,
-        env=importing(COMPARE, TUNE),
+        env=importing(COMPARE),
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -4,11 +4,9 @@ import os
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
-SIMULATORS = SUPPORT / "simulators"
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 BENCHMARKS = ROOT / "benchmarks"
-TUNE = BENCHMARKS / "tune"
 COMPARE = BENCHMARKS / "compare"
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
