@@ -1,6 +1,6 @@
 """Finds words and phrases in prose that make a native speaker read a sentence twice.
 
-    python .ci/check_words.py          from anywhere in the repository; lists them, exits 1
+    python .ci/check_words.py          in the repository's root; lists them, exits 1
 
 Pages, comments and Python docstrings are checked. Code blocks, text in backticks and the targets of
 links are not.
@@ -9,12 +9,13 @@ links are not.
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
-
-from check_columns import tracked_texts
+from pathlib import Path
 
 INSTEAD = {  # a regular expression, and what to write
     r"after this page": "this page covers",
@@ -79,9 +80,10 @@ def stumbles(text: str) -> list[tuple[int, str, str]]:
 
 
 def main() -> int:
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout
     found = 0
-    for name, text in tracked_texts(checked):
-        for line, bad, good in stumbles(prose_of(name, text)):
+    for name in filter(os.path.isfile, checked(listed.splitlines())):
+        for line, bad, good in stumbles(prose_of(name, Path(name).read_text())):
             print(f"{name}:{line}: {bad!r}; write: {good}")
             found += 1
     return 1 if found else 0
