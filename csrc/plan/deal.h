@@ -1,7 +1,5 @@
-// Assigns whole documents to ranks, on the host, for context plans of kind "local".
-//
-// The results equal those of `_deal` in python/packax/_src/context/document_assignment.py, which is
-// used if the extension is not built.
+// Assigns whole documents to ranks, on the host, for context plans of kind "local"
+// (python/packax/_src/context/document_assignment.py).
 
 #pragma once
 

@@ -13,6 +13,7 @@ from context import mesh_of
 from jax.sharding import PartitionSpec as P
 from local_packings import LENGTH, ids_of, lognormal, random_row
 from local_plans import check_local
+from packax._src.context import local_plan
 from tiers import some
 
 RANKS = 4
@@ -305,3 +306,9 @@ def test_a_shared_part_that_is_too_small_is_said():
         warnings.simplefilter("error")
         assert packax.context_plan(expression, ranks=2, kind="local", shared=1.0).fetched == 512
         packax.context_plan(expression, ranks=2, kind="local")
+
+
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr(local_plan, "ext", None)
+    with pytest.raises(NotImplementedError, match='kind="local" needs the extension module'):
+        packax.context_plan(packax.causal(), ranks=2, length=512, kind="local")

@@ -6,15 +6,14 @@
    Graham 1969). Then small documents level the ranks' tokens by water-filling, chunks of split
    documents level the areas, and ranks swap chunks.
 
-This is computed in numpy on the host. A rank is called a part, because with levels it may be a
-group of ranks.
+This is computed on the host: in numpy, and documents are dealt in C++ (csrc/plan). A rank is
+called a part, because with levels it may be a group of ranks.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,10 +215,10 @@ class Strategies:
         before = np.stack([stats.sizes, stats.base_areas])[:, None].repeat(len(weight), axis=1)
         read = (lengths, areas, density.clip(max=4 * mean), weight * mean)
         written = (heaviest, *before, owner)
-        deal: Any = _deal if ext is None else ext.deal
         changed = [x.astype(np.int32) for x in written]
         most = stats.own, self.mean + self.mean // 34
-        deal(*(x.astype(np.int32) for x in read), *most, _ROUNDS, *changed)
+        assert ext is not None  # local_plan.py checked it
+        ext.deal(*(x.astype(np.int32) for x in read), *most, _ROUNDS, *changed)
         end, self.tokens, self.areas, self.owner = (x.astype(np.int64) for x in changed)
         return end
 
@@ -252,44 +251,6 @@ class Strategies:
         ends = (room - np.minimum(room, stats.padding // ranks)).cumsum()
         split = TILE * each + np.diff(np.minimum(ends, remainder), prepend=0)
         return Assignment(owner, chunk_part, each, rows, split, int(area.max()))
-
-
-def _deal(
-    lengths, areas, density, weight, most_tokens, most_area, rounds, end, tokens, area, owner
-) -> None:
-    """csrc/plan/deal.cc in Python, for use without the extension. Changes the last four arrays."""
-    ranks, last = tokens.shape[1], len(lengths) - 1
-    lengths, areas, density = (x.tolist() for x in (lengths, areas, density))
-    for n, of_token in enumerate(weight.tolist()):
-        held, load = tokens[n].tolist(), area[n].tolist()
-        for _ in range(rounds):
-            begin = int(end[n])
-            first = min(begin, last)
-            per_token = of_token - density[first]
-            turns = [
-                (load[rank] + per_token * held[rank], rank)
-                for rank in range(ranks)
-                if held[rank] + lengths[first] <= most_tokens
-                and load[rank] + areas[first] <= most_area
-            ]
-            # Equivalent to giving one document at a time to the least loaded rank: ranks take one
-            # each until one that has already taken would have a smaller load than the next.
-            least, taken = math.inf, 0
-            for before, rank in sorted(turns):
-                if before > least:
-                    break
-                document = min(begin + taken, last)
-                if held[rank] + lengths[document] > most_tokens:
-                    break  # only the first document is sure to fit: others may be longer
-                least = min(least, before + areas[document] + per_token * lengths[document])
-                held[rank] += lengths[document]
-                load[rank] += areas[document]
-                owner[n, begin + taken] = rank
-                taken += 1
-            if taken == 0:
-                owner[n, begin] = -1  # no rank has room: the document is split
-            end[n] += max(taken, 1)
-        tokens[n], area[n] = held, load
 
 
 def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:

@@ -37,12 +37,12 @@ from packax._src.context.document_assignment import (
 from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
-    checksum,
     deal_in_rounds,
     indices,
     inverse_of,
 )
 from packax._src.core.spec import TILE
+from packax._src.ops.ffi import ext
 
 SHARES = tuple(
     n / 128
@@ -62,6 +62,11 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
     keys: (B or 1, length), the number of keys to which each row attends.
     shared: as in `context_plan`.
     """
+    if ext is None:
+        raise NotImplementedError(
+            'kind="local" needs the extension module packax._ext, which did not load: reinstall '
+            'packax, or pass kind="balanced"'
+        )
     ranks, length = math.prod(levels), keys.shape[1]
     if length % (TILE * ranks):
         raise ValueError(
@@ -95,7 +100,6 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
                 *(order, inverse_of(order), "local", ranks, length, 1),
                 shared=rows[0] if one else rows,
                 split=split,
-                checksum=checksum(ids),
                 levels=() if one else levels,
             )
     if shared is not None:
