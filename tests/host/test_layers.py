@@ -34,9 +34,11 @@ LAYERS = (  # from low to high; entries of one line do not import each other
         "info",
         "check",
         "demo",
+        "extend",
         "__main__",
     ),
 )
+OUTSIDE = ("packax.integrations", "packax.kvax", "packax.demo")  # they use the public API alone
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -72,6 +74,8 @@ def problems_of(module: str, text: str) -> list[str]:
     for source, name in imported(ast.parse(text)):
         whole = f"{source}.{name}"
         target = layer_of(whole) or layer_of(source)
+        if module.startswith(OUTSIDE) and whole.startswith("packax._"):
+            found.append(f"{module} imports {whole}, which is not public")
         if name.startswith("_") and name != "_ext":
             found.append(f"{module} imports the private name {whole}")
         if own is None or target is None:
@@ -117,14 +121,15 @@ def circle_of(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_modules_import_in_no_circle():
-    """Imports for annotations count, too, since a reader follows them."""
+    """Imports for annotations count, too, since a reader follows them. Those of the package itself
+    do not: Python runs it before all its modules."""
     modules = set(map(name_of, SOURCES))
     imports = {
         name_of(path): {
             whole if (whole := f"{source}.{name}") in modules else source
             for source, name in imported(ast.parse(path.read_text()))
         }
-        - {name_of(path)}
+        - {name_of(path), "packax"}
         for path in SOURCES
     }
     assert circle_of(imports) == []
@@ -142,6 +147,9 @@ def test_a_wrong_import_is_found():
     private = "from packax._src.ops import lowering\nlowering._call()"
     assert problems_of("packax._src.decode", private) != []
     assert problems_of("packax._src.masks.x", "from packax._src.core.mask import FIELDS") == []
+    assert problems_of("packax.kvax.x", "from packax._src.core.mask import FIELDS") != []
+    assert problems_of("packax.kvax.x", "import packax._src.core.mask") != []
+    assert problems_of("packax.kvax.x", "from packax.masks import AttentionMask") == []
     assert problems_of("packax._src.ops.x", "def f():\n    import packax._src.decode") != []
 
 

@@ -89,9 +89,9 @@ def test_residual_has_the_dtype_of_key_and_no_gradient():
 def test_only_the_residual_asks_for_the_lse(monkeypatch):
     """Its cotangent costs the backward an operand."""
     seen = []
-    real = packax.integrations.jax_nn.flash_attention
+    real = packax.flash_attention
     monkeypatch.setattr(
-        packax.integrations.jax_nn,
+        packax,
         "flash_attention",
         lambda *x, **options: seen.append(options.get("return_lse")) or real(*x, **options),
     )
@@ -240,15 +240,15 @@ def test_the_shape_of_a_mask_says_what_rows_without_keys_give():
 def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
     """On a build whose kernels do not support them."""
     seen = []
-    real = packax.integrations.jax_nn.flash_attention
+    real = packax.flash_attention
     monkeypatch.setattr(
-        packax.integrations.jax_nn,
+        packax,
         "flash_attention",
         lambda *x, **options: seen.append(options["implementation"]) or real(*x, **options),
     )
     for have in (True, False):
         monkeypatch.setattr(
-            packax.integrations.jax_nn, "has_kernels", lambda *x, have=have, options: have
+            packax.integrations.fallback, "has_kernels", lambda *x, have=have, options: have
         )
         packax.dot_product_attention(*tensors())
     assert seen == [None, "xla"]

@@ -26,7 +26,7 @@ def unwarned(monkeypatch):
 @pytest.fixture
 def no_bias_kernels(monkeypatch):
     """A build without bias kernels, as for head dims that have none."""
-    monkeypatch.setattr(packax.integrations.jax_nn, "has_kernels", lambda *x, with_bias=0: 0)
+    monkeypatch.setattr(fallback, "has_kernels", lambda *x, with_bias=0, options=0: 0)
 
 
 @pytest.mark.parametrize(

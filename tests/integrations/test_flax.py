@@ -219,7 +219,9 @@ def unwarned(monkeypatch):
 @pytest.fixture
 def no_bias_kernels(monkeypatch):
     """A build without bias kernels, as for head dims above 256."""
-    monkeypatch.setattr(ours, "has_kernels", lambda *x, with_bias=False, options=0: not with_bias)
+    monkeypatch.setattr(
+        fallback, "has_kernels", lambda *x, with_bias=False, options=0: not with_bias
+    )
 
 
 FILLED = np.tril(np.ones((LENGTH, LENGTH), bool))  # no row is without a key

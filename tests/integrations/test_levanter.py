@@ -331,8 +331,8 @@ def test_calls_of_levanters_attention(installed, monkeypatch):
     mask = jnp.zeros((LENGTH, LENGTH))
     assert levanter.attention(q, k, v, mask, implementation="theirs") == (q, mask, "theirs")
     monkeypatch.setattr(fallback, "_said", set())
-    monkeypatch.setattr(levanter.grug, "has_kernels", lambda *_, **__: False)
-    with pytest.warns(fallback.FallbackWarning, match="an additive mask"):
+    monkeypatch.setattr(fallback, "has_kernels", lambda *_, **__: False)
+    with pytest.warns(fallback.FallbackWarning, match="with a bias, float32"):
         assert levanter.attention(q, k, v, mask) == (q, mask, "reference")
 
 

@@ -145,13 +145,13 @@ def test_head_dims_without_kernels_run_on_theirs(monkeypatch, dims):
     """Latent attention, and its absorbed form: use_mla_absorbed_mqa."""
     monkeypatch.setattr(fallback, "_said", set())
     monkeypatch.setattr(install, "_say", lambda *_: None)
-    monkeypatch.setattr(install, "has_kernels", lambda q, k, v: q.shape[3] <= 512)
+    monkeypatch.setattr(fallback, "has_kernels", lambda q, k, v, with_bias: q.shape[3] <= 512)
     op = install._op_of(TheirOp)(attention_kernel="autoselected")
     query, key, value = (jnp.ones((1, 8, *x)) for x in ((2, dims[0]), (1, dims[0]), (1, dims[1])))
     if dims == (192, 128):
         assert op(query, key, value).shape == (1, 8, 2, 128)
         return
-    with pytest.warns(fallback.FallbackWarning, match="dtype float32 and head dims 576/512: runs"):
+    with pytest.warns(fallback.FallbackWarning, match="float32 and head dim 576/512: runs"):
         assert op(query, key, value) == "dot_product"
     monkeypatch.setenv("PACKAX_FALLBACK", "error")
     with pytest.raises(NotImplementedError, match="576/512"):

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from packax._src.attention import flash_attention
-from packax._src.core.spec import accumulator
-from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.intervals import full
-from packax._src.requests import as_array
+import packax
+from packax.extend import accumulator, as_array
 from packax.integrations.jax_nn import key_mask, mean_where_empty
+from packax.masks import MaskExpression
 
 __all__ = ["triangle_attention"]
 
@@ -67,7 +65,7 @@ def triangle_attention(
     _check(q, k, v, bias)
     samples, rows, _, q_len, _ = q.shape
     kv_len = k.shape[3]
-    keys, expression = None, full()
+    keys, expression = None, packax.full()
     if mask is not None:
         keys = as_array("mask", mask)
         if keys.dtype != jnp.bool_ or keys.shape != (samples, rows, 1, 1, kv_len):
@@ -87,7 +85,7 @@ def _attention(
         return x.reshape(-1, *x.shape[2:]).swapaxes(1, 2)
 
     query, key, value = merged(q), merged(k), merged(v)
-    out, lse = flash_attention(
+    out, lse = packax.flash_attention(
         query, key, value, expression, bias=bias[:, 0], scale=scale, precision=precision,
         return_lse=True,
     )  # fmt: skip

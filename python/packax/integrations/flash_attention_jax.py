@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src import attention as _attention
-from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.intervals import causal, full
-from packax._src.ops import ffi
-from packax._src.requests import as_arrays
+import packax
+from packax.extend import as_arrays
 from packax.integrations import jax_nn as dot_product
+from packax.integrations.fallback import with_or_without_kernels
+from packax.masks import MaskExpression
 
 __all__ = ["causal_flash_attention", "flash_attention"]
 
@@ -73,7 +72,7 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     Examples:
         >>> out = causal_flash_attention(q, k, v)
     """
-    return _run(q, k, v, lambda batch, q_len, k_len: causal(k_len - q_len))
+    return _run(q, k, v, lambda batch, q_len, k_len: packax.causal(k_len - q_len))
 
 
 def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> jax.Array:
@@ -95,9 +94,8 @@ def _run(q: Any, k: Any, v: Any, expression: Callable[..., MaskExpression]) -> j
         for x in (key, value)
     )
     mask = expression(batch, query.shape[1], key.shape[1])
-    takes = ffi.has_kernels(query, key, value)
-    out = _attention.flash_attention(
-        query, key, value, mask, implementation=None if takes else "xla"
+    out = packax.flash_attention(
+        query, key, value, mask, implementation=with_or_without_kernels(query, key, value)
     )
     return out.swapaxes(1, 2).reshape(*q.shape[:-1], v.shape[-1])
 
@@ -117,7 +115,7 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
 
 def _key_mask(key_mask: Any, batch: tuple[int, ...], q_len: int, k_len: int) -> MaskExpression:
     if key_mask is None:
-        return full()
+        return packax.full()
     # Converts numpy arrays in numpy: jax would truncate 64-bit numbers to 32 bits.
     numbers = key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
     mask = jnp.asarray(numbers.astype(bool))

@@ -25,18 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from packax._src.attention import flash_attention
-from packax._src.core.mask import AttentionMask
-from packax._src.core.spec import PADDING_SEGMENT_ID
-from packax._src.masks.documents import documents
-from packax._src.masks.expressions import MaskExpression, instead_of_ids
-from packax._src.masks.intervals import causal, full
-from packax._src.ops.dropout import OneForAll
-from packax._src.ops.ffi import has_kernels
-from packax._src.requests import DTYPES, as_array, as_arrays
-from packax.integrations.fallback import fall_back
+import packax
+from packax.extend import OneForAll, as_array, as_arrays, instead_of_ids
+from packax.integrations.fallback import fall_back, why_not, with_or_without_kernels
 from packax.integrations.jax_nn import (
-    FASTER,
     array_mask,
     bias_array,
     dense_mask,
@@ -44,6 +36,7 @@ from packax.integrations.jax_nn import (
     is_packax,
     mean_where_empty,
 )
+from packax.masks import AttentionMask, MaskExpression, causal, documents, full
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
@@ -183,8 +176,6 @@ def dot_product_attention(
         _check_shapes(query, key, value)
     size = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
     sizes = (*query.shape[:-3], *query.shape[-2:-4:-1], *key.shape[-3:-2])
-    if reason is None and str(size) not in DTYPES:
-        reason = f"dtype {size}"
     masks: list[Any] = [
         x if is_packax(x) else _dense_mask(x) for x in (_mask, mask) if x is not None
     ]
@@ -209,16 +200,18 @@ def dot_product_attention(
         arrays = [x if is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
         added = None if bias is None else _shaped("bias", as_array("bias", bias), sizes)
         dense = any(not is_packax(x) and not is_of_keys(x) for x in arrays)
-        if added is not None or rate:
-            reason = _no_kernel(q, k, v, added, rate, options)
-        elif options.get("implementation") is None and not has_kernels(q, k, v, options=dense):
-            options["implementation"] = "xla"  # blockwise, in every dtype and head dim
+        chosen = options.get("implementation")
+        reason = why_not(q, k, v, bias=added, dropout=rate > 0, implementation=chosen)
+        if added is None and not rate:
+            options["implementation"] = with_or_without_kernels(
+                q, k, v, dense=dense, implementation=chosen
+            )
     if reason is not None:
         _check_options(reason, built, _options)
         fall_back(
-            f"attention of Flax with {reason}",
+            "attention of Flax",
+            reason,
             "Flax's own attention",
-            FASTER,
             forbidden=_options.get("implementation") == "cuda",
         )
         masks = [*masks, causal()] if is_causal else masks
@@ -239,7 +232,7 @@ def dot_product_attention(
         options |= {"dropout_rate": rate, "dropout_key": drawn}
     whole: Any = functools.reduce(operator.and_, expressions) if expressions else full()
     means = dense and options.get("sinks") is None  # a sink takes all the weight of an empty row
-    out: Any = flash_attention(q, k, v, whole, **options, return_lse=means)
+    out: Any = packax.flash_attention(q, k, v, whole, **options, return_lse=means)
     if means:
         out = mean_where_empty(out[0], out[1], v)
     return out.reshape(*query.shape[:-1], value.shape[-1])
@@ -253,21 +246,8 @@ def _row_in_cache(mask: jax.Array, keys: int) -> MaskExpression:
     allowed = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys))
     index = jax.lax.broadcasted_iota(jnp.int32, allowed.shape, 1)
     place = jnp.max(jnp.where(allowed, index, 0), axis=1, keepdims=True)
-    ids = jnp.where(allowed, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
+    ids = jnp.where(allowed, jnp.int32(0), jnp.int32(packax.PADDING_SEGMENT_ID))
     return documents(jnp.zeros_like(place), kv_segment_ids=ids, positions=place, kv_positions=index)
-
-
-def _no_kernel(
-    query: Any, key: Any, value: Any, bias: Any, rate: float, options: Mapping[str, Any]
-) -> str | None:
-    """The reason if a call with a bias or dropout needs Flax's path, else None."""
-    if bias is not None and jnp.iscomplexobj(bias):
-        return f"a bias of dtype {bias.dtype}"
-    if options.get("implementation") == "xla" or has_kernels(query, key, value, with_bias=True):
-        return None
-    what = " and ".join(["a bias"] * (bias is not None) + ["dropout"] * bool(rate))
-    dims = "/".join(map(str, dict.fromkeys((query.shape[3], value.shape[3]))))
-    return f"{what}, {query.dtype} and head dim {dims}"
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:

@@ -11,27 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from packax._src.attention import flash_attention
-from packax._src.core.arguments import as_int32, described
-from packax._src.core.jax_compat import jax_nn_attention
-from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import over_auto_axes, typed_axes
-from packax._src.core.spec import PADDING_SEGMENT_ID, accumulator, is_symbolic
-from packax._src.masks.block_sparse import block_sparse
-from packax._src.masks.documents import documents, ranges
-from packax._src.masks.expressions import MaskExpression, instead_of_ids
-from packax._src.masks.intervals import full
-from packax._src.ops.ffi import has_kernels
-from packax._src.ops.primitives import check_implementation
-from packax._src.requests import DTYPES, as_array
-from packax.integrations.fallback import fall_back
+import packax
+from packax.extend import (
+    accumulator,
+    as_array,
+    as_int32,
+    check_implementation,
+    described,
+    instead_of_ids,
+    is_symbolic,
+    jax_nn_attention,
+    over_auto_axes,
+    typed_axes,
+)
+from packax.integrations.fallback import fall_back, why_not, with_or_without_kernels
+from packax.masks import AttentionMask, MaskExpression, block_sparse, documents, full, ranges
 
 _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a masked pair
 _FAR = 1 << 30  # beyond every row and key, but adding a row's index does not overflow int32
-FASTER = (
-    "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
-    "that are multiples of 8 (with a bias or dropout up to 256, in float32 up to 128)"
-)
 
 
 def dot_product_attention(
@@ -122,12 +119,12 @@ def dot_product_attention(
     )
     if bias is not None:
         bias = _bias(bias, sizes)
-    reason = _no_kernel(query, key, value, bias, scale)
+    reason = why_not(query, key, value, bias=bias, scale=scale)
     if reason is not None:
         fall_back(
-            f"dot_product_attention with {reason}",
+            "dot_product_attention",
+            reason,
             "jax.nn's own attention",
-            FASTER,
             forbidden=implementation == "cuda",
         )
         if local_window_size is not None:  # jax.nn takes no arrays outside of a pair
@@ -149,11 +146,13 @@ def dot_product_attention(
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     if bias is not None:
         options["bias"] = bias_array(bias, key.shape[1])
-    elif implementation is None and not has_kernels(query, key, value, options=dense):
-        options["implementation"] = "xla"  # blockwise, in every dtype and head dim
+    else:
+        options["implementation"] = with_or_without_kernels(
+            query, key, value, dense=dense, implementation=implementation
+        )
     if not return_residual and not dense:
-        return flash_attention(query, key, value, mask, **options).reshape(shape)
-    out, lse = flash_attention(query, key, value, mask, return_lse=True, **options)
+        return packax.flash_attention(query, key, value, mask, **options).reshape(shape)
+    out, lse = packax.flash_attention(query, key, value, mask, return_lse=True, **options)
     if dense:
         out = mean_where_empty(out, lse, value)
         lse = jnp.where(lse == -jnp.inf, _MASKED, lse)
@@ -169,22 +168,6 @@ def dot_product_attention(
 
 def is_packax(mask: Any) -> bool:
     return isinstance(mask, (AttentionMask, MaskExpression))
-
-
-def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str | None:
-    """The feature of the call that only jax.nn supports, or None."""
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) == 1 and str(query.dtype) not in DTYPES:
-        return f"dtype {query.dtype}"
-    if scale is not None and jnp.ndim(scale):
-        return f"a scale of shape {jnp.shape(scale)}"
-    if bias is None:
-        return None
-    if jnp.iscomplexobj(bias):
-        return f"a bias of dtype {bias.dtype}"
-    if not has_kernels(query, key, value, with_bias=True):
-        return f"a bias, {query.dtype} and head dim {query.shape[3]}"
-    return None
 
 
 def _by_jax_nn(
@@ -207,7 +190,7 @@ def _by_jax_nn(
 def key_mask(keys: Any, rows: int) -> MaskExpression:
     """Every row attends to the keys that are True; keys: (B, S) or (S,)."""
     # All attended keys and all rows are one document.
-    ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
+    ids = jnp.where(keys, jnp.int32(0), jnp.int32(packax.PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
     return documents(one(rows, np.int32), kv_segment_ids=ids)
 

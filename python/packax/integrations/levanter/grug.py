@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
-from packax._src.core.arguments import described
-from packax._src.ops.ffi import has_kernels
-from packax.integrations.fallback import fall_back
-from packax.integrations.jax_nn import FASTER, array_mask, bias_array, mean_where_empty
+from packax.extend import described
+from packax.integrations.fallback import fall_back, why_not
+from packax.integrations.jax_nn import array_mask, bias_array, mean_where_empty
 from packax.masks import AttentionMask, MaskExpression
 
 OURS = (None, "packax", "cuda", "xla")
@@ -138,11 +137,11 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: An
             q, k, v, expression, return_lse=True, implementation=chosen
         )
         return mean_where_empty(out, lse, v)
-    if not has_kernels(q, k, v, with_bias=True):
-        what = f"Grug's attention with an additive mask and head dim {q.shape[3]}"
-        fall_back(what, "Levanter's reference", FASTER, forbidden=chosen == "cuda")
-        return _by_levanter()(q, k, v, mask, implementation="reference")
     bias = bias_array(whole, keys)
+    if reason := why_not(q, k, v, bias=bias):
+        forbidden = chosen == "cuda"
+        fall_back("Grug's attention", reason, "Levanter's reference", forbidden=forbidden)
+        return _by_levanter()(q, k, v, mask, implementation="reference")
     return packax.flash_attention(q, k, v, packax.full(), bias=bias, implementation=chosen)
 
 

@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import packax
 from packax import AttentionSharding
-from packax._src.core.spec import accumulator
-from packax._src.ops.ffi import has_kernels
-from packax.integrations.fallback import fall_back
-from packax.integrations.jax_nn import FASTER, array_mask, mean_where_empty
+from packax.extend import accumulator
+from packax.integrations.fallback import fall_back, why_not
+from packax.integrations.jax_nn import array_mask, mean_where_empty
 from packax.integrations.levanter.grug import all_of, documents_of
 from packax.masks import MaskExpression
 
@@ -101,11 +100,12 @@ def dot_product_attention(
     """
     axes = _axes_of(QPos, KPos, Key, query, key, value, _arrays(mask), _arrays(attn_sink))
     rate = 0.0 if inference else float(dropout)
-    reason = "axes that are not (batch, length, heads, dim)" if axes is None else ""
+    reason: str | None = "axes that are not (batch, length, heads, dim)"
     if axes is not None:
         reason = _no_kernel(axes, query, value, mask, bias, rate, logits_soft_cap, attn_sink)
-    if axes is None or reason:
-        fall_back(f"Levanter's attention with {reason}", 'its "vanilla" backend', FASTER)
+    if axes is None or reason is not None:
+        assert reason is not None
+        fall_back("Levanter's attention", reason, 'its "vanilla" backend')
         module = importlib.import_module("levanter.layers.attention")
         theirs = getattr(module.dot_product_attention, "by_levanter", module.dot_product_attention)
         options = {"prng": prng, "scaling_factor": scaling_factor}
@@ -190,8 +190,8 @@ def _axes_of(
 
 def _no_kernel(
     axes: Axes, query: Any, value: Any, mask: Any, bias: Any, rate: float, cap: Any, sink: Any
-) -> str:
-    """The feature of the call that only Levanter supports, or an empty string."""
+) -> str | None:
+    """The feature of the call that only Levanter supports, or None."""
     if bias is not None and cap is not None:
         return "a bias below a soft cap"
     if sink is not None and {a.name for a in sink.axes} - {a.name for a in axes.heads}:
@@ -203,10 +203,10 @@ def _no_kernel(
     if any(of_heads & {a.name for a in x.axes} for x in _arrays(mask) if x is not explicit):
         return "an offset or ids by head"
     tensors = [jax.ShapeDtypeStruct((1, 1, 1, n.size), query.dtype) for n in axes[-2:]]
-    with_bias = bias is not None or rate > 0
-    if not has_kernels(tensors[0], tensors[0], tensors[1], with_bias=with_bias):
-        return f"dtype {query.dtype}, head dim {axes.key_dim.size}" + " and a bias" * with_bias
-    return ""
+    added = None if bias is None else bias.array
+    return why_not(
+        tensors[0], tensors[0], tensors[1], bias=added, dropout=rate > 0, blockwise=False
+    )
 
 
 def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:

@@ -22,14 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from packax._src.attention import flash_attention
-from packax._src.context.load_balance import zigzag
-from packax._src.core.sharding import AttentionSharding
-from packax._src.core.spec import accumulator
-from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import MaskExpression
-from packax._src.ops.merge import merged
-from packax._src.requests import as_arrays, checked_precision, per_head
+import packax
+from packax import AttentionSharding
+from packax.extend import accumulator, as_array, as_arrays, checked_precision
 from packax.integrations.jax_nn import dense_mask
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
@@ -42,6 +37,7 @@ from packax.integrations.maxtext.masks import (
     reorder_sequence,
     striped,
 )
+from packax.masks import MaskExpression
 
 __all__ = ["AttentionOp", "reorder_sequence"]
 
@@ -275,11 +271,16 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 record = record_max_logits and at == 0
                 parts.append(one_cache(self, query, key, value, own_ids, indexer, record))
                 at = to
-            sinks = per_head("sinks", "logit", sinks, query, None)
             if sinks is not None:
-                lse = parts[0][1]
-                parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))
-            return merged(parts)[0]
+                sinks = as_array("sinks", sinks)
+                if sinks.shape != query.shape[2:3]:
+                    raise ValueError(
+                        f"sinks must have shape {query.shape[2:3]}, but has {sinks.shape}"
+                    )
+                out, lse = parts[0]
+                logits = jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)
+                parts.append((jnp.zeros_like(out), logits))
+            return packax.merge_attention(parts)[0]
         if ids is None and kv_ids is not None:
             raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
         ids = None if ids is None else documents_of("decoder_segment_ids", ids)
@@ -318,7 +319,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             results = _attend_dense(query, key, value, mask, cap, sinks, precision)
         else:
             options: dict[str, Any] = {"return_max_logits": bool(record)}
-            results = flash_attention(
+            results = packax.flash_attention(
                 query,
                 key,
                 value,
@@ -341,7 +342,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
     def built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
         """An AttentionMask; for the dense path, booleans (B or 1, H or 1, rows, keys)."""
         if not self.dense:
-            return create_attention_mask(
+            return packax.create_attention_mask(
                 expression,
                 q_len=rows,
                 kv_len=keys,
@@ -370,7 +371,9 @@ class AttentionOp(AdditiveMask, nnx.Module):
         rows, keys = query.shape[1], key.shape[1]
         plan = None
         if positions is not None and self.divided:
-            plan = zigzag(self.reordered, rows)
+            plan = packax.context_plan(
+                packax.full(), ranks=self.reordered, length=rows, kind="zigzag"
+            )
             if self.moba is not None:  # MoBA selects keys in the order of the sequence
                 query, key = plan.unpermute((query, key))
             if indexer_mask is not None:

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.decode import decode_attention
-from packax._src.masks.intervals import full
+from packax import decode_attention, full
 from packax.integrations.jax_nn import key_mask
 from packax.integrations.maxtext.masks import (
     ACTIVE,

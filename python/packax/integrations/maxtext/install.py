@@ -17,11 +17,11 @@ import threading
 from typing import Any
 
 from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
-from packax._src.core.sharding import AttentionSharding, spec
-from packax._src.ops.ffi import has_kernels
+from packax import AttentionSharding
 from packax.integrations import replace_everywhere
-from packax.integrations.fallback import fall_back
+from packax.integrations.fallback import fall_back, why_not
 from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reordered_ranks
 from packax.integrations.maxtext.masks import reorder_sequence
 
@@ -37,10 +37,6 @@ _ORDERED = (  # the arrays of a batch that have one value per token
     "targets_loss_mask",
 )
 _OWN = ("pad_kv_total", "compress_ratio", "slot")  # no effect without compressed_kv
-_FASTER = (
-    "There are kernels for every attention type except compressed, without dropout, for bfloat16, "
-    "float16 and float32, and head dims that are multiples of 8 up to 512, in float32 up to 256"
-)
 _DENSE = "dot_product"
 _TILE = 256  # rows per rank must be a multiple: two chunks of whole 128-row tiles
 _BATCH, _ROWS, _HEADS = "activation_batch_attn", "activation_q_length", "activation_heads"
@@ -107,7 +103,7 @@ def _op_of(theirs: Any) -> type:
         drops = given.arguments.get("dropout_rate", 0.0) > 0.0 and kernel == "cudnn_flash_te"
         chosen = kernel in _chosen and not drops
         if drops:
-            fall_back("MaxText's attention with dropout", "TransformerEngine", _FASTER)
+            fall_back("MaxText's attention", "dropout", "TransformerEngine")
         if chosen:
             given.arguments["attention_kernel"] = _DENSE
         own_init(*given.args, **given.kwargs)
@@ -117,10 +113,10 @@ def _op_of(theirs: Any) -> type:
     def __call__(self: Any, *args: Any, **options: Any) -> Any:
         given = call.bind(self, *args, **options)
         given.apply_defaults()
-        reason = _no_kernel(self, given.arguments) if self.by_packax else ""
-        if reason:
-            fall_back(f"MaxText's attention with {reason}", "MaxText's dot_product", _FASTER)
-        if not self.by_packax or reason:
+        reason = _no_kernel(self, given.arguments) if self.by_packax else None
+        if reason is not None:
+            fall_back("MaxText's attention", reason, "MaxText's dot_product")
+        if not self.by_packax or reason is not None:
             return own_call(self, *args, **options)
         return _attend(self, given.arguments)
 
@@ -138,18 +134,16 @@ def _op_of(theirs: Any) -> type:
     )
 
 
-def _no_kernel(op: Any, given: dict[str, Any]) -> str:
-    """The feature of the call that only MaxText supports, or an empty string."""
+def _no_kernel(op: Any, given: dict[str, Any]) -> str | None:
+    """The feature of the call that only MaxText supports, or None."""
     if getattr(op.attention_type, "value", op.attention_type) == "compressed":
         return 'attention_type "compressed"'
     if given.get("compressed_kv") is not None or given.get("compressed_mask") is not None:
         return "compressed keys"
     if op.kv_quant is not None:
         return "a quantized cache"
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    if not has_kernels(query, key, value):  # such as 576/512 with use_mla_absorbed_mqa
-        return f"dtype {query.dtype} and head dims {query.shape[3]}/{value.shape[3]}"
-    return ""
+    # There is none for 576/512 with use_mla_absorbed_mqa.
+    return why_not(given["query"], given["key"], given["value"], blockwise=False)
 
 
 def _attend(op: Any, given: dict[str, Any]) -> Any:
@@ -219,7 +213,9 @@ def sharding_of(
         rows = ()
     of_heads = heads if heads == _dividing(mesh, heads, key[2]) else ()
     return AttentionSharding(
-        query=spec(batch, rows, heads, ()), key_value=spec(batch, rows, of_heads, ()), mesh=mesh
+        query=P(*(x or None for x in (batch, rows, heads, ()))),
+        key_value=P(*(x or None for x in (batch, rows, of_heads, ()))),
+        mesh=mesh,
     )
 
 

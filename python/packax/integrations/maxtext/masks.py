@@ -9,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.context.load_balance import inverse_of, take_chunks, zigzag_order
-from packax._src.core.arguments import as_int32
-from packax._src.core.spec import PADDING_SEGMENT_ID
-from packax._src.masks.block_sparse import block_sparse
-from packax._src.masks.documents import documents, ranges
-from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.intervals import causal, chunked, full, sliding_window
-from packax._src.masks.spans import NO_SPAN, spans
+from packax import PADDING_SEGMENT_ID
+from packax.extend import as_int32
+from packax.masks import (
+    MaskExpression,
+    block_sparse,
+    causal,
+    chunked,
+    documents,
+    full,
+    ranges,
+    sliding_window,
+    spans,
+)
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the value of masked pairs in MaxText
 ACTIVE = 1  # when decoding, the id of cache entries that hold tokens
@@ -42,8 +47,12 @@ def reorder_sequence(
             f"tensor has {tensor.shape[seq_dim]} places along axis {seq_dim}, which must be a "
             f"multiple of 2 * cp_size = {chunks}"
         )
-    order = zigzag_order(cp_size)
-    return take_chunks(inverse_of(order) if to_contiguous else order, seq_dim, tensor)
+    rank = np.arange(cp_size)
+    order = np.stack([rank, chunks - 1 - rank], axis=1).ravel()
+    order = np.argsort(order) if to_contiguous else order
+    shape = tensor.shape
+    split = tensor.reshape(*shape[:seq_dim], chunks, -1, *shape[seq_dim + 1 :])
+    return split[(slice(None),) * seq_dim + (order,)].reshape(shape)
 
 
 def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> Any:
@@ -94,7 +103,7 @@ def runs_of(mask: Any) -> jax.Array:
     inside = jnp.asarray(mask).astype(bool)
     before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
-    return jnp.where(inside, number, NO_SPAN)
+    return jnp.where(inside, number, -1)
 
 
 def checked_indexer(mask: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.core.spec import ceil_div
 from packax.kvax.utils.common import PADDING_SEGMENT_ID
 
 _LARGEST = np.iinfo(np.int32).max
@@ -83,7 +82,7 @@ def block_bounds(
 
 def _blocks(side: Side, size: int, fill: int) -> _Blocks:
     batch, pieces, length = side.ids.shape
-    blocks = ceil_div(length, size)
+    blocks = -(-length // size)
     widths = ((0, 0), (0, 0), (0, blocks * size - length))
     positions, ids = (
         jnp.pad(x, widths, constant_values=value).reshape(batch, pieces, blocks, size)

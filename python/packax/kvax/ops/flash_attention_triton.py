@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import packax
-from packax._src.core.sharding import Layout
-from packax._src.requests import as_arrays
+from packax.extend import Layout, as_arrays
 from packax.kvax.ops.mask_creator import Tokens, block_sizes, checked_tokens, row_masks_of
 from packax.kvax.utils.common import FlashAttentionParamsConfig
 from packax.kvax.utils.permutation import head_tail_plan

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
-from packax._src.context.load_balance import ContextPlan
-from packax._src.core.arguments import as_int32
-from packax._src.core.sharding import AttentionSharding, Layout, check_divides
+from packax.context import AttentionSharding, ContextPlan
+from packax.extend import Layout, as_int32, check_divides
 from packax.kvax.ops.block_bounds import Side, block_bounds
 from packax.kvax.utils.common import (
     PADDING_SEGMENT_ID,

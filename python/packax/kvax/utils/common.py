@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import PADDING_SEGMENT_ID
+from packax import PADDING_SEGMENT_ID
 from packax.kvax.utils.typing import DeviceArray
 
 H100_NAME = "H100"

@@ -10,17 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from packax._src.context.load_balance import ContextPlan, inverse_of, zigzag_order
-from packax._src.core.arguments import described
+from packax.context import ContextPlan
+from packax.extend import described
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
 
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
     """(num_shards,) int32: the permutation of chunks 0, n-1, 1, n-2, ..., or its inverse."""
-    order = zigzag_order(num_shards // 2)
-    return jnp.asarray(inverse_of(order) if reverse else order)[0]
+    return jnp.asarray(_order(num_shards)[int(reverse)][0])
+
+
+def _order(num_shards: int) -> tuple[np.ndarray, np.ndarray]:
+    """(1, num_shards) int32: the permutation of `generate_shard_indices`, and its inverse."""
+    chunk = np.arange(num_shards // 2, dtype=np.int32)
+    order = np.stack([chunk, num_shards - 1 - chunk], axis=1).reshape(1, -1)
+    return order, np.argsort(order).astype(np.int32)
 
 
 def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
@@ -34,10 +41,8 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
             f"the length of the sequence must be a multiple of {num_shards}, twice the size of the "
             f"context axis, but is {length}"
         )
-    order = zigzag_order(num_shards // 2)
-    return ContextPlan(
-        order, inverse_of(order), "zigzag", num_shards // 2, length, length // num_shards
-    )
+    chunk = length // num_shards
+    return ContextPlan(*_order(num_shards), "zigzag", num_shards // 2, length, chunk)
 
 
 def apply_permutation(

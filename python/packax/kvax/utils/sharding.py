@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.sharding import AttentionSharding, Layout, entered_mesh, layout_of
+from packax import AttentionSharding
+from packax.extend import Layout, entered_mesh, layout_of
 from packax.kvax.utils.specs import Axes, get_attention_specs
 from packax.kvax.utils.typing import Specs
 
