@@ -30,51 +30,27 @@ from maxtext_reference import (
     tensors,
 )
 from packax.integrations import maxtext
-from tiers import once_each, some
-
-
-def test_dense_path_is_the_same_attention():
-    """implementation="dense" equals the kernels' path, also in gradients, with sinks."""
-    q, k, v = tensors()
-    ids, _ = ids_and_positions()
-    sinks = RNG.standard_normal(HEADS).astype(np.float32)
-
-    def run(implementation):
-        one = op("chunk", 7, implementation=implementation)
-
-        def loss(q, k, v, sinks):
-            out = one(q, k, v, ids, sinks=sinks)
-            return jnp.sum(jnp.sin(out)), out
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
-
-    jax.tree.map(close, run("dense"), run(None))
 
 
 @pytest.mark.parametrize(
-    ("case", "implementation"),
-    once_each(
-        [
-            ("global", None, True, False),
-            ("full", None, True, True),
-            ("local_sliding", 13, True, False),
-            ("full", None, False, True),
-        ],
-        [None, "dense"],
-    ),
+    ("kind", "size", "moba", "indexer"),
+    [
+        ("global", None, True, False),
+        ("full", None, True, True),
+        ("local_sliding", 13, True, False),
+        ("full", None, False, True),
+    ],
 )
-def test_moba_and_indexer_mask(case, implementation):
+def test_moba_and_indexer_mask(kind, size, moba, indexer):
     """With segment ids, cap and sinks. MoBA is causal with every type. Rows without a key give
     0."""
-    kind, size, moba, indexer = case
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
     kept = RNG.random((B, S, S)) < 0.6
     kept[1, 3] = False
     mask = jnp.where(kept, 0.0, MASKED) if indexer else None
-    options = {"attn_logits_soft_cap": 2.0, "implementation": implementation}
-    one = op(kind, size, config=MOBA if moba else None, **options)
+    one = op(kind, size, config=MOBA if moba else None, attn_logits_soft_cap=2.0)
     run = jax.jit(lambda *x: one(*x[:3], ids, sinks=sinks, indexer_mask=x[3]))
     allowed = np.broadcast_to(pairs(kind, size, ids)[:, None], (B, HEADS, S, S))
     whole = allowed.sum()
@@ -85,29 +61,34 @@ def test_moba_and_indexer_mask(case, implementation):
 
 
 def test_moba_in_chunked_prefill_and_its_gradients():
-    """Chunks are counted over the whole prompt. The gate has no gradient, as in the dense path."""
+    """Chunks are counted over the whole prompt. The gate has no gradient."""
     before, rows = 13, 10
     q, k, v = tensors(rows, before + rows)
     ids = np.ones((B, before + rows), int)
     previous = np.zeros((B, before, 1))
 
-    def results(implementation):
-        one = op(config=MOBA, implementation=implementation)
+    allowed = moba_pairs(q, k, before)
 
+    def ours(q, k, v):
+        cached = ((k, v, ids), None)
+        return op(config=MOBA)(q, *[None] * 4, "prefill", cached, previous_chunk=previous)
+
+    def fixed(q, k, v):
+        return packax.flash_attention(q, k, v, packax.masks.block_sparse(allowed, 1), scale=1.0)
+
+    def results(attend):
         def loss(q, k, v):
-            cached = ((k, v, ids), None)
-            out = one(q, *[None] * 4, "prefill", cached, previous_chunk=previous)
+            out = attend(q, k, v)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    got = results(None)
-    close(got[0][1], of_heads(q, k, v, moba_pairs(q, k, before)))
-    jax.tree.map(close, got, results("dense"))
+    got = results(ours)
+    close(got[0][1], of_heads(q, k, v, allowed))
+    jax.tree.map(close, got, results(fixed))
 
 
-@pytest.mark.parametrize("implementation", [None, "dense"])
-def test_moba_and_indexer_mask_while_decoding(implementation):
+def test_moba_and_indexer_mask_while_decoding():
     """Each cache has its part of the mask; MoBA counts chunks in each cache from its end."""
     q, k, v = tensors(1, 20)
     _, k_ar, v_ar = tensors(1, 15)
@@ -119,12 +100,11 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
     cached = ((k, v, ids), (k_ar, v_ar, ids_ar, None))
 
     def run(q, cached, indexer, moba=MOBA):
-        one = op(config=moba, implementation=implementation, attn_logits_soft_cap=3.0)
+        one = op(config=moba, attn_logits_soft_cap=3.0)
         options = {"sinks": sinks, "indexer_mask": indexer}
         return one(q, *[None] * 4, "autoregressive", cached, **options)
 
-    if implementation is None:
-        assert count("packax_decode", run, q, cached, indexer) == 2
+    assert count("packax_decode", run, q, cached, indexer) == 2
     active = np.concatenate([ids, ids_ar], 1)[:, None, None] == 1
     chosen = np.concatenate([moba_pairs(q, k, 19), moba_pairs(q, k_ar, 14)], -1) & active
     keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
@@ -134,9 +114,8 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
 
     close(jax.jit(run)(q, cached, indexer), expected(chosen & kept[:, None]))
     close(jax.jit(run)(q, cached, None), expected(chosen))
-    if implementation is None:
-        of_indexer = jax.jit(lambda *x: run(*x, None))(q, cached, indexer)
-        close(of_indexer, expected(active & kept[:, None]))
+    of_indexer = jax.jit(lambda *x: run(*x, None))(q, cached, indexer)
+    close(of_indexer, expected(active & kept[:, None]))
 
 
 def reordered(length: int):
@@ -154,11 +133,10 @@ def reordered(length: int):
     return config, [*operands, indexer], of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
 
 
-@pytest.mark.parametrize("implementation", some([None, "dense"], 0))
-def test_reordered_moba_and_indexer_mask(implementation):
+def test_reordered_moba_and_indexer_mask():
     """Any length that 2 * ranks divides; chunks are selected on the sequence in order."""
     config, operands, expected = reordered(36)
-    one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
+    one = maxtext.AttentionOp(config, Mesh)
     out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*operands)
     close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
 

@@ -24,11 +24,9 @@ from flax import nnx
 
 import packax
 from packax import AttentionSharding
-from packax.extend import accumulator, as_array, as_arrays, checked_precision
-from packax.integrations.jax_nn import dense_mask
+from packax.extend import as_array, as_arrays, checked_precision
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
-    MASKED,
     AdditiveMask,
     checked_indexer,
     chosen,
@@ -37,7 +35,7 @@ from packax.integrations.maxtext.masks import (
     reorder_sequence,
     striped,
 )
-from packax.masks import MaskExpression
+from packax.masks import AttentionMask, MaskExpression
 
 __all__ = ["AttentionOp", "reorder_sequence"]
 
@@ -88,8 +86,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         use_ragged_attention: must be False; the result would be the same.
         sharding: a `packax.AttentionSharding` for context parallelism.
         gather_head_groups: as in `packax.flash_attention`.
-        implementation: as in `packax.flash_attention`; "dense": plain XLA with memory quadratic in
-            the lengths, as a reference; it ignores sharding.
+        implementation: as in `packax.flash_attention`.
         others: MaxText's other keyword arguments are accepted and have no effect.
 
     Raises:
@@ -126,7 +123,6 @@ class AttentionOp(AdditiveMask, nnx.Module):
         if unknown:
             raise TypeError(f"AttentionOp has no argument {', '.join(unknown)}")
         self.attention_type = _attention_type_of(config, attention_type)
-        self.dense = implementation == "dense"
         self.moba = None
         if getattr(config, "moba", False):
             fields = ("moba_chunk_size", "moba_topk")
@@ -159,7 +155,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         self.precision = precision
         if precision is not None:  # None: jax's setting when it is called
             self.precision = checked_precision(getattr(precision, "value", precision))
-        self.implementation = None if self.dense else implementation
+        self.implementation = implementation
 
     def __call__(
         self,
@@ -313,47 +309,36 @@ class AttentionOp(AdditiveMask, nnx.Module):
         self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
     ) -> tuple[jax.Array, jax.Array]:
         """The output and the log-sum-exp."""
-        results: Any
-        if self.dense:
-            cap, precision = self.attn_logits_soft_cap, self.precision
-            results = _attend_dense(query, key, value, mask, cap, sinks, precision)
-        else:
-            options: dict[str, Any] = {"return_max_logits": bool(record)}
-            results = packax.flash_attention(
-                query,
-                key,
-                value,
-                mask,
-                scale=1.0,
-                soft_cap=self.attn_logits_soft_cap,
-                sinks=sinks,
-                return_lse=True,
-                precision=self.precision,
-                implementation=self.implementation,
-                sharding=self.sharding,
-                gather_head_groups=self.gather_head_groups,
-                checkpoint_name="context",
-                **options,
-            )
+        options: dict[str, Any] = {"return_max_logits": bool(record)}
+        results: Any = packax.flash_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=1.0,
+            soft_cap=self.attn_logits_soft_cap,
+            sinks=sinks,
+            return_lse=True,
+            precision=self.precision,
+            implementation=self.implementation,
+            sharding=self.sharding,
+            gather_head_groups=self.gather_head_groups,
+            checkpoint_name="context",
+            **options,
+        )
         if record:
             self.max_logits = nnx.Intermediate(results[2])
         return results[0], results[1]
 
-    def built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
-        """An AttentionMask; for the dense path, booleans (B or 1, H or 1, rows, keys)."""
-        if not self.dense:
-            return packax.create_attention_mask(
-                expression,
-                q_len=rows,
-                kv_len=keys,
-                sharding=self.sharding,
-                plan=plan,
-                implementation=self.implementation,
-            )
-        allowed = dense_mask(expression, rows, keys)
-        if plan is not None:  # the expression refers to the original order
-            allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
-        return allowed
+    def built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> AttentionMask:
+        return packax.create_attention_mask(
+            expression,
+            q_len=rows,
+            kv_len=keys,
+            sharding=self.sharding,
+            plan=plan,
+            implementation=self.implementation,
+        )
 
     def _mask(
         self,
@@ -453,44 +438,3 @@ def reordered_ranks(mesh: Any, config: Any) -> int:
     if mesh is None or not getattr(config, "context_parallel_load_balance", False):
         return 1
     return mesh.shape.get(getattr(config, "context_sharding", "context"), 1)
-
-
-# --- Dense attention, as a reference.
-
-
-def _attend_dense(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    allowed: Any,
-    cap: Any,
-    sinks: Any,
-    precision: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Plain XLA attention with scale 1: (out, lse (B, H, Sq), largest logits (B, H)).
-
-    A row that attends to nothing gives 0 and -inf. allowed: boolean, (B or 1, H or 1, Sq, Skv).
-    """
-    batch, rows, heads, dim = query.shape
-    kv_heads = key.shape[2]
-    wide = accumulator(query.dtype)
-    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-    options: dict[str, Any] = {"precision": precision, "preferred_element_type": wide}
-    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, **options)
-    if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
-    if allowed.shape[1] == 1:
-        allowed = allowed[:, :, None]
-    else:
-        allowed = allowed.reshape(-1, kv_heads, heads // kv_heads, *allowed.shape[2:])
-    some = jnp.any(allowed, axis=-1)
-    logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is NaN
-    lse = jax.scipy.special.logsumexp(logits, axis=-1)
-    if sinks is not None:
-        lse = jnp.logaddexp(lse, jnp.asarray(sinks, wide).reshape(kv_heads, -1, 1))
-    weights = jnp.where(allowed, jnp.exp(logits - lse[..., None]), 0)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, **options)
-    lse = jnp.where(some, lse, -jnp.inf).reshape(batch, heads, rows)
-    top = jnp.where(jnp.any(some, -1), jnp.max(logits, (-2, -1)), -jnp.inf)
-    out = out.reshape(batch, rows, heads, -1).astype(query.dtype)
-    return out, lse, jax.lax.stop_gradient(top.reshape(batch, heads))

@@ -42,7 +42,7 @@ def one_cache(
                 f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
                 f"keys, but have {active.shape}"
             )
-    if op.dense or op.sharding is not None or record or rows != 1:
+    if op.sharding is not None or record or rows != 1:
         expression = full()
         if active is not None:
             expression = key_mask(active, rows)
