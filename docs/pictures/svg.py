@@ -32,6 +32,11 @@ class Picture:
             f'fill="{fill}" stroke="{stroke}"/>'
         )
 
+    def bars(self, bars: list[tuple[float, float, float, float]], fill: str) -> None:
+        """Boxes (x, y, width, height) as one path."""
+        path = "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" for x, y, w, h in bars)
+        self.parts.append(f'<path fill="{fill}" d="{path}"/>')
+
     def words(
         self,
         x: float,

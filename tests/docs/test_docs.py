@@ -1,8 +1,9 @@
 """The Python of README.md, docs/ and the docstrings runs, in a namespace with the names that the
 text mentions. A page imports the modules that it uses, or says that the quick start does.
 
-Blocks of docs/guide/integrations.md and tutorial.md have separate tests; CI runs the bash blocks of
-the README. A block that must not run starts with a comment `# not run: why`.
+Blocks of the tutorial and of the pages about other libraries have separate tests; CI runs the bash
+blocks of the README. A block that must not run starts with a comment `# not run: why`, and one that
+needs another package with `# needs: package`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import ast
 import doctest
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import pydoc
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi
-from paths import ROOT
+from paths import LIBRARY_PAGES, ROOT
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -34,11 +37,12 @@ TEXTS = {
         ROOT / "CONTRIBUTING.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
-    if path.name not in ("integrations.md", "tutorial.md")
 }
+SEPARATE = "tutorial", *LIBRARY_PAGES
 BLOCKS = {
     name: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     for name, text in TEXTS.items()
+    if Path(name).stem not in SEPARATE
 }
 LENGTH = 1024  # a plan for four ranks deals chunks of 128 rows
 IDS = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None].repeat(2, 0)
@@ -87,6 +91,9 @@ def test_page(page, monkeypatch):
     space = names_of(page)
     for number, block in enumerate(BLOCKS[page]):
         if block.startswith("# not run:"):
+            continue
+        needed = re.match(r"# needs: (\S+)", block)
+        if needed and not importlib.util.find_spec(needed[1]):
             continue
         if "serialize" in block:
             pytest.importorskip("flatbuffers")
@@ -230,7 +237,6 @@ def _texts(tree):
 
 def test_pages_are_named_by_their_titles():
     titles = {re.match(r"# (.*)", text)[1] for name, text in TEXTS.items() if "docs/" in name}
-    titles |= {"Integrations"}  # its page is not in TEXTS
     sources = " ".join(path.read_text() for path in (ROOT / "python" / "packax").rglob("*.py"))
     sources = re.sub(r"\s+", " ", sources)
     named = re.findall(r'"([^"]+)" (?:in|of) the documentation', sources)

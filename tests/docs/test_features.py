@@ -1,4 +1,4 @@
-"""Every feature and call that docs/guide lists has tests: shown_by.md names them."""
+"""Every feature and call that a page lists has tests: shown_by.md names them."""
 
 import ast
 import functools
@@ -6,7 +6,7 @@ import re
 
 from paths import DOCS, TESTS
 
-PAGES = [(DOCS / "guide" / name).read_text() for name in ("features.md", "calls.md")]
+PAGES = [path.read_text() for path in sorted((DOCS / "guide").glob("*.md"))]
 REFERENCE = re.compile(r"(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)(?:\[(?P<case>[^]]+)\])?")
 
 
@@ -23,10 +23,10 @@ SHOWN_BY = {
 
 
 def tables():
-    """The heading of each section with a table, its header row, and its other rows, as lists of
-    cells."""
-    for name, text in (section for page in PAGES for section in sections(page)):
-        for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+    """The title of each page with a table, its header row and its other rows, as lists of cells."""
+    for page in PAGES:
+        name = page.partition("\n")[0].removeprefix("# ")
+        for lines in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
             head, _, *rows = ([x.strip() for x in re.split(r" \| ", line.strip("| \n"))]
                               for line in lines.splitlines())  # fmt: skip
             yield name, head, rows
@@ -58,7 +58,7 @@ def test_the_tests_are_there():
 
 def test_every_call_has_tests():
     calls = {
-        name: [row[0] for row in rows] for name, head, rows in tables() if "packax" in head[1:2]
+        name: [row[0] for row in rows] for name, head, rows in tables() if head[1:] == ["packax"]
     }
     assert calls == {name: [*x] for name, x in SHOWN_BY.items() if name != "Features"}
 

@@ -1,7 +1,6 @@
-"""The Python blocks of docs/guide/integrations.md, in order, in one namespace."""
+"""The Python blocks of the pages about other libraries, in order, in a namespace for each page."""
 
 import functools
-import importlib.util
 import re
 
 import jax
@@ -9,52 +8,36 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from paths import DOCS
-
-PAGE = DOCS / "guide" / "integrations.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+from paths import DOCS, LIBRARY_PAGES
 
 
-class Page:
-    """Runs the blocks in order, each once: a worker may get any of this file's tests first."""
-
-    def __init__(self):
-        self.namespace, self.outs = {}, []
-
-    def run(self, number):
-        for block in BLOCKS[len(self.outs) : number + 1]:
-            needed = re.match(r"# needs: (\S+)", block)
-            if not needed or importlib.util.find_spec(needed[1]):
-                name = f"{PAGE}, block {len(self.outs)}"
-                exec(compile(block, name, "exec"), self.namespace)
-            self.outs.append(self.namespace.pop("out", None))
-        return self.outs[number]
+@functools.cache
+def namespace_of(name):
+    """What a page defines, with the `out` of each of its blocks in `outs`."""
+    text = (DOCS / "guide" / f"{name}.md").read_text()
+    namespace = {"outs": []}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        needed = re.match(r"# needs: (\S+)", block)
+        if needed:
+            pytest.importorskip(needed[1])
+        exec(compile(block, f"block {len(namespace['outs'])} of {name}.md", "exec"), namespace)
+        namespace["outs"].append(namespace.pop("out"))
+    return namespace
 
 
-@pytest.fixture(scope="module")
-def page():
-    return Page()
+@pytest.mark.parametrize("name", LIBRARY_PAGES)
+def test_page(name):
+    outs = namespace_of(name)["outs"]
+    assert outs
+    for out in map(np.asarray, outs):
+        assert out.size and np.all(np.isfinite(out))
 
 
-@pytest.fixture
-def namespace(page):
-    page.run(len(BLOCKS) - 1)
-    return page.namespace
-
-
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_block(number, page):
-    needed = re.match(r"# needs: (\S+)", BLOCKS[number])
-    if needed:
-        pytest.importorskip(needed[1])
-    out = np.asarray(page.run(number))
-    assert out.size and np.all(np.isfinite(out))
-
-
-def test_equinox_rows_of_documents(namespace):
+def test_equinox_rows_of_documents():
     """The Equinox block: no document depends on the one before it, and the output of padding is
     0."""
     pytest.importorskip("equinox")
+    namespace = namespace_of("equinox")
     run, layer, ids = (namespace[name] for name in ("run", "layer", "segment_ids"))
     x = jax.random.normal(jax.random.key(1), (2, 100, 32))
     out = run(layer, x, ids)
@@ -64,9 +47,10 @@ def test_equinox_rows_of_documents(namespace):
     assert not np.any(out[1, 90:])
 
 
-def test_equinox_is_its_own_attention(namespace):
+def test_equinox_is_its_own_attention():
     """Output and gradients equal those of equinox.nn.MultiheadAttention with the same weights."""
     eqx = pytest.importorskip("equinox")
+    namespace = namespace_of("equinox")
     theirs = eqx.nn.MultiheadAttention(4, 32, qk_size=8, vo_size=8, key=jax.random.key(2))
     ours = namespace["Attention"](32, heads=4, kv_heads=4, head_dim=8, key=jax.random.key(3))
 
@@ -100,9 +84,10 @@ def test_equinox_is_its_own_attention(namespace):
         close(x, y)
 
 
-def test_keras_rows_of_documents(namespace):
+def test_keras_rows_of_documents():
     """The Keras block: no document depends on the one before it."""
     pytest.importorskip("keras")
+    namespace = namespace_of("keras")
     model, text, ids = (namespace[name] for name in ("model", "text", "ids"))
     out = model.predict([text, ids], verbose=0)
     other = text.copy()
@@ -112,9 +97,10 @@ def test_keras_rows_of_documents(namespace):
     assert np.abs(out[0, :40] - moved[0, :40]).max() > 0.01
 
 
-def test_keras_is_its_own_attention(namespace):
+def test_keras_is_its_own_attention():
     """Output and gradients equal those of keras.layers.MultiHeadAttention with the dense mask."""
     keras = pytest.importorskip("keras")
+    namespace = namespace_of("keras")
     ids = jnp.asarray([[0] * 7 + [1] * 13] * 2)
     x = jax.random.normal(jax.random.key(0), (2, 20, 32))
     ours = namespace["PackedAttention"](num_heads=4, key_dim=8)
@@ -157,10 +143,11 @@ def test_keras_layers_as_they_are(monkeypatch):
     assert calls == ["xla"]  # which would otherwise select jax.nn's own path
 
 
-def test_easydel_is_its_own_attention(namespace):
+def test_easydel_is_its_own_attention():
     """Logits and gradients of a tiny Llama equal those with EasyDeL's plain attention, without
     padding."""
     pytest.importorskip("easydel")
+    namespace = namespace_of("easydel")
     from flax import nnx
 
     ids, real = jnp.arange(40)[None], jnp.arange(40)[None] < 33

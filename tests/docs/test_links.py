@@ -89,3 +89,44 @@ def test_the_architecture_has_every_file():
 def test_no_number_begins_a_list_by_accident(name):
     """A line of a paragraph that begins with "256. " becomes a list in Markdown."""
     assert not re.findall(r"^ *\d{2,}\. .*", (ROOT / name).read_text(), re.MULTILINE)
+
+
+# The jobs of a first day: what their page, one click from the README, shows or links to.
+JOBS = {
+    "pack and train": ("data.md", "layers.md", "tutorial.md"),
+    "several GPUs": ("meshes.md", "context_parallelism.md"),
+    "two processes": ("meshes.md#several-processes", "meshes.md#try-it-on-one-machine"),
+    "fine-tuning": ("fine_tuning.md#padded-batches", "fine_tuning.md#prefix-lm", "trees.md"),
+    "serving": (
+        "decoding.md#from-prefill-to-the-cache",
+        "decoding.md#paged-caches",
+        "decoding.md#ring-buffers",
+        "decoding.md#draft-trees",
+    ),
+    "pair biases": ("structure_prediction.md", "biases.md#a-bias"),
+    "vision": ("vision.md", "vision.md#windows-in-two-dimensions"),
+    "other libraries": ("jax_nn.md", "flax.md", "migrating.md#flash-attn"),
+    "saving memory": (
+        "transformations.md#checkpoint",
+        "faq.md#how-much-memory-does-attention-need",
+    ),
+    "speed and NaN": ("is_it_fast.md", "faq.md#my-loss-is-nan"),
+    "mistakes": ("data.md#checking-a-batch", "faq.md#my-packing-leaks", "masks.md#windows"),
+}
+
+
+def links_of(page):
+    found = re.findall(r"\]\(([^)\s#:]*)(?:#([^)\s]+))?\)", page.read_text())
+    return {((page.parent / name).resolve() if name else page, anchor) for name, anchor in found}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_each_job_is_two_clicks_from_the_readme(job):
+    """A click on a link, or on a heading in a page's list of contents."""
+    first = {page for page, _ in links_of(ROOT / "README.md") if page.suffix == ".md"}
+    second = {page for one in first for page, _ in links_of(one)}
+    for target in JOBS[job]:
+        name, _, anchor = target.partition("#")
+        page = DOCS / "guide" / name
+        assert page in (first if anchor else first | second), target
+        assert not anchor or anchor in anchors(page), target

@@ -169,3 +169,79 @@ def test_ulysses_with_a_context_axis():
     want = jax.jit(lambda *x: both_passes(packax.flash_attention, mask, *x))(*alone)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def images(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_shifted_windows(shift):
+    """Each patch attends to its window of the shifted grid, which ends at the image's borders."""
+    space = namespace_of("vision.md", "windows")
+    query, key, value = images(3, 2, 8, 12, HEADS, DIM)
+    table = images(7, 7, HEADS)
+    bias = space["relative_bias"](table, 4)
+    out = space["shifted_windows"](query, key, value, bias, 4, shift)
+    rows, columns = np.indices((8, 12)).reshape(2, -1)
+    same = [(x[:, None] - shift) // 4 == (x - shift) // 4 for x in (rows, columns)]
+    dy, dx = (np.clip(x[:, None] - x, -3, 3) + 3 for x in (rows, columns))
+    for n in range(2):
+        q, k, v = (x[n].reshape(96, HEADS, DIM) for x in (query, key, value))
+        logits = np.einsum("qhd,khd->hqk", q, k) / DIM**0.5 + table[dy, dx].transpose(2, 0, 1)
+        weights = np.exp(np.where(same[0] & same[1], logits, -np.inf))
+        want = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+        np.testing.assert_allclose(out[n].reshape(want.shape), want, atol=1e-5)
+
+
+def test_images_and_frames():
+    """Packed patches have the places of their image; frames, their own and earlier tokens."""
+    space = namespace_of("vision.md", "rng", "rows", "frame")
+    patches, places = space["patches"][0], space["places"][0]
+    for n, image in enumerate(space["images"]):
+        (ids,) = {i for i in space["packed"].segment_ids[0] if i >= 0 and (
+            patches[space["packed"].segment_ids[0] == i].shape[0] == image.shape[0] * image.shape[1]
+        )}  # fmt: skip
+        here = space["packed"].segment_ids[0] == ids
+        y, x = places[here].T
+        np.testing.assert_array_equal(patches[here], image[y, x], err_msg=str(n))
+    rows, columns = space["rows"], space["columns"]
+    near = np.maximum(abs(rows[:, None] - rows), abs(columns[:, None] - columns)) <= 3
+    np.testing.assert_array_equal(space["expression"].as_array(1024, 1024)[0], near)
+    order = space["order"]
+    np.testing.assert_array_equal(space["tiled"].as_array(1024, 1024)[0], near[order][:, order])
+    ids = space["frame_ids"]
+    causal, recent = (
+        np.asarray(space[x].as_array(320, 320)).reshape(320, 320)
+        for x in ("frame_causal", "recent")
+    )
+    np.testing.assert_array_equal(causal, ids[:, None] >= ids)
+    np.testing.assert_array_equal(recent, (ids[:, None] >= ids) & (ids[:, None] - ids <= 4))
+
+
+def test_fine_tuning():
+    """Only answers are trained, prompts see themselves, and sums are those of each answer."""
+    space = namespace_of(
+        "fine_tuning.md", "rng", "attention_mask", "prompts", "advantages", "number"
+    )
+    packed, weights = space["packed"], np.asarray(space["weights"])
+    allowed = np.asarray(space["prefix"].as_array(256, 256))
+    assert weights.sum() == sum(answer for _, answer in space["lengths"])
+    found = 0
+    for row, ids in enumerate(packed.segment_ids):
+        for n in set(ids[ids >= 0].tolist()):
+            tokens = packed.tokens[row, ids == n]
+            (length,) = {len(p) for p, a in space["examples"] if np.array_equal([*p, *a], tokens)}
+            want = np.zeros(len(tokens))
+            want[length - 1 : -1] = 1  # targets that belong to the answer
+            np.testing.assert_array_equal(weights[row, ids == n], want)
+            at = np.arange(len(tokens))
+            want = (at <= at[:, None]) | (at < length)
+            np.testing.assert_array_equal(allowed[row][np.ix_(ids == n, ids == n)], want)
+            advantage = np.asarray(space["of_targets"])[row, ids == n]
+            assert len(set(advantage[length - 1 : -1].tolist())) == 1
+            found += 1
+    assert found == len(space["examples"])
+    sums = jax.vmap(space["sum_by_id"])(weights, packed.segment_ids)
+    assert sorted(sums[sums > 0].tolist()) == sorted(a for _, a in space["lengths"])
+    np.testing.assert_array_equal(space["positions"][:, :3], [[0, 0, 0], [0, 1, 2]])

@@ -18,3 +18,6 @@ def importing(*folders: Path) -> dict[str, str]:
     """This process's environment, extended so that a program can import from these folders."""
     parts = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
+
+
+LIBRARY_PAGES = "migrating", "jax_nn", "flax", "equinox", "keras", "easydel", "flash_attention_jax"

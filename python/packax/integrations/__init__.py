@@ -1,6 +1,6 @@
 """packax with the calling conventions of other projects.
 
-See "Integrations" in the documentation. Import each module separately, such as
+See "Migrating" in the documentation. Import each module separately, such as
 `from packax.integrations import flax`; importing packax requires none of these projects. The
 modules contain no code of these projects: they call packax's attention.
 """
