@@ -197,19 +197,21 @@ def test_shifted_windows(shift):
 def test_images_and_frames():
     """Packed patches have the places of their image; frames, their own and earlier tokens."""
     space = namespace_of("vision.md", "rng", "rows", "frame")
-    patches, places = space["patches"][0], space["places"][0]
-    for n, image in enumerate(space["images"]):
-        (ids,) = {i for i in space["packed"].segment_ids[0] if i >= 0 and (
-            patches[space["packed"].segment_ids[0] == i].shape[0] == image.shape[0] * image.shape[1]
-        )}  # fmt: skip
-        here = space["packed"].segment_ids[0] == ids
-        y, x = places[here].T
-        np.testing.assert_array_equal(patches[here], image[y, x], err_msg=str(n))
+    ids = space["packed"].segment_ids
+    pieces = [ids == i for i in range(ids.max() + 1)]
+    pieces = [(row, here) for piece in pieces for row, here in enumerate(piece) if here.any()]
+    shapes = []
+    for row, here in pieces:
+        patches, (y, x) = space["patches"][row, here], space["places"][row, here].T
+        (image,) = (i for i in space["images"] if i[..., 0].size == len(patches))
+        np.testing.assert_array_equal(patches, image[y, x])
+        shapes.append(image.shape)
+    assert len(set(shapes)) == len(space["images"])
     rows, columns = space["rows"], space["columns"]
     near = np.maximum(abs(rows[:, None] - rows), abs(columns[:, None] - columns)) <= 3
-    np.testing.assert_array_equal(space["expression"].as_array(1024, 1024)[0], near)
+    np.testing.assert_array_equal(space["expression"].as_array(1024, 1024), near)
     order = space["order"]
-    np.testing.assert_array_equal(space["tiled"].as_array(1024, 1024)[0], near[order][:, order])
+    np.testing.assert_array_equal(space["tiled"].as_array(1024, 1024), near[order][:, order])
     ids = space["frame_ids"]
     causal, recent = (
         np.asarray(space[x].as_array(320, 320)).reshape(320, 320)

@@ -124,23 +124,22 @@ def flash_attention(
         mask: a mask from `create_attention_mask`, built once and used by every layer, or an
             expression such as `causal() & documents(segment_ids)`, built in this call. Its batch
             size is B, or 1 if all rows of the batch share one mask.
-        scale: a finite Python or numpy number of any sign, or 0; or an array of shape () and a
-            float dtype, traced or not, which may have a gradient. None: 1 / sqrt(Dqk).
-        soft_cap: a Python or numpy number from 1e-30 to 1e30: logits become
-            soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv 2408.00118). None: no cap.
-        sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
-            without a value (gpt-oss). Differentiable.
+        scale: the factor of the scores: a finite Python or numpy number, or a float array of shape
+            (), traced or not, which may have a gradient. None: 1 / sqrt(Dqk).
+        soft_cap: a bound of the logits, which become soft_cap * tanh(logits / soft_cap)
+            (Gemma 2, arXiv 2408.00118): a Python or numpy number from 1e-30 to 1e30. None: no cap.
+        sinks: one more logit for each query head in the softmax's denominator, without a value
+            (gpt-oss): (H,) of any float dtype. Differentiable.
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
             times the distance between query and key; no Sq x Skv array is created. Or an array,
-            (G, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. G is 1, B or another
-            divisor of B: batch row b reads `bias[b // (B // G)]`. Only the blocks that the mask
-            needs are read, and it is never expanded. It is differentiable; its
-            gradient is 0 for pairs that are not attended. If a plan permutes the sequence, pass the
-            array with its rows in the order of query, and its columns in the original order.
-        dropout_rate: a Python or numpy number of at least 0 and less than 1: the fraction of the
-            softmax's probabilities that become 0; the others are divided by 1 - dropout_rate.
-            The log-sum-exp and the largest logits are computed before dropout. 0 or None: no
-            dropout.
+            (G, 1 or H, 1 or Sq, Skv) of any float dtype, which may contain -inf. G is 1, B or
+            another divisor of B: batch row b reads `bias[b // (B // G)]`. Only the blocks that the
+            mask needs are read, and it is never expanded. It is differentiable; its gradient is 0
+            for pairs that are not attended. If a plan permutes the sequence, pass the array with
+            its rows in the order of query, and its columns in the original order.
+        dropout_rate: the fraction of the softmax's probabilities that become 0, a Python or numpy
+            number of at least 0 and less than 1. The others are divided by 1 - dropout_rate. The
+            log-sum-exp and the largest logits are computed before dropout. 0 or None: no dropout.
         dropout_key: a key of jax.random, required for dropout_rate above 0. Use a different
             dropout_key for each layer and step. Whether a probability is dropped depends only on
             dropout_key and on four indices: of the row, the head, the query and the key.
@@ -170,21 +169,22 @@ def flash_attention(
         gather_head_groups: with context parallelism, the number of groups of key/value heads in
             which keys and values are gathered, or the sizes of the groups. Each group is gathered
             while attention runs on the previous one; the first gather and the last reduce-scatter
-            are not overlapped. None: one group on two ranks, and also with a plan of kind "local"
-            if a rank has at least as many private tokens as the shared part has keys. Otherwise,
-            None selects the groups that were fastest in measurements, separately for the forward
-            and the backward pass. The argument has no effect if ranks fetch no keys, or only the
-            keys next to their tokens, and it never changes results.
+            are not overlapped. None: one group on two ranks, and with a plan of kind "local" if a
+            rank has at least as many private tokens as the shared part has keys. Otherwise, None
+            selects the groups that were fastest in measurements, separately for the forward and the
+            backward pass. The argument has no effect if ranks fetch no keys, or only the keys next
+            to their tokens, and it never changes results.
         checkpoint_name: an additional name for out and lse in `jax.checkpoint` policies.
 
     Returns:
-        out, (B, Sq, H, Dv) in query's dtype. With return_lse or return_max_logits, a tuple of out
-        and what they ask for, in this order: lse (B, H, Sq), max_logits (B, H). Both are float32
+        out, (B, Sq, H, Dv) in query's dtype. With return_lse or return_max_logits, a tuple: out,
+        then lse (B, H, Sq), then max_logits (B, H), as far as requested. Both are float32
         (float64 for float64), and -inf where nothing is attended. Inside your own `shard_map`,
         max_logits covers the queries of all ranks if the attention has a sharding, and otherwise
-        only those of this rank. A query that attends to nothing has out 0, lse -inf (also with a
-        sink) and gradients 0, and its incoming cotangents are ignored if they are finite. An empty
-        batch or no queries give empty results; without keys, every query attends to nothing.
+        only those of this rank. A query that attends to nothing has out 0, lse -inf
+        (even with a sink) and gradients 0, and its incoming cotangents are ignored if they are
+        finite. An empty batch or no queries give empty results; without keys, every query attends
+        to nothing.
 
     Raises:
         ValueError: wrong shapes or dtypes, a wrong value of another argument, or sizes that the

@@ -46,22 +46,23 @@ def decode_shared_prefix(
     Args:
         query: (B, Sq, H, Dqk), as in `decode_attention`.
         key, value: pages, (pages, page_size, Hkv, D).
-        kv_lengths: (B,) integers: the keys of each sequence, prefix and new ones included.
-        prefix_lengths: (G,) integers, where B is a multiple of G: how many of their first keys the
-            sequences of each group share. They must not include the Sq new ones.
-        block_table: (B, max_blocks) integers. For sequences that are computed together, the pages
+        kv_lengths: the number of keys of each sequence, including the prefix and the new ones: (B,)
+            integers.
+        prefix_lengths: how many of their first keys the sequences of each group share: (G,)
+            integers, where B is a multiple of G. They must not include the Sq new keys.
+        block_table: as in `decode_attention`. For sequences that are computed together, the pages
             of the prefix are taken from the row of the first of them.
-        key_scale, value_scale: of pages in float8_e4m3fn, as in `decode_attention`.
+        key_scale, value_scale: scales of float8_e4m3fn pages, as in `decode_attention`.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        As `decode_attention`. Sequences whose group's prefix reaches into their new rows get NaN,
-        as do those for which decode_attention returns NaN.
+        The results of `decode_attention`. They are NaN, too, for a sequence whose group's prefix
+        includes some of its new keys.
 
     Raises:
-        ValueError, NotImplementedError: as `decode_attention`; a batch that is not a multiple of
-            the groups.
+        ValueError, NotImplementedError: the errors of `decode_attention`, or a batch that the
+            number of groups does not divide.
 
     Examples:
         >>> pages = jnp.ones((4, 8, 2, 64), jnp.bfloat16)
@@ -124,8 +125,8 @@ def decode_shared_prefix(
 
 
 class _Parts(NamedTuple):
-    """The sequences whose prefix is computed together: `number` parts of each run of `run`
-    sequences, of `together` sequences each. The last part of a run is padded."""
+    """How sequences are divided into parts, whose prefix is computed together: each run of `run`
+    sequences has `number` parts of `together` sequences. The last part of a run is padded."""
 
     runs: int
     run: int
@@ -152,8 +153,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(batch: int, groups: int, q_len: int, pieces: int) -> _Parts:
-    """`pieces`: the number of devices, as far as types say, of which each has a part of the batch.
-    Sequences on different devices are not computed together."""
+    """`pieces`: the number of devices that share the batch, as far as types show. Sequences on
+    different devices are not computed together."""
     run = max(1, math.gcd(batch // groups, batch // pieces))
     number = -(-run // max(1, MAX_ROWS // max(q_len, 1)))
     return _Parts(batch // run, run, number, -(-run // number))
@@ -174,7 +175,7 @@ def _limits(parts: _Parts, q_len: int, prefixes: jax.Array) -> tuple[jax.Array, 
 
 
 def _valid(q_len: int, prefixes: jax.Array, lengths: jax.Array) -> jax.Array:
-    """For each sequence, whether its prefix ends before its new rows, which would otherwise attend
-    to later keys."""
+    """Whether each sequence's prefix ends before its new rows. Otherwise they would attend to later
+    keys."""
     prefixes = jnp.repeat(prefixes, lengths.shape[0] // prefixes.shape[0])
     return (prefixes <= jnp.maximum(lengths, 0) - q_len) | (prefixes == 0)

@@ -102,26 +102,28 @@ def decode_attention(
             h // (H / Hkv). Where a mesh shards S, each device attends to its slice, and the parts
             are merged.
         value: like key, with head dim Dv.
-        kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
-            it is below Sq, the first query tokens are padding and attend to nothing.
-        block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
-            sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
-            sequences may share pages, and pages may be in any order.
+        kv_lengths: the number of keys of each sequence, including its Sq new ones: (B,) integers.
+            If it is below Sq, the first query tokens are padding and attend to nothing.
+        block_table: the pages of each sequence, (B, max_blocks) integers: keys n * page_size to
+            (n + 1) * page_size - 1 of sequence b are in page block_table[b, n]. Entries beyond a
+            length may have any value; sequences may share pages, and pages may be in any order.
         key_scale: what the keys of a float8_e4m3fn cache are multiplied by: a positive number or an
             array of floats, of shape () for all, (Hkv,) for each head, (B, Hkv) for each sequence
             and head, or with block_table (pages, Hkv) for each page and head. None: 1.
         value_scale: the same for the values.
-        kv_starts: (B,) or (B, Sq) integers: the first key to which a sequence, or a query token,
-            attends (for left padding, or for chunked attention: kv_starts = p // size * size).
+        kv_starts: the index of the first key to which each sequence, (B,), or each query token,
+            (B, Sq), attends: for left padding, or for chunked attention (kv_starts = p //
+            size * size). Integers.
         window: (left, right), each a Python integer of at least 0, or None for no limit: a query
             token attends to the keys from p - left to p + right, as in `sliding_window(left,
             right)`. A `right` above 0 needs causal=False.
         causal: False: all query tokens of a sequence attend to all of its keys, including those of
             later query tokens.
-        scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
-        soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
-        sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
-            without a value (gpt-oss).
+        scale: the factor of the scores, a finite Python or numpy number. None: 1 / sqrt(Dqk).
+        soft_cap: a bound of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma): a
+            positive Python or numpy number.
+        sinks: one more logit for each query head in the softmax's denominator, without a value
+            (gpt-oss): (H,) of any float dtype.
         precision: how products of float32 operands are computed, as in `flash_attention`: on GPUs
             in float32 for "highest" and presets above TF32, otherwise in TF32. None: the value of
             `jax.default_matmul_precision`.
@@ -134,11 +136,12 @@ def decode_attention(
             bfloat16 and float16 with head dims up to 256, multiples of 16.
 
     Returns:
-        out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
-        float64). A query token that attends to nothing has out 0 and lse -inf, also with a sink.
-        Values are unknown when tracing, so an invalid value makes only that query token's result
-        NaN: a range that ends beyond the cache (a length over S, or over max_blocks * page_size),
-        or a key whose block_table entry is not a page (below 0, or at least `pages`).
+        out, (B, Sq, H, Dv) in query's dtype, or (out, lse), where lse is (B, H, Sq) in float32
+        (float64 for float64). A query token that attends to nothing has out 0 and lse -inf, even
+        with a sink. Values are unknown when tracing, so an invalid value makes only that query
+        token's result NaN: a range that ends beyond the cache (a length over S, or over
+        max_blocks * page_size), or a key whose block_table entry is not a page (below 0, or at
+        least `pages`).
 
     Raises:
         ValueError: wrong shapes or dtypes, or numbers out of range.

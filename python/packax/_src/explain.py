@@ -81,7 +81,7 @@ class Explanation:
     """What `explain` returns. Printing it shows everything.
 
     Attributes:
-        device: the GPU that it is about, or why there is none.
+        device: the GPU for which the call is explained, or why there is none.
         passes: an `ExplainedPass` for each pass.
         visited: how many blocks of 128 queries and 64 keys are computed, for all batch rows of the
             mask, and all heads of its block mask; None: the values of the mask are unknown.
@@ -126,8 +126,8 @@ def explain(
     Args:
         query, key, value: as for `flash_attention`, or for `decode_attention` together with
             kv_lengths=. Only their shapes and dtypes are read, so `jax.ShapeDtypeStruct` will do.
-        mask: as for `flash_attention`. If its values are known, the blocks that they make attention
-            visit are counted; a mask from `jax.eval_shape` has none.
+        mask: as for `flash_attention`. If its values are known, the visited blocks are counted. A
+            mask from `jax.eval_shape` has no values.
         gpu: the name of a GPU, such as "H100", or a compute capability, such as 9.0. None: the GPU
             of this process, or without one, the platform that jax uses.
         gradients: whether to explain the backward pass too, for the gradients of query, key and
@@ -136,11 +136,11 @@ def explain(
             `jax.ShapeDtypeStruct`.
 
     Returns:
-        Explanation: its fields, or `print` it. For a GPU that this build has no kernels for, and
+        Explanation: print it, or read its fields. For a GPU that this build has no kernels for, and
         for calls without a kernel, the path of a pass is "error", with the text of the error.
 
     Raises:
-        ValueError: a gpu that is not as above, or what the call itself would raise.
+        ValueError: an unknown gpu, or an error of the call itself.
         TypeError: options that the function does not have.
 
     Examples:

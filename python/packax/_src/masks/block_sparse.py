@@ -72,12 +72,12 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
     by indices of queries and keys, even if documents(...) has positions.
 
     Args:
-        block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), where H is the number
-            of query heads, NQ = ceil(Sq / m) and NK = ceil(Skv / n). Traced or not; it has no
-            gradient.
+        block_mask: whether each pair of blocks is attended: bool, (NQ, NK), (B, NQ, NK) or
+            (B or 1, H or 1, NQ, NK), where H is the number of query heads, NQ = ceil(Sq / m) and NK
+            = ceil(Skv / n). Traced or not; it has no gradient.
         block_size: (m, n), the numbers of queries and keys in a block, or one number for both; any
-            positive integers. Only blocks without an attended pair are skipped, so it is fast if
-            neighboring queries attend to similar blocks.
+            positive integers. Only blocks without an attended pair are skipped, so the mask is fast
+            if neighboring queries attend to similar blocks.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.

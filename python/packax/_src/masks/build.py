@@ -83,8 +83,9 @@ def create_attention_mask(
             resulting integers are the same. `flash_attention` uses its own implementation argument
             for a mask that it builds from an expression.
 
-    Inside your own `shard_map` over the context axes, the expression is still about whole sequences
-    (its arrays replicated along the context axes), and the returned mask has this rank's queries.
+    Inside your own `shard_map` over the context axes, the expression still describes whole
+    sequences (its arrays are replicated along the context axes), and the returned mask has this
+    rank's queries.
 
     Returns:
         AttentionMask: O(batch * (q_len + kv_len)) int32 values, computed in O(S) for documents.

@@ -54,15 +54,15 @@ def documents(
     are the fastest.
 
     Args:
-        segment_ids: (B, Sq) or (Sq,), any integer dtype that fits int32. Only -1
+        segment_ids: the document of each query, (B, Sq) or (Sq,) integers that fit int32. Only -1
             (`PADDING_SEGMENT_ID`) is padding.
-        kv_segment_ids: (B, Skv) or (Skv,), the keys' ids; None: the same as segment_ids.
-        positions: like segment_ids. Expressions joined with this one, such as `causal()`, compare
-            them instead of indices; all do except documents(...), ranges(...) and
-            block_sparse(...). Without an expression that compares them, positions have no
-            effect.
-        kv_positions: like kv_segment_ids; None: the same as positions. Must be passed if both
-            positions and kv_segment_ids are.
+        kv_segment_ids: the document of each key, (B, Skv) or (Skv,). None: the same as segment_ids.
+        positions: the position of each query, shaped like segment_ids. Expressions joined with this
+            one, such as `causal()`, compare them instead of indices; all do except documents(...),
+            ranges(...) and block_sparse(...). Without an expression that compares them, positions
+            have no effect.
+        kv_positions: the position of each key, shaped like kv_segment_ids. None: the same as
+            positions. It must be passed if both positions and kv_segment_ids are.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
@@ -141,13 +141,14 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
     """Query i attends to the keys lo[i] <= j < hi[i]. With an empty range it attends to nothing.
 
     Args:
-        lo, hi: (B, Sq) or (Sq,), any integer dtype: key indices. Values are clipped to [0, Skv].
+        lo, hi: each query's first key and the index after its last: (B, Sq) or (Sq,) integers,
+            clipped to [0, Skv].
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: wrong rank or dtype, or lengths that differ.
+        ValueError: wrong rank or dtype, or different lengths.
 
     Examples:
         >>> packax.masks.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)

@@ -113,7 +113,7 @@ class MaskExpression(NotAnArray):
             them: whether query i attends to key j.
 
         Raises:
-            ValueError: if the expression's arrays have other lengths.
+            ValueError: the expression's arrays have other lengths.
 
         Examples:
             >>> packax.sliding_window(1).as_array(2, 2).astype(int)

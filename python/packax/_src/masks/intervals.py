@@ -305,8 +305,8 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
     to a key if the query's position is at least the key's.
 
     Args:
-        offset: an integer, or (B,) integers, int32: the number of keys before the first query, as
-            with a cache of earlier tokens. With positions it must be 0.
+        offset: the number of keys before the first query, as with a cache of earlier tokens: an
+            integer, or (B,) integers, int32. With positions it must be 0.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
@@ -338,16 +338,17 @@ def sliding_window(
     `sliding_window(w - 1)`. With `documents(..., positions=...)`, positions are compared.
 
     Args:
-        left, right: integers from 0, without the token itself; None: no limit on that side.
-        window: instead of left and right, the number of keys from 1, with the token itself: it and
-            the window - 1 keys before it.
+        left, right: the numbers of keys before and after the token, at least 0. None: no limit on
+            that side.
+        window: the number of keys including the token itself, at least 1: the token and the
+            window - 1 keys before it. Pass it instead of left and right.
         offset: as in `causal`.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a size out of range; both left and window, or neither; an offset as in `causal`.
+        ValueError: a size out of range; both left and window, or neither; a wrong offset.
 
     Examples:
         >>> packax.sliding_window(window=2).as_array(3, 3).astype(int)
@@ -381,7 +382,7 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: a size that is not from 1 to 2**31 - 1; an offset as in `causal`.
+        ValueError: a size below 1 or above 2**31 - 1, or a wrong offset.
 
     Examples:
         >>> packax.chunked(2).as_array(3, 4).astype(int)
@@ -399,14 +400,14 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
     different prefix: pass `lengths` of shape (B, Sq).
 
     Args:
-        lengths: an integer, (B,), or (B, Sq) with the prefix length for each query; int32.
+        lengths: the length of the prefix: an integer, (B,) for each row, or (B, Sq) for each query;
+            int32.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
-        ValueError: another rank or dtype, values that do not fit int32, or axes of `lengths` whose
-            sizes are not those of the batch and the queries.
+        ValueError: wrong rank, dtype or size, or values that do not fit int32.
 
     Examples:
         >>> packax.prefix(2).as_array(3, 3).astype(int)

@@ -123,8 +123,8 @@ def context_plan(
 
     Raises:
         ValueError: not an expression; an unknown kind; neither or both of sharding and ranks; a
-            length that does not divide into whole chunks for every rank; a shared= out of range,
-            for other levels or for another kind; kind="local" inside jit.
+            length that does not divide into whole chunks for every rank; a shared= that is out of
+            range, or for other levels or another kind; kind="local" inside jit.
 
     Examples:
         >>> plan = packax.context_plan(expression, sharding=sharding)
@@ -261,11 +261,11 @@ def shard_batch(
             balances the work of the first: put the one with the most query-key pairs first.
         sharding: how the attention is sharded.
         kind, chunk, shared: as in `context_plan`.
-        plan: instead of those, a plan that `context_plan` made from this expression, such as a
-            "local" one from the data loader, which is an argument of the jitted step.
+        plan: a plan that `context_plan` made from this expression, instead of kind, chunk and
+            shared: for example, a "local" plan from the data loader, passed to the jitted step.
         implementation: as in `create_attention_mask`.
 
-    Inside your own `shard_map` over the context axes, batch and expression are still of whole
+    Inside your own `shard_map` over the context axes, batch and expression still describe whole
     sequences, replicated along those axes, and the results have this rank's tokens.
 
     Returns:
@@ -276,7 +276,7 @@ def shard_batch(
 
     Raises:
         ValueError: arrays of another length; a batch that is already permuted; plan= together with
-            kind=, chunk= or shared=; or what `context_plan` and `create_attention_mask` raise.
+            kind=, chunk= or shared=; or an error of `context_plan` or `create_attention_mask`.
 
     Examples:
         >>> permuted, mask, plan = packax.context.shard_batch(

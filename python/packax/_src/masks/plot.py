@@ -1,4 +1,4 @@
-"""`plot_mask` and `plot_plan`: draw the pairs that a mask attends, and the rows of each rank."""
+"""`plot_mask` and `plot_plan`: draw the pairs that a mask allows, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plot_mask(
         mask: an expression, or the result of `create_attention_mask`, of at most 4096 queries and
             keys.
         q_len, kv_len: the lengths, if the arrays of an expression do not determine them.
-        batch, head: which row of the batch, and which head of a block_sparse(...) with heads.
+        batch, head: the row of the batch to draw, and the head to draw if a block mask has heads.
         block_size: (queries, keys) of the frames, or one number: by default those of the kernels.
         ax: matplotlib axes to draw on; None: new ones.
 
@@ -61,7 +61,7 @@ def plot_mask(
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: not an expression or mask, lengths that are missing or too large, or an invalid
+        ValueError: not an expression or mask; missing lengths, or lengths above 4096; an invalid
             batch, head or block_size.
 
     Examples:

@@ -143,8 +143,8 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     position of its span, in addition to what `text` allows.
 
     Args:
-        span_ids: (B, S) or (S,), any integer dtype that fits int32; -1 is text. For self-attention
-            only: query i and key i are the same token.
+        span_ids: the span of each token, or -1 for text: (B, S) or (S,) integers that fit int32.
+            For self-attention only: query i and key i are the same token.
         text: the mask without spans: `causal()` if None, or any expression in which every token
             attends to itself, such as `sliding_window(1023)` or `causal() & chunked(8192)`.
 

@@ -66,7 +66,7 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             none have a tree, and either all or none have a block_sparse(...), of one block size.
 
     Returns:
-        MaskStack: `stack[kind]` is the mask of a layer, also inside `scan`.
+        MaskStack: `stack[kind]` is the mask of a layer, including inside `scan`.
 
     Raises:
         ValueError: not a sequence, no masks, or masks that differ in any of the above.

@@ -153,10 +153,10 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
     attends to the first tokens of its path.
 
     Args:
-        segment_ids: (B, S) or (S,), the segment of each token, from 0; they do not decrease. -1 is
+        segment_ids: the segment of each token, from 0 and never decreasing: (B, S) or (S,). -1 is
             padding, and may be anywhere.
-        parents: (B, N) or (N,), the parent of each segment, which comes before it, or -1 for the
-            root of a tree. Segments may have no tokens, for example to pad a batch.
+        parents: the parent of each segment, which comes before it, or -1 for the root of a tree:
+            (B, N) or (N,). Segments may have no tokens, for example to pad a batch.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
@@ -190,11 +190,11 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
     another. The prompt is stored once. The rules of `tree` apply.
 
     Args:
-        group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may be
-            anywhere.
-        answer_ids: like group_ids. -1 marks the tokens of the prompt, which come before the answers
-            of their group; a group may have no prompt. All tokens of an answer have one id, which
-            differs from those of the answers before and after it in the group.
+        group_ids: the group of each token, (B, S) or (S,). -1 is padding, and may be anywhere.
+        answer_ids: the answer of each token, shaped like group_ids. -1 marks the tokens of the
+            prompt, which come before the answers of their group; a group may have no prompt. All
+            tokens of an answer have one id, which differs from those of the answers before and
+            after it in the group.
 
     Returns:
         A MaskExpression, for `flash_attention` or `create_attention_mask`.
