@@ -12,12 +12,8 @@ from cpp.call_frame import INITIALIZE
 from cpp.calls import (
     BLOCKS,
     Sizes,
-    backward_block_lists,
     backward_fallback,
-    backward_soft_cap,
-    forward_block_lists,
     forward_fallback,
-    forward_soft_cap,
 )
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
@@ -176,32 +172,3 @@ def test_a_driver_that_is_too_old_for_larger_head_dims(machine):
     failure = machine.run(forward_fallback(machine, dims=(8, 8)), INITIALIZE)
     assert "no forward_fallback kernel" in failure.message and "head dims 8x8" in failure.message
     assert "needs a driver for CUDA 12.0 or newer, this one is for CUDA 11.8" in failure.message
-
-
-# Calls for which Hopper has dedicated kernels: test_soft_cap_handlers.py,
-# test_block_list_handlers.py.
-OWN_ON_SM90 = {
-    "forward_soft_cap": forward_soft_cap,
-    "backward_soft_cap": backward_soft_cap,
-    "forward_block_lists": forward_block_lists,
-    "backward_block_lists": backward_block_lists,
-}
-
-
-@pytest.mark.parametrize("name", OWN_ON_SM90)
-def test_another_gpu(portable, name):
-    general = KERNELS[name.partition("_")[0] + "_fallback"]
-    assert kernels_of(portable, OWN_ON_SM90[name](portable)) == general
-
-
-@pytest.mark.parametrize("name", OWN_ON_SM90)
-def test_initialize_loads_what_execute_launches(tmp_path, driver, name):
-    machine = make_machine(
-        tmp_path, driver, choose=lambda m: m.has(name.replace("forward", "backward"))
-    )
-    call = OWN_ON_SM90[name](machine)
-    assert machine.run(call, INITIALIZE) is None
-    assert machine.record() == []
-    assert machine.calls("cuLibraryLoadData") == len(machine.kernels(name))
-    machine.fail("cuLibraryLoadData", 1)
-    assert kernels_of(machine, call) == machine.kernels(name)
