@@ -34,19 +34,18 @@ def write(
 
     Args:
         cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
-        new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache. In a
-            float8_e4m3fn cache, numbers beyond its largest, 448, are clipped to it.
-        sequence_ids: (R, T) integers: the sequence of each token, which is a row of the cache or of
-            block_table; (R, 1) if all tokens of a row belong to one sequence. A token with -1, or
-            another number that is not a sequence, is not written.
-        positions: (R, T) integers: the token's position in its sequence, from 0. Positions beyond
-            the cache or the table, and those whose entry of the table is not a page, are not
+        new: the keys or values of R rows of T tokens, (R, T, Hkv, D), cast to the dtype of the
+            cache. In a float8_e4m3fn cache, numbers beyond its largest, 448, are clipped to it.
+        sequence_ids: the sequence of each token, which is a row of the cache or of block_table:
+            (R, T) integers, or (R, 1) if all tokens of a row belong to one sequence. A token with
+            -1, or another number that is not a sequence, is not written.
+        positions: the position of each token in its sequence, from 0: (R, T) integers. Positions
+            beyond the cache or the table, and those whose entry of the table is not a page, are not
             written.
-        block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
-            sequence b are in page block_table[b, n], as in `decode_attention`.
-        scale: for a cache in float8_e4m3fn, what its numbers are multiplied by when they are read;
-            new is divided by it. It has the shapes of key_scale and value_scale of
-            `decode_attention`; pass the same scale there. Do not change a scale after numbers were
+        block_table: the pages of each sequence, (B, max_blocks) integers, as in `decode_attention`.
+        scale: for a cache in float8_e4m3fn: `new` is divided by it, and the cache is multiplied by
+            it when it is read. Pass the same array as key_scale or value_scale of
+            `decode_attention`, which gives its shapes. Do not change a scale after numbers were
             written with it. None: 1.
 
     Returns:

@@ -123,7 +123,7 @@ class _Gradients(NamedTuple):
 
 
 class _OfAttention(NamedTuple):
-    """Tangents of inputs to tangents of the results. Residuals: operands, results."""
+    """Maps tangents of inputs to tangents of the results. Residuals: operands, results."""
 
     attention: _Attention
     has_tangent: tuple[bool, ...]  # which inputs
@@ -155,7 +155,7 @@ class _OfAttention(NamedTuple):
 
 
 class _OfTangents(NamedTuple):
-    """Tangents of inputs to tangents of J u, for a fixed u.
+    """Maps tangents of inputs to tangents of J u, for a fixed u.
 
     Residuals: operands and results of attention, then u.
     """
@@ -180,7 +180,7 @@ class _OfTangents(NamedTuple):
 
 
 class _OfGradients(NamedTuple):
-    """Tangents of operands to tangents of the gradients. Residuals: operands, results.
+    """Maps tangents of operands to tangents of the gradients. Residuals: operands, results.
 
     The tangents of out and lse are ignored, because they are functions of the inputs.
     """

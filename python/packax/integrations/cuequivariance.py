@@ -39,21 +39,21 @@ def triangle_attention(
         k: (B, N, H, Skv, D), dtype of q.
         v: (B, N, H, Skv, Dv), dtype of q.
         bias: (B, 1, H, Sq, Skv) of any float dtype, shared by the N rows of a sample.
-            Differentiable, also if it is float32 and q is not.
+            Differentiable, even if it is float32 and q is not.
         mask: bool (B, N, 1, 1, Skv): the keys that the queries of a row attend to. None: all.
         scale: factor of the scores.
-        precision: of float32 products, as in `packax.flash_attention`.
+        precision: how float32 products are computed, as in `packax.flash_attention`.
 
     Returns:
-        A list of the output, (B, N, H, Sq, Dv) in q's dtype, and of the log-sum-exp and the largest
-        logit of each query, (B, N, H, Sq, 1) in float32 (float64 for float64), which have no
-        gradient. Queries of a row without a key attend to all keys equally, as there. The largest
-        logits take a further product of q and k in XLA; in a jitted function that does not use
-        them, nothing is computed.
+        A list: the output, (B, N, H, Sq, Dv) in q's dtype, then the log-sum-exp and the largest
+        logit of each query, (B, N, H, Sq, 1) in float32 (float64 for float64). The last two have no
+        gradient. Queries of a row without a key attend to all keys equally, as in cuEquivariance.
+        The largest logits take a further product of q and k in XLA; in a jitted function that does
+        not use them, nothing is computed.
 
     Raises:
-        ValueError: shapes or dtypes other than these.
-        NotImplementedError: as `packax.flash_attention`.
+        ValueError: wrong shapes or dtypes.
+        NotImplementedError: there is no kernel, as for `packax.flash_attention`.
 
     Examples:
         >>> q = k = v = jnp.ones((1, 8, 4, 32, 16))  # one sample of 8 rows

@@ -6,8 +6,8 @@ The layout is (batch, heads, length, dim), and scores are scaled by 1 / sqrt(dim
 package, it supports any lengths, leading dimensions on every call, keys and values of one head (or
 fewer heads than the query), head dims of values that differ from the query's, key masks of any
 shape, and every backend. Where packax has kernels (bfloat16 and float16 with head dims up to 512,
-float32 up to 256, all multiples of 8) they run on CUDA; everything else is blockwise XLA, as all of
-that package is.
+float32 up to 256, all multiples of 8) they run on CUDA; everything else runs in blockwise XLA, as
+the package itself does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
             batch dimensions may be 1 or absent. None: all keys.
 
     Returns:
-        (batch, heads, q_len, v_dim), dtype of q. 0 where a row attends to no key. It is one
+        (batch, heads, q_len, v_dim), dtype of q. 0 where a query attends to no key. It is one
         array, so do not unpack it as `out, _ = ...`.
 
     Raises:
@@ -56,9 +56,9 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
 
 
 def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
-    """Causal attention; if q_len != k_len, the last row is aligned with the last key.
+    """Causal attention; if q_len != k_len, the last query is aligned with the last key.
 
-    Row i attends to the keys j <= i + k_len - q_len; if there are none, its output is 0.
+    Query i attends to the keys j <= i + k_len - q_len; if there are none, its output is 0.
 
     Args:
         q, k, v: as for `flash_attention`, with any leading dimensions.
@@ -67,7 +67,7 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
         (batch, heads, q_len, v_dim), dtype of q.
 
     Raises:
-        ValueError: shapes or dtypes that are not as for `flash_attention`.
+        ValueError: wrong shapes or dtypes.
 
     Examples:
         >>> out = causal_flash_attention(q, k, v)

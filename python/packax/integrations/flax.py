@@ -53,8 +53,8 @@ def attention_fn(
     Args:
         mask: positional or by name. It applies to every call. A mask of keys or an expression that
             the call passes is joined with it; a built mask cannot be joined. Over a decode cache,
-            intervals such as `packax.causal()` place the new query at the last key that the cache
-            attends. When training, pass the mask to the layer's call instead: a function created in
+            intervals such as `packax.causal()` place the new query at the last valid key of the
+            cache. When training, pass the mask to the layer's call instead: a function created in
             each step is compiled in each step.
         options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
             (also its `deterministic`, which here refers to gradients, not dropout).
@@ -117,12 +117,12 @@ def dot_product_attention(
             booleans or numbers, broadcastable to (*batch, heads, q_len, kv_len), cheapest if it is
             a mask of keys, (*batch, 1, 1, kv_len), as from Flax's decode cache. Integers need more
             than two axes: with fewer, they may be segment ids.
-        dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops other
-            weights than in Flax.
-        broadcast_dropout: all rows and heads drop the same query-key pairs; False: each
-            drops different ones.
-        dtype: of the computation and the result; None: what the operands promote to.
-        precision: of products of float32 operands, as in `packax.flash_attention`.
+        dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops
+            different weights.
+        broadcast_dropout: True: all rows and heads drop the same query-key pairs. False: each drops
+            different pairs.
+        dtype: the dtype of the computation and of the result. None: what the operands promote to.
+        precision: how float32 products are computed, as in `packax.flash_attention`.
         module: for sowing the attention weights (`sow_weights=True`), on Flax's path.
         force_fp32_for_softmax: packax always does; True and False differ only on Flax's path.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: as in

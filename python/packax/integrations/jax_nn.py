@@ -48,7 +48,7 @@ def dot_product_attention(
 ) -> Any:
     """`jax.nn.dot_product_attention` on packax's kernels: change only the import.
 
-    Masks that are a range of keys for every row (`is_causal`, lengths, windows, a mask of keys)
+    Masks that are a range of keys for every query (`is_causal`, lengths, windows, a mask of keys)
     take memory linear in the lengths; a dense mask takes one bit per element; a bias and its
     gradient are read and written without expanding them. Calls without a kernel (other dtypes, a
     bias above head dim 256, or 128 in float32) run on jax.nn's own path, with one
@@ -66,10 +66,11 @@ def dot_product_attention(
             expression such as `packax.documents(segment_ids)`, joined with the other arguments;
             a mask from `packax.create_attention_mask`, instead of all other masking arguments.
         scale: None: 1 / sqrt(H).
-        is_causal: row i attends to the keys j <= i, counted from the first row and the first key.
-        query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys are not
-            attended.
-        local_window_size: (left, right), or one number for both: row i attends to the keys
+        is_causal: query i attends to the keys j <= i, counted from the first query and the first
+            key.
+        query_seq_lengths, key_value_seq_lengths: the lengths of each sequence, (B,) int32: later
+            queries give 0, and later keys are not attended.
+        local_window_size: (left, right), or one number for both: query i attends to the keys
             i - left <= j <= i + right. Each may be traced, as in a `scan` over layers.
         implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) if possible;
             "cuda": packax's kernels or an error; "xla", "cudnn": jax.nn's implementation of that
@@ -81,14 +82,14 @@ def dot_product_attention(
         (B, T, N) or (T, N), has the dtype of key and no gradient (for a differentiable one in
         float32 use `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's: a row that attends to no key gives 0 and residual -inf,
+        One result differs from jax.nn's: a query that attends to no key gives 0 and residual -inf,
         while jax.nn gives the mean of all values and about -2.4e38, or NaN if a bias is -inf. With
         a boolean mask of another shape than (B or 1, 1, 1, S) it gives the mean, as jax.nn does.
 
     Raises:
         ValueError: wrong shapes, dtypes or arguments.
-        NotImplementedError: a call without a kernel, with implementation="cuda" or
-            PACKAX_FALLBACK=error; return_residual on jax.nn's path in a jax without it (0.7).
+        NotImplementedError: there is no kernel, and implementation="cuda" or PACKAX_FALLBACK=error
+            forbids the fallback; or return_residual needs jax.nn's path, and jax is 0.7.
 
     Examples:
         >>> out = packax.dot_product_attention(query, key, value, is_causal=True)

@@ -50,7 +50,7 @@ class KVGatherPipeline:
         private_rows: the number of rows that attend to private keys, for the shared part.
         halves: for the private part, whether attention runs for half of the heads before the
             shared parts, and for the other half after them.
-        fetch: fetches halos, instead of gathers.
+        fetch: a function that fetches halos, if they replace the gathers.
         """
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
@@ -93,9 +93,9 @@ class KVGatherPipeline:
         return self._split(self._reorder(group, 1, self.attention_done))
 
     def mask(self, mask: AttentionMask, group: int) -> AttentionMask:
-        """The mask for a group's attention, with the tokens of what must be sent before it runs.
+        """The mask for a group's attention, with the dependency tokens of what must be sent first.
 
-        Of a block mask per head, the group's heads are taken.
+        A block mask with heads is restricted to the heads of the group.
         """
         after = self.attention_done if self.fetch is not None else None
         order = functools.reduce(
@@ -200,7 +200,7 @@ class KVGatherPipeline:
     def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient for all heads of `like`, summed over mesh axes that shard only query.
 
-        Over the axes of the caller's shard_map jax itself sums, as the transpose of a replicated
+        Over the axes of the caller's shard_map, jax sums: that is the transpose of a replicated
         operand.
         """
         gradient = self.own.put(gradient, like)

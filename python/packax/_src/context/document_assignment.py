@@ -269,7 +269,7 @@ def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
 
 
 def _chunks_each(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """(K, R) the number of chunks for each part, of `number` (K,) in total, as even as possible.
+    """(K, R): the number of chunks of each part, `number` (K,) in total, divided evenly.
 
     rows: the room of each part. Chunks that exceed the room are left over.
     """
@@ -374,7 +374,7 @@ def refine_by_swaps(
 
 
 def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own: int) -> np.ndarray:
-    """Assigns the small documents (owner R) so that all parts get equally long.
+    """Assigns the small documents (owner R) so that all parts have the same length.
 
     The documents are put in a line, in a mixed order, which is cut into parts. A document that is
     cut is split. To keep split documents short, the shortest documents are a reserve: the line of

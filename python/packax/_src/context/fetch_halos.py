@@ -23,7 +23,7 @@ from packax._src.core.sharding import Layout, vary_together
 
 
 def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
-    """(1 or B, chunks): the indices in the sequence of this rank's chunks. kv_plan: of the mask."""
+    """(1 or B, chunks): the indices of this rank's chunks in the sequence."""
     if halo.placed == "balanced":
         order = kv_plan[:, 0].reshape(-1, halo.ranks, halo.chunks)
     else:
@@ -33,7 +33,7 @@ def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
 
 
 def index(halo: Halo, stretch: Stretch, numbers: jax.Array) -> jax.Array:
-    """(1 or B, keys): the indices in the sequence of a stretch's keys, clipped to the sequence.
+    """(1 or B, keys): the indices of a stretch's keys in the sequence, clipped to its length.
 
     numbers: the indices of the rank's chunks. Clipped indices belong to keys that no row attends
     to.
@@ -145,7 +145,7 @@ def _halos_back(
 
 
 def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
-    """The halos of this rank's chunks, rows in the order of keys, from x, its chunks' edges.
+    """The halos of this rank's chunks, in key order, exchanged for x, the edges of its chunks.
 
     x: (B, chunks, rows of an edge, ...). way: -1 for halos before the chunks, 1 for halos behind.
     """

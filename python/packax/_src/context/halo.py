@@ -97,7 +97,7 @@ class Halo(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[Halo | None, Stretch]]:
-        """The mask's parts, the private part first: (self, or None without halos; stretch)."""
+        """The halos, if any, and the stretch of each part of the mask, private part first."""
         own = [] if self.rows == self.chunk else [(None, self.own)]
         return [*own, *([(self, self.edge)] if self.rows else [])]
 
@@ -108,7 +108,7 @@ class Halo(NamedTuple):
         return np.stack([rank, 2 * self.ranks - 1 - rank][: self.chunks], axis=1)
 
     def sends(self, way: int) -> Iterator[Send]:
-        """The sends of halos before (way -1) or behind (1) the chunks, the nearest chunk first."""
+        """The transfers of halos before (way -1) or behind (1) chunks, nearest chunk first."""
         place_of = {int(n): Place(*place) for place, n in np.ndenumerate(self.places)}
         left = self.before if way < 0 else self.after
         for hop in range(1, len(place_of)):

@@ -55,21 +55,21 @@ class ContextPlan(metaclass=PublicNames):
     """What `context_plan` returns: a pytree, so it can be passed through jit, scan and remat.
 
     Attributes:
-        order: (B or 1, length / chunk) int32: index p holds the chunk order[:, p].
-        inverse: the same shape: chunk c is at index inverse[:, c].
-        kind, ranks, length, chunk: those of `context_plan`, chunk in tokens.
-        shared: of "local" (whose chunk is 1): how many tokens at the start of each rank are its
-            shared part, whose keys and values all ranks gather. The other tokens are its private
-            part, which no other rank reads. With levels, a tuple with one number for each: the
-            first shared[0] tokens are gathered by all ranks, the first shared[1] by the ranks of a
-            host, and so on. None: there are no parts, and all keys are gathered.
-        split: of "local": (B or 1, ranks, levels or 1) int32, how many tokens of each rank are in
-            documents that are split, at each level: over hosts, or inside a host. These tokens
-            come first, at most `shared` of them. Then come the tokens of documents that are not
-            split, in the order of the sequence. None: attention gathers all keys.
-        checksum: (B or 1,) int32, of the segment ids from which the plan was made. None: it was
-            made without ids, or with separate ids for the keys.
-        levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
+        order: the chunk at each index of the plan, (B or 1, length / chunk) int32.
+        inverse: the index of each chunk, in the same shape.
+        kind, ranks, length, chunk: as in `context_plan`; chunk is in tokens.
+        shared: for "local" (whose chunk is 1): the number of tokens at the start of each rank that
+            form its shared part, whose keys and values all ranks gather. The other tokens are its
+            private part, which no other rank reads. With levels, a tuple with one number for each:
+            the first shared[0] tokens are gathered by all ranks, the first shared[1] by the ranks
+            of a host, and so on. None: there are no parts, and all keys are gathered.
+        split: for "local": how many tokens of each rank are in split documents, at each level (over
+            hosts, or inside a host): (B or 1, ranks, levels or 1) int32. These tokens come first,
+            at most `shared` of them. Then come the tokens of documents that are not split, in the
+            order of the sequence. None: attention gathers all keys.
+        checksum: a checksum of the segment ids from which the plan was made, (B or 1,) int32. None:
+            it was made without ids, or with separate ids for the keys.
+        levels: for "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """
 
@@ -90,7 +90,7 @@ class ContextPlan(metaclass=PublicNames):
     def parts(self) -> tuple[tuple[int, int], ...]:
         """(groups, rows) of each shared part, the outermost first.
 
-        groups: the number of groups of ranks that gather the part separately. rows: the number of
+        groups: the number of groups into which ranks split to gather the part. rows: the number of
         rows of each rank in the part.
         """
         if self.shared is None:
@@ -121,18 +121,18 @@ class ContextPlan(metaclass=PublicNames):
         other hosts. Then the ranks of a host exchange what they have fetched.
 
         Args:
-            ranks_per_host: context ranks of one host; it must divide `ranks`.
-            token_bytes: of the keys and values of one token, such as 2 * kv_heads * head_dim * 2 in
-                bfloat16.
-            expression: of the mask of a layer, whose window may need fewer keys than the plan. The
-                result is then an upper bound for each rank: ranks at the ends of a host fetch more
-                from other hosts than the others do.
+            ranks_per_host: the number of context ranks on one host, a divisor of `ranks`.
+            token_bytes: the size of the keys and values of one token, such as 2 * kv_heads *
+                head_dim * 2 in bfloat16.
+            expression: the mask expression of a layer, whose window may need fewer keys than the
+                plan. The result is then an upper bound for each rank: ranks at the ends of a host
+                fetch more from other hosts than the others do.
 
         Returns:
-            {"inside": from ranks of the same host, "between": from those of others}.
+            {"inside": bytes from ranks of the same host, "between": bytes from other hosts}.
 
         Raises:
-            ValueError: ranks_per_host that does not divide the ranks.
+            ValueError: ranks_per_host does not divide the ranks.
 
         Examples:
             >>> # zigzag, 4 ranks, 1024 tokens
@@ -183,8 +183,8 @@ class ContextPlan(metaclass=PublicNames):
         `create_attention_mask` permutes their arrays.
 
         Raises:
-            ValueError: an array whose `axis` is not as long as the plan. If the plan has one order
-                per row of the batch, also an array whose first axis does not have that batch size.
+            ValueError: an array whose `axis` has another length than the plan or, if the plan has
+                one order per row of the batch, an array with another batch size.
 
         Examples:
             >>> permuted = plan.permute(batch)
@@ -297,7 +297,7 @@ def balanced(
     keys: (B or 1, length) int32, the number of keys to which each row attends. A numpy array is
     processed on the host, with the same result.
     expression: the mask expression, whose halos determine the default chunk. None: no halos,
-    because it is not self-attention.
+    because this is not self-attention.
     """
     length = keys.shape[1]
     chunk = _balanced_chunk(length, ranks, chunk, expression)

@@ -51,8 +51,8 @@ def check_plan(
         ValueError: while the checks are on: a batch in another order. Inside jit it is raised in
             the thread that traced the function, once the program has run that far; the program
             itself continues, so that no device waits for another. If jax runs a small program in
-            that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). Also for wrong
-            shapes or types of arguments.
+            that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). It is also raised
+            for wrong shapes or types of arguments.
 
     Examples:
         >>> packax.context.check_plan(mask, segment_ids=segment_ids)
@@ -180,8 +180,8 @@ def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
 
 
 def _positions_of(length: int, ids: Any) -> list[Any]:
-    """The positions that a batch may have: the index of every token in the row, in its run of equal
-    ids, and among all tokens with its id."""
+    """The positions that a batch may have: each token's index in the row, in its run of equal ids,
+    and among all tokens with its id."""
     index = np.arange(length)
     if ids is None:
         return [index]

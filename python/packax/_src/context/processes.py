@@ -33,7 +33,7 @@ def process_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
         `rows[0] // len(rows)` of `batch // len(rows)`.
 
     Raises:
-        ValueError: no mesh of devices, or a batch that its axes do not divide.
+        ValueError: there is no mesh with devices, or the batch axes do not divide the batch.
 
     Examples:
         >>> rows = packax.context.process_rows(sharding, 256)
@@ -69,8 +69,8 @@ def check_same_rows(batch: Any) -> None:
             `jax.make_array_from_process_local_data` returns them.
 
     Raises:
-        ValueError: processes that fed different data for the same part of an array; anything
-            else than arrays over all processes.
+        ValueError: processes fed different data for the same part of an array, or an argument is
+            not an array over all processes.
 
     Examples:
         >>> packax.context.check_same_rows(batch)

@@ -50,9 +50,9 @@ def debug_checks(enable: bool = True) -> Any:
     """A context in which packax's debug checks are on, or off.
 
     They are `check_plan`, a check in `create_attention_mask` that finds segment ids that the plan
-    has already permuted (outside jit it is always on), and for jax arrays, the checks of values by
-    `packax.segments.from_attention_mask` and `from_one_based`, and the warnings of
-    `packax.documents`, which outside of them are only for numpy arrays.
+    has already permuted (outside jit it is always on), and checks that otherwise cover only numpy
+    arrays: those of `packax.segments.from_attention_mask` and `from_one_based`, and the warnings of
+    `packax.documents`.
 
     The environment variable PACKAX_DEBUG=1 turns them on for a whole process. A function that was
     compiled while they were off is recompiled, except in jax 0.7: there, turn them on before its

@@ -52,7 +52,7 @@ def _warn_of_missing(what: str) -> None:
 
 
 def checks_vma() -> bool:
-    """The `check_vma` of the surrounding shard_map, which a nested one must share: only with it do
+    """The `check_vma` of the surrounding shard_map, which a nested one must share. If it is set,
     types say over which mesh axes values vary."""
     try:
         from jax._src.config import _check_vma

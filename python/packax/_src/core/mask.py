@@ -273,7 +273,7 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     def specs(
         self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes
     ) -> AttentionMask:
-        """A mask with `spec(*mesh axes of each array axis)` in place of every array.
+        """The mask with a spec in place of every array: `spec`, called with the axes' mesh axes.
 
         Batch and head axes of size 1 are not sharded.
         """

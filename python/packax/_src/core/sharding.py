@@ -182,9 +182,10 @@ class Layout:
 
         In the forward pass, the default for eight heads is 1, 3 and 4. The first gather is not
         overlapped, so it is small, and each attention overlaps with the next, larger gather. In the
-        backward pass it is 2, then 6, attended as 4 and 2. XLA runs one collective at a time, so
-        with a third gather attention would wait for the gradients in flight. The reduce-scatter of
-        the last gradients is not overlapped, so the last group is small.
+        backward pass, 2 heads are gathered, then 6, which attention processes as 4 and 2. XLA runs
+        one collective at a time, so with a third gather attention would wait for the gradients in
+        flight. The reduce-scatter of the last gradients is not overlapped, so the last group is
+        small.
 
         `ranks`: the number of ranks among which keys are gathered. None: all.
         """
@@ -257,7 +258,7 @@ def with_types(
     `name_of_it` is the name of the sharding in error messages.
 
     Raises:
-        ValueError: types that disagree with `sharding`, or with each other.
+        ValueError: the types disagree with `sharding` or with each other.
     """
     tensors = {"query": query, "key": key, "value": value}
     types = {name: typed_axes(x) for name, x in tensors.items()}

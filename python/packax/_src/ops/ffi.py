@@ -453,8 +453,8 @@ def _call(
     ctx, target: str, names: tuple[str, ...], avals: Operands, values: Operands,
     spec: AttentionSpec, group: HeadGroup, workspace, more=(), **attributes: Any,
 ):  # fmt: skip
-    """`names`: the operands of the call, after which `more` follow, pairs of aval and value (None:
-    absent)."""
+    """`names`: the operands of the call. `more`: further operands, as pairs of aval and value
+    (None: absent)."""
     bias_of_indices = avals.bias_of_indices
     if bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need arrays
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):

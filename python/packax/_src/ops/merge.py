@@ -19,9 +19,9 @@ _EXAMPLE = "packax.flash_attention(..., return_lse=True)"
 def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.Array, jax.Array]:
     """Merges attention over several parts of the keys into attention over all of these keys.
 
-    For queries that attend to several ranges of keys, such as the first tokens and a window, and
-    for keys in several caches. It is exact if no query attends to the
-    same key in two parts, and differentiable any number of times.
+    Use it for queries that attend to several ranges of keys, such as the first tokens and a window,
+    or for keys in several caches. It is exact if no query attends to the same key in two parts, and
+    differentiable any number of times.
 
     Args:
         parts: one or more (out, lse), as returned by `flash_attention` and `decode_attention` with

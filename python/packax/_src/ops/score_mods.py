@@ -42,15 +42,16 @@ def alibi(
 ) -> Alibi:
     """Attention with linear biases (ALiBi, arXiv 2108.12409), for `flash_attention(..., bias=)`.
 
-    It subtracts `slopes[head] * abs(position of i - position of j)` from the logit of row i and key
-    j. For keys before the row that is the paper's bias; with keys after the row it is symmetric.
+    It subtracts `slopes[head] * abs(position of i - position of j)` from the logit of query i and
+    key j. For keys before the query, this is the paper's bias; for keys after it, the bias is
+    symmetric.
 
     Args:
-        slopes: (H,) of any float dtype, one per query head; the paper uses 2^(-8 h / H), h from 1
-            to H. Differentiable.
-        positions: (Sq,) or (B or 1, Sq), any integer dtype that fits int32: the positions of query
-            rows; None: their indices. Distances must be below 2^31, and are exact up to 2^24.
-        kv_positions: (Skv,) or (B or 1, Skv), the positions of keys. None: `positions`, which
+        slopes: the slope of each query head, (H,) of any float dtype; the paper uses 2^(-8 h / H),
+            h from 1 to H. Differentiable.
+        positions: the positions of queries, (Sq,) or (B or 1, Sq) integers that fit int32. None:
+            their indices. Distances must be below 2^31, and are exact up to 2^24.
+        kv_positions: the positions of keys, (Skv,) or (B or 1, Skv). None: `positions`, which
             requires equal lengths, or the indices of keys if `positions` is None too.
 
     Returns:
@@ -63,7 +64,7 @@ def alibi(
     order.
 
     Raises:
-        ValueError: raised by `flash_attention`, which checks all shapes and dtypes.
+        ValueError: wrong shapes or dtypes, raised by `flash_attention`.
 
     Examples:
         >>> slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
@@ -122,8 +123,8 @@ def summed(
 ) -> ScoreParams:
     """The gradients of score parameters, summed over the mesh axes that do not shard them.
 
-    `bias_dims`: the mesh axes of the bias. Over the axes of the caller's shard_map jax itself sums,
-    as the transpose of a replicated operand.
+    `bias_dims`: the mesh axes of the bias. Over the axes of the caller's shard_map, jax sums: that
+    is the transpose of a replicated operand.
     """
     if layout is None:
         return gradients

@@ -154,7 +154,7 @@ def _is_power_of_two(size: Any) -> bool:
 
 
 def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
-    """x where `which`, an array with the shape of x, is true, otherwise the number `other`.
+    """x where `which` (an array shaped like x) is true, and the number `other` elsewhere.
 
     Loops use lax, because jax traces each jax.numpy function separately, and on a mesh attention is
     traced again during compilation. The number gets the dtype of x: a Python number would be 64-bit

@@ -60,10 +60,10 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     """Segment ids of documents of these lengths, one after another, then padding.
 
     Args:
-        lengths: (N,) or (B, N): the number of tokens of each document. A document of length 0 has
-            no token, so pad the `lengths` of a batch with 0.
-        length: the length of a row. None: that of the longest row. Required for jax arrays, of
-            which tokens beyond it are cut off.
+        lengths: the number of tokens of each document, (N,) or (B, N). A document of length 0 has
+            no tokens, so pad the `lengths` of a batch with 0.
+        length: the length of a row. None: that of the longest row. It is required for jax arrays,
+            and cuts off tokens beyond it there.
 
     Returns:
         int32, (length,) or (B, length). Document n has id n.
@@ -116,7 +116,7 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
     """Segment ids from cumulative lengths, as flash-attention's varlen functions take them.
 
     Args:
-        cu_seqlens: (N + 1,) or (B, N + 1): 0, then the end of each document. To pad the array to a
+        cu_seqlens: 0, then the end of each document: (N + 1,) or (B, N + 1). To pad the array to a
             static size, repeat the last end, or use -1, as the offsets of jax's cuDNN attention do.
         length: as in `from_lengths`. Tokens after the last end are padding.
 
@@ -124,7 +124,7 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
         int32, (length,) or (B, length).
 
     Raises:
-        ValueError: as `from_lengths`; for numpy arrays also a first entry other than 0.
+        ValueError: an error of `from_lengths`; for numpy arrays also a first entry other than 0.
 
     Examples:
         >>> packax.segments.from_cu_seqlens([0, 3, 5], length=8)
@@ -149,8 +149,8 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
     """Segment ids from an attention mask of 0 and 1, as Hugging Face tokenizers return it.
 
     Args:
-        attention_mask: (B, S) or (S,) of integers or booleans: 1 for tokens, 0 for padding, on the
-            right or on the left.
+        attention_mask: 1 for tokens, 0 for padding, which is on the right or on the left: (B, S) or
+            (S,) integers or booleans.
 
     Returns:
         int32: 0 for tokens, so that each row is one document, and -1 for padding.
@@ -218,8 +218,8 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
 
     Args:
         positions: (B, S) or (S,) of integers.
-        valid: like positions, integers or booleans: 0 or False for padding. None: no padding. Pass
-            it if padding has position 0: otherwise each padding token is a document.
+        valid: False or 0 for padding, shaped like positions. None: no padding. Pass it if padding
+            has position 0: otherwise each padding token is a document.
 
     Returns:
         int32: 0, 1, 2, ... in each row. A row may begin inside a document.
@@ -284,8 +284,8 @@ def next_tokens(
     Args:
         tokens: (B, S) or (S,) of integers.
         segment_ids: the same shape.
-        token_weights: the same shape: how much the prediction of each token counts, such as 0 for
-            prompts in fine-tuning. None: 1.
+        token_weights: how much the prediction of each token counts, such as 0 for prompts in
+            fine-tuning; the same shape. None: 1.
 
     Returns:
         (targets, weights): both are 0 for the last token of a document and for padding. Divide the
@@ -321,9 +321,9 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
 
     Args:
         segment_ids: (B, S) or (S,) of integers. A document is a run of equal ids in a row.
-        max_documents: the result has one more entry than this, and repeats the last one; under
-            `jit`, further documents are left out. None: the number of documents, for numpy arrays
-            only.
+        max_documents: a static upper bound of the number of documents. The result has one more
+            entry, and repeats its last value; under `jit`, further documents are left out. None:
+            the number of documents, for numpy arrays only.
 
     Returns:
         int32, (documents + 1,).

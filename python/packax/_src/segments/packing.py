@@ -65,7 +65,7 @@ def pack(
         padding_token: the value of padding in `tokens`.
 
     Returns:
-        Packed. Use `source` to pack other arrays of the tokens, such as weights:
+        Packed. Use `source` to pack other per-token arrays, such as weights:
         `np.where(packed.source < 0, 0, np.concatenate(weights)[packed.source])`.
 
     Raises:

@@ -30,12 +30,13 @@ def attention(
     Args:
         q: (B, Q, Hq, D).
         k, v: (B, K, Hkv, D); Hq a multiple of Hkv.
-        mask: Grug's AttentionMask, None, or a dense array (Q, K) or (1 or B, Q, K), boolean (True:
-            attended) or of floats (added to the logits). Also a packax mask or expression, as
-            `build_mask` makes for a scan over layers. Negative segment ids are padding: such rows
+        mask: Grug's AttentionMask, None, or a dense array (Q, K) or (1 or B, Q, K), boolean
+            (True: attended) or of floats (added to the logits). It may also be a packax mask or
+            expression, such as one from `build_mask`. Negative segment ids are padding: such tokens
             give 0, as in Levanter's FA4 kernels (its reference lets them attend to each other).
-        implementation: None or "packax": packax, with kernels on CUDA and XLA on other platforms;
-            "cuda" or "xla": only that; any other name: Levanter's implementation of that name.
+        implementation: None or "packax": packax, with kernels on CUDA and XLA on other platforms.
+            "cuda" or "xla": packax with only the kernels, or only XLA. Any other name: Levanter's
+            implementation of that name.
 
     Returns:
         (B, Q, Hq, D), dtype of q.
@@ -77,7 +78,7 @@ def build_mask(
         AttentionMask: pass it as the mask of `attention`.
 
     Raises:
-        ValueError: another mask, such as a dense one, or a window that is not positive.
+        ValueError: an unsupported mask, such as a dense one, or a window that is not positive.
     """
     expression = expression_of(mask, q_len, sliding_window)
     return packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len or q_len)

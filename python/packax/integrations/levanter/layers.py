@@ -60,7 +60,7 @@ def dot_product_attention(
     """`levanter.layers.attention.dot_product_attention`, computed by packax.
 
     Causal masks with offsets, causal and symmetric windows, segment ids, explicit masks, sinks,
-    soft caps, biases, dropout and precision work as in Levanter; rows with a negative segment id
+    soft caps, biases, dropout and precision work as in Levanter; tokens with a negative segment id
     are padding and give 0. If haliax maps the axis of query positions to mesh axes, attention is
     context parallel. Calls without a kernel run on Levanter's "vanilla" backend, with one
     `packax.integrations.fallback.FallbackWarning` that gives the reason.
@@ -75,7 +75,7 @@ def dot_product_attention(
         bias: a NamedArray that is added to the logits, or None.
         attention_dtype: float64 casts query, key and value to it. Other dtypes have no effect:
             logits and sums are always at least float32.
-        precision: of the products, as in `packax.flash_attention`.
+        precision: how float32 products are computed, as in `packax.flash_attention`.
         use_flash, attn_backend, flash_block_size: no effect.
         dropout: the dropout rate; no effect if inference is True.
         logits_soft_cap: logits become cap * tanh(logits / cap). None: no cap.

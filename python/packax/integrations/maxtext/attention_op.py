@@ -75,11 +75,12 @@ class AttentionOp(AdditiveMask, nnx.Module):
             matmul_precision (of float32 operands), context_parallel_load_balance,
             context_sharding (the mesh axis, "context"), context_parallel_reorder_strategy (with
             packing, context_parallel_strategy and hardware if it is "auto").
-        mesh: MaxText's; its size along context_sharding tells how the tokens were reordered.
+        mesh: MaxText's; its size along context_sharding determines how the tokens were reordered.
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
         attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
-        sliding_window_size: the most keys that a row attends to, its own included; 0: none.
+        sliding_window_size: the largest number of keys that a query attends to, including its own;
+            0: none.
         chunk_attn_window_size: the length of a chunk.
         dropout_rate: must be 0.
         quant, kv_quant: must be None.
@@ -181,8 +182,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
         """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
 
         Args:
-            decoder_segment_ids: (B, Skv), integers or floats: rows attend to keys with the same id;
-                negative: padding. When decoding, the keys with id 1 are attended.
+            decoder_segment_ids: (B, Skv), integers or floats: queries attend to keys with the same
+                id; negative ids are padding. When decoding, the keys with id 1 are attended.
             inputs_positions: (B, Sq); read only where MaxText reads them: for tokens reordered over
                 a context-parallel mesh.
             model_mode: "train"; "prefill" or "autoregressive", with cached_values.
@@ -196,12 +197,13 @@ class AttentionOp(AdditiveMask, nnx.Module):
             indexer_mask: (B, Sq, Skv) additive, 0 or very negative; when decoding for the keys of
                 both caches.
             record_max_logits: store the largest logit of each head as `self.max_logits`, an
-                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf if there are none.
+                nnx.Intermediate of shape (B, H): after the soft cap, over attended pairs; -inf if
+                there are none.
             decoder_segment_ids_kv: (B, Skv), the keys' ids if they differ.
             pad_kv_total, compress_ratio: for compressed_kv; no effect without it.
 
         Returns:
-            (B, Sq, H, Dv), dtype of query; 0 for rows that attend to nothing.
+            (B, Sq, H, Dv), dtype of query; 0 for queries that attend to nothing.
 
         Raises:
             ValueError: wrong shapes, dtypes or arguments.

@@ -55,7 +55,8 @@ def install(*, every: bool = False) -> None:
     rules; the first call logs one line that names them (logger "packax", at level INFO).
 
     Tokens are reordered for context parallelism without TransformerEngine, always by swapping two
-    chunks per rank: its "striped" order is for its own kernels, and packax does not need it.
+    chunks per rank: the "striped" order of TransformerEngine is for its own kernels, and packax
+    does not need it.
 
     Args:
         every: also for dot_product, the only setting that MaxText's checks accept for MoBA, sparse

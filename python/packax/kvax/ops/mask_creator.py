@@ -64,8 +64,8 @@ def create_attention_mask(
         skip_pad_tokens: False: padding attends to padding, by position. True: it attends to
             nothing.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
-        plan: from `packax.context_plan`, by which the rows were permuted; kvax has no such
-            argument. Queries and keys must then be of the same tokens; the ids and positions of the
+        plan: the plan from `packax.context_plan` that permuted the queries; kvax has no such
+            argument. Queries and keys must then be the same tokens; the ids and positions of the
             keys define the mask. With a plan of kind "local" a rank fetches only the keys of
             documents that ranks share, or all keys if padding attends to padding.
 
@@ -73,8 +73,8 @@ def create_attention_mask(
         (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
 
     Raises:
-        ValueError: no attention specs, no mesh for their axes, shapes or dtypes that are not as
-            above, sizes that the mesh does not divide, or a plan for others.
+        ValueError: no attention specs, no mesh for their axes, wrong shapes or dtypes, sizes that
+            the mesh does not divide, or a plan for other sizes.
         NotImplementedError: a plan on a mesh with axes of Explicit type.
 
     Examples:
@@ -217,7 +217,7 @@ def _row_masks_by_plan(
     plan: ContextPlan,
     skip_pad_tokens: bool,
 ) -> RowMasks:
-    """The masks if `plan` permuted rows and keys. given: the user's arguments, maybe in numpy."""
+    """The masks if `plan` permuted rows and keys. given: the caller's arrays, maybe of numpy."""
     if tokens.query_segment_ids.shape != tokens.kv_segment_ids.shape:
         raise ValueError(
             "plan permutes queries and keys in the same way, but query_segment_ids have shape "

@@ -72,7 +72,7 @@ def pad_to_block_size(
 
     Raises:
         ZeroDivisionError: a block_size of 0.
-        ValueError: padding is needed, and embeddings or segment_ids do not have the rank above.
+        ValueError: wrong rank of embeddings or segment_ids, if padding is needed.
     """
     missing = -positions.shape[1] % block_size
     if not missing:

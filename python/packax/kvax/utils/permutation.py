@@ -57,13 +57,13 @@ def apply_permutation(
 def permute_tokens_context_parallelism(
     inputs: Any, mesh: Any = None, plan: ContextPlan | None = None
 ) -> Any:
-    """Arrays (B, S, ...) with their rows (axis 1) in the order that balances a causal document.
+    """Arrays (B, S, ...) with their tokens (axis 1) in the order that balances a causal document.
 
     Args:
         inputs: an array, or a tuple of arrays that agree in B and S.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
-        plan: None: kvax's order. A plan from `packax.context_plan` (not in kvax): its order, on a
-            context axis of as many ranks; pass it to `create_attention_mask` too.
+        plan: None: kvax's order. A plan from `packax.context_plan` (not in kvax): its order, for
+            the ranks of the context axis; pass it to `create_attention_mask`, too.
 
     Returns:
         The array, or a list of the arrays.
