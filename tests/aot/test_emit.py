@@ -134,10 +134,8 @@ def test_missing_field(tmp_path, field):
         ({"kernel": "a-b"}, "kernel is 'a-b', expected lower-case words joined by '_'"),
         ({"cc": 80}, "arch 'sm_90a' and cc 80 do not agree"),
         ({"arch": "90a"}, "arch '90a' and cc 90 do not agree"),
-        (
-            {"arch_specific": False},
-            "arch sm_90a runs on no other compute capability, so arch_specific must be true",
-        ),
+        ({"arch_specific": False},
+            "arch sm_90a runs on no other compute capability, so arch_specific must be true"),
         *(
             (
                 {"driver": driver},
@@ -147,16 +145,10 @@ def test_missing_field(tmp_path, field):
         ),
         ({"driver": "13.0"}, "driver is '13.0', expected int"),
         ({"dtype": "f64"}, "dtype is 'f64', expected one of any, bf16, f16, f32, tf32, e4m3"),
-        (
-            {"v_dim": 0},
-            "head dims (64, 0) with dtype bf16; "
-            "'any' goes with (0, 0), the others with positive dims",
-        ),
-        (
-            {"dtype": "any"},
-            "head dims (64, 64) with dtype any; "
-            "'any' goes with (0, 0), the others with positive dims",
-        ),
+        ({"v_dim": 0}, "head dims (64, 0) with dtype bf16; "
+            "'any' goes with (0, 0), the others with positive dims"),
+        ({"dtype": "any"}, "head dims (64, 64) with dtype any; "
+            "'any' goes with (0, 0), the others with positive dims"),
         ({"symbol": 'a"b'}, "symbol is 'a\"b', expected an identifier"),
         ({"threads": 100}, "threads is 100, expected a multiple of 32 up to 1024"),
         ({"threads": 2048}, "threads is 2048, expected a multiple of 32 up to 1024"),
@@ -166,10 +158,8 @@ def test_missing_field(tmp_path, field):
         ({"tensor_maps": {}}, "tensor_maps is {}, expected list"),
         ({"tensor_maps": BOXES[:1]}, "1 tensor_maps for 0 parameters of type tma"),
         (mapped(tensor_maps=BOXES[:1]), "1 tensor_maps for 2 parameters of type tma"),
-        (
-            mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64]}]),
-            "tensor_maps[1] is {'box': [1, 64, 64]}, expected an object with `box`, `swizzle`",
-        ),
+        (mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64]}]),
+            "tensor_maps[1] is {'box': [1, 64, 64]}, expected an object with `box`, `swizzle`"),
         *(
             (
                 mapped(tensor_maps=[{"box": box, "swizzle": 3}, BOXES[1]]),
@@ -177,44 +167,26 @@ def test_missing_field(tmp_path, field):
             )
             for box in ([64, 64], [2, 64, 64], [1, 0, 64], [1, 64, 257], [1, 64.0, 64], "164")
         ),
-        (
-            mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64], "swizzle": 4}]),
-            "tensor_maps[1] has swizzle 4, expected 0 to 3",
-        ),
-        (
-            mapped(
-                params=[{"name": f"x{i}", "type": "tma"} for i in range(14)],
-                tensor_maps=BOXES[:1] * 14,
-            ),
-            "14 tensor maps, C++ has room for 13",
-        ),
+        (mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64], "swizzle": 4}]),
+            "tensor_maps[1] has swizzle 4, expected 0 to 3"),
+        (mapped(params=[{"name": f"x{i}", "type": "tma"} for i in range(14)],
+            tensor_maps=BOXES[:1] * 14), "14 tensor maps, C++ has room for 13"),
         (mapped(block=32), "block is 32, but q_order is of tiles of 64 or 128 or 192"),
         (mapped(block=384), "block is 384, but q_order is of tiles of 64 or 128 or 192"),
-        (
-            mapped(block=64, params=[*MAPPED[:3], {"name": "counter", "type": "ptr"}]),
-            "block is 64, but q_order is of tiles of 128 or 192",
-        ),
-        (
-            mapped(params=[MAPPED[0], {"name": "kv_order", "type": "ptr"}], tensor_maps=BOXES[:1]),
-            "block is 192, but kv_order is of tiles of 64 or 128",
-        ),
+        (mapped(block=64, params=[*MAPPED[:3], {"name": "counter", "type": "ptr"}]),
+            "block is 64, but q_order is of tiles of 128 or 192"),
+        (mapped(params=[MAPPED[0], {"name": "kv_order", "type": "ptr"}], tensor_maps=BOXES[:1]),
+            "block is 192, but kv_order is of tiles of 64 or 128"),
         ({"params": ["out"]}, "params[0] is 'out', expected an object with `name` and `type`"),
-        (
-            {"params": [{"name": "Out", "type": "ptr"}]},
-            "params[0] is named 'Out', expected a lower-case identifier",
-        ),
-        (
-            {"params": [{"name": "out", "type": "u8"}]},
-            "parameter out has type 'u8', expected one of ptr, i32, i64, f32, tma",
-        ),
-        (
-            {"params": [PARAMS[0], PARAMS[0]]},
-            "a parameter name occurs twice in ['out', 'out']",
-        ),
+        ({"params": [{"name": "Out", "type": "ptr"}]},
+            "params[0] is named 'Out', expected a lower-case identifier"),
+        ({"params": [{"name": "out", "type": "u8"}]},
+            "parameter out has type 'u8', expected one of ptr, i32, i64, f32, tma"),
+        ({"params": [PARAMS[0], PARAMS[0]]}, "a parameter name occurs twice in ['out', 'out']"),
         ({"image": b""}, "a.cubin is empty"),
         ({"sha256": "0" * 64}, f"a.cubin is not the cubin with the sha256 {'0' * 64}"),
     ],
-)
+)  # fmt: skip
 def test_bad_field(tmp_path, changes, text):
     write(tmp_path / "in", "a", **changes)
     assert refused(tmp_path / "in") == f"a.json: {text}"
@@ -246,14 +218,11 @@ def test_bad_folder(tmp_path):
         ("upwards out:ptr\n", "a: kernel sideways is not in kernels.txt"),
         ("sideways out:ptr\n" * 2, "kernels.txt:2: sideways occurs twice"),
         ("sideways\n", "kernels.txt:1: params is empty"),
-        (
-            "sideways out\n",
-            "kernels.txt:1: params[0] is {'name': 'out'}, "
-            "expected an object with `name` and `type`",
-        ),
+        ("sideways out\n", "kernels.txt:1: params[0] is {'name': 'out'}, "
+            "expected an object with `name` and `type`"),
         ("\n", "kernels.txt:1: kernel is '', expected lower-case words joined by '_'"),
     ],
-)
+)  # fmt: skip
 def test_bad_list_of_kernels(tmp_path, text, message):
     write(tmp_path / "in", "a")
     (tmp_path / "in" / "kernels.txt").write_text(text)

@@ -148,58 +148,27 @@ def test_head_dims_of_fallback_kernels_alone(others):
 @pytest.mark.parametrize(
     "changes,reasons",
     (
-        (
-            {"driver": {"error": "cannot open libcuda.so.1"}, "platforms": ("cpu",)},
-            ["not usable: cannot open libcuda.so.1", "on the CPU: no usable GPU"],
-        ),
-        (
-            {"driver": {"version": 12040, "devices": []}, "platforms": ("cpu",)},
-            ["sees no GPU: there is none", "supports CUDA 12.4", "on the CPU: no usable GPU"],
-        ),
-        (
-            {"versions": {"jax": "0.11.2"}, "platforms": ("cpu",)},
-            ["has no CUDA plugin: pip install 'jax[cuda13]'", "jax uses no GPU"],
-        ),
-        (
-            {
-                "versions": {"jax": "0.11.2"},
-                "platforms": ("cpu",),
-                "driver": {"version": 12080, "devices": [H200]},
-            },
-            ["has no CUDA plugin: pip install 'jax[cuda12]'"],
-        ),
-        (
-            {
-                "driver": {"version": 12080, "devices": [H200]},
-                "platforms": (),
-                "jax_error": "Unable to initialize backend 'cuda'",
-            },
-            [
-                "cannot start: Unable to initialize backend 'cuda'",
-                "needs a driver that supports CUDA 13.0, and this one supports 12.8",
-                "pip install 'jax[cuda12]'",
-            ],
-        ),
-        (
-            {"platforms": ("cpu",)},
-            ["uses no GPU, though its CUDA plugin is installed: is JAX_PLATFORMS set?"],
-        ),
-        (
-            {"driver": {"version": 13000, "devices": [T4]}},
-            [
-                "no cubin for compute capability 7.5; this wheel has 8.0, 9.0",
-                'implementation="xla"',
-            ],
-        ),
-        (
-            {
-                "driver": {},
-                "variants": (),
-                "extension_error": "no file _ext",
-                "platforms": ("cpu",),
-            },
-            ["packax._ext did not load: no file _ext", "on cpu: this installation has no kernels"],
-        ),
+        ({"driver": {"error": "cannot open libcuda.so.1"}, "platforms": ("cpu",)},
+            ["not usable: cannot open libcuda.so.1", "on the CPU: no usable GPU"]),
+        ({"driver": {"version": 12040, "devices": []}, "platforms": ("cpu",)},
+            ["sees no GPU: there is none", "supports CUDA 12.4", "on the CPU: no usable GPU"]),
+        ({"versions": {"jax": "0.11.2"}, "platforms": ("cpu",)},
+            ["has no CUDA plugin: pip install 'jax[cuda13]'", "jax uses no GPU"]),
+        ({"versions": {"jax": "0.11.2"}, "platforms": ("cpu",),
+            "driver": {"version": 12080, "devices": [H200]}},
+            ["has no CUDA plugin: pip install 'jax[cuda12]'"]),
+        ({"driver": {"version": 12080, "devices": [H200]}, "platforms": (),
+            "jax_error": "Unable to initialize backend 'cuda'"},
+            ["cannot start: Unable to initialize backend 'cuda'",
+            "needs a driver that supports CUDA 13.0, and this one supports 12.8",
+            "pip install 'jax[cuda12]'"]),
+        ({"platforms": ("cpu",)},
+            ["uses no GPU, though its CUDA plugin is installed: is JAX_PLATFORMS set?"]),
+        ({"driver": {"version": 13000, "devices": [T4]}},
+            ["no cubin for compute capability 7.5; this wheel has 8.0, 9.0",
+            'implementation="xla"']),
+        ({"driver": {}, "variants": (), "extension_error": "no file _ext", "platforms": ("cpu",)},
+            ["packax._ext did not load: no file _ext", "on cpu: this installation has no kernels"]),
     ),
     ids=(
         "no driver",
@@ -211,7 +180,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
         "GPU without a cubin",
         "no extension",
     ),
-)
+)  # fmt: skip
 def test_why_not(changes, reasons):
     shown = text(**changes)
     for reason in reasons:
