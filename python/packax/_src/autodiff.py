@@ -225,7 +225,7 @@ class _OfGradients(NamedTuple):
 def _derivative(
     function: Callable[[Arrays], Arrays], at: Arrays, has_tangent: Sequence[bool], tangents: Arrays
 ) -> Arrays:
-    """The jvp of a function of flat operands; `tangents`: those of operands with has_tangent."""
+    """The jvp of a function of flat operands; `tangents` are those of operands with has_tangent."""
     has_tangent = (*has_tangent, *[False] * (len(at) - len(has_tangent)))
 
     def of(*some):
@@ -353,7 +353,7 @@ def _linear_jvp(primals, input_tangents, *, rule, results, tangents):
 def _of_residuals(rule: Any, has_tangent: tuple[bool, ...]) -> Any:
     """The rule of the derivative with respect to residuals, and which of these it reads.
 
-    The residuals of the new rule are those of the given rule, then the given rule's tangents.
+    The residuals of the new rule are those of the given rule, followed by its tangents.
     """
     if not hasattr(rule, "of_residuals"):
         raise NotImplementedError(NO_MORE_DERIVATIVES)

@@ -40,8 +40,8 @@ def decode_shared_prefix(
     pass computes attention over the prefix, for up to 16 rows (16 / Sq sequences) of a group
     together. Another computes attention over the remaining keys of each sequence. The two results
     are merged by their log-sum-exps, as in Hydragen (arXiv 2402.05099). So a step reads the prefix
-    once for each 16 rows, not once for each sequence. The results are those of decode_attention,
-    up to rounding. If a mesh shards the batch, each device reads the prefixes of its sequences.
+    once per 16 rows, not once per sequence. The results are those of decode_attention, up to
+    rounding. If a mesh shards the batch, each device reads the prefixes of its sequences.
 
     Args:
         query: (B, Sq, H, Dqk), as in `decode_attention`.
@@ -125,7 +125,7 @@ def decode_shared_prefix(
 
 
 class _Parts(NamedTuple):
-    """How sequences are divided into parts, whose prefix is computed together: each run of `run`
+    """How sequences are divided into parts that compute their prefix together: each run of `run`
     sequences has `number` parts of `together` sequences. The last part of a run is padded."""
 
     runs: int
@@ -147,7 +147,7 @@ class _Parts(NamedTuple):
         return x[:, : self.run].reshape(self.runs * self.run, *x.shape[2:])
 
     def first(self, x: jax.Array) -> jax.Array:
-        """x of the first sequence of each part."""
+        """The entries of x for the first sequence of each part."""
         x = x.reshape(self.runs, self.run, *x.shape[1:])[:, :: self.together]
         return x.reshape(self.runs * self.number, *x.shape[2:])
 

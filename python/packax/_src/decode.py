@@ -97,9 +97,9 @@ def decode_attention(
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
-        key: the cache, (B, S, Hkv, Dqk), dtype of query or float8_e4m3fn; with block_table (pages,
-            page_size, Hkv, Dqk). H must be a multiple of Hkv: query head h reads key/value head
-            h // (H / Hkv). Where a mesh shards S, each device attends to its slice, and the parts
+        key: the cache, (B, S, Hkv, Dqk), dtype of query or float8_e4m3fn; with block_table
+            (pages, page_size, Hkv, Dqk). H must be a multiple of Hkv: query head h reads key/value
+            head h // (H / Hkv). If a mesh shards S, each device attends to its slice, and the parts
             are merged.
         value: like key, with head dim Dv.
         kv_lengths: the number of keys of each sequence, including its Sq new ones: (B,) integers.

@@ -57,7 +57,7 @@ def against_dense(
     positions: jax.Array,
     settings: Settings,
 ) -> list[Check]:
-    """Compares packax and plain attention, in the first layer on a slice, with float32."""
+    """Compares packax and plain attention with float32, on a slice in the first layer."""
     tokens, segment_ids, positions = (x[:, :SLICE] for x in (tokens, segment_ids, positions))
     config = settings.model
 

@@ -183,7 +183,7 @@ class KVGatherPipeline:
         return [take_chunks(_add_token(self.kv_plan[:, way], zero), 1, x) for x in pieces]
 
     def rows(self, x: jax.Array, group: int, axis: int, zero: jax.Array | None = None) -> jax.Array:
-        """The heads of the group from x, whose axis `axis` is heads."""
+        """The group's heads in x, whose axis `axis` is the heads."""
         if self.number == 1:
             return x
         own = self.heads_of(x.shape[axis], group)

@@ -120,7 +120,7 @@ def _kind_and_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _max_candidates(ranks: int) -> int:
-    """The number of heaviest documents that a strategy may split or deal, plus one round."""
+    """How many of the heaviest documents a strategy may split or deal, plus one round."""
     return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
 
 
@@ -138,7 +138,8 @@ class Assignment(NamedTuple):
 def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
     """The best assignment found that needs at most `shared` rows of each part.
 
-    Strategies are tried in the order of their predicted loads. None: none fits and is balanced.
+    Strategies are tried in the order of their predicted loads. None: no assignment fits and is
+    balanced.
     """
     mean = strategies.mean
     most = least = mean + mean // _WORST + 1
@@ -271,7 +272,7 @@ def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
 def _chunks_each(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
     """(K, R): the number of chunks of each part, `number` (K,) in total, divided evenly.
 
-    rows: the room of each part. Chunks that exceed the room are left over.
+    rows: the free rows of each part. Chunks that exceed them are left over.
     """
     room = rows // TILE
     spare = (room.sum(axis=1) - number).clip(0)
@@ -406,8 +407,8 @@ def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own:
 
 
 def _reserve(largest: Any, ranks: int, length: Any) -> Any:
-    """The tokens in the reserve of smallest documents, which levels the parts after the others are
-    dealt whole: twice the largest document for each part."""
+    """The number of tokens in the reserve of smallest documents: twice the largest document for
+    each part. The reserve levels the parts after the others are dealt whole."""
     return 2 * ranks * np.minimum(largest, length // (2 * ranks))
 
 

@@ -61,7 +61,7 @@ def return_gradients(
     layout: Layout,
     kv_plan: Any,
 ) -> list[jax.Array]:
-    """The transpose of `fetch`. `onto`: gradients of the rank's keys and values, added if given."""
+    """The transpose of `fetch`. `onto`: gradients to which to add, if any."""
     by_chunks = [_by_chunks(halo, x) for x in gradients]
     end = halo.before + halo.rows
     chunks = [x[:, :, halo.before : end] for x in by_chunks]
@@ -96,7 +96,7 @@ def _split_heads(x: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
 
 
 def _edges(halo: Halo, chunks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The last and the first rows of each chunk that others read, keys and values together."""
+    """The last and first rows of each chunk, which others read, keys and values together."""
     last = _concat_heads(x[:, :, halo.chunk - min(halo.before, halo.chunk) :] for x in chunks)
     return last, _concat_heads(x[:, :, : min(halo.after, halo.chunk)] for x in chunks)
 

@@ -133,7 +133,7 @@ class Halo(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """How many keys fewer than in a gather of all keys."""
+        """How many fewer keys are fetched than by a gather of all keys."""
         return (self.ranks - 1) * self.chunks * self.chunk - self.fetched
 
     def traffic(self, ranks_per_host: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Halo(NamedTuple):
 
 
 def _at_once(pairs: list[tuple[Place, Place]]) -> list[list[tuple[Place, Place]]]:
-    """Divides the pairs greedily into few collective permutes, and moves inside of ranks."""
+    """Divides the pairs greedily into a few collective permutes, and moves inside ranks."""
     groups: list[list[tuple[Place, Place]]] = []
     for pair in sorted(pairs, key=lambda pair: (pair[0].slot, pair[1].slot, pair)):
         source_rank, target_rank = (place.rank for place in pair)

@@ -106,7 +106,7 @@ class ContextPlan(metaclass=PublicNames):
 
     @property
     def fetched(self) -> int:
-        """How many keys a rank fetches from others, for each row of the batch: for logs."""
+        """How many keys a rank fetches from others, for each row of the batch, to log."""
         parts = self.parts or ((1, self.length // self.ranks),)
         return sum((self.ranks // groups - 1) * rows for groups, rows in parts)
 

@@ -222,7 +222,7 @@ def _select_keys(
 
 
 def _in_plans_order(spec: AttentionSpec, mask: AttentionMask, positions: jax.Array) -> jax.Array:
-    """Positions of all keys from sequence order to the plan's, (batch, ranks, rows per rank)."""
+    """Positions of all keys in the plan's order, (batch, ranks, rows per rank)."""
     assert spec.layout is not None and mask.kv_plan is not None
     batch = max(len(positions), len(mask.kv_plan))
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))

@@ -136,8 +136,8 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     expression: str | None = dataclasses.field(default=None, init=False)
 
     def __repr__(self) -> str:
-        """Two lines: the sizes, and the expression, or where a transformation such as jit made the
-        mask, what its arrays show of it."""
+        """Two lines: the sizes, then the expression, or what the arrays show of it if a
+        transformation such as jit made the mask."""
         if not all(hasattr(x, "shape") for x in (self.kv_start, *jax.tree.leaves(self))):
             fields = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self))
             return f"AttentionMask({', '.join(f'{name}={x!r}' for name, x in fields)})"

@@ -2,7 +2,7 @@
 
 An expression describes whole sequences in their original order. `RankRows` applies the plan's
 permutation and the mesh's sharding to arrays with one value per row, and maps functions over the
-ranks (docs/guide/context_parallelism.md, "Masks"). Without a layout and a plan it changes nothing.
+ranks. Without a layout and a plan it changes nothing.
 """
 
 from __future__ import annotations

@@ -451,7 +451,7 @@ def _checked(expression: Tree) -> Tree:
 
 
 class Nodes(NamedTuple):
-    """The tokens and segments of packed trees. One more segment, the last, is that of padding.
+    """The tokens and segments of packed trees. After them, one more segment stands for padding.
 
     If `valid` is False, the row is not trees in depth-first order and attends to nothing.
     """

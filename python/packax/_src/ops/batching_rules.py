@@ -43,7 +43,7 @@ class BatchingRule(NamedTuple):
         return self.merged(x, x.shape[0 if self.after_batch else 1])
 
     def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
-        """Folds operands of which all have the batch, or all have a batch of 1.
+        """Folds operands that either all have the batch or all have a batch of 1.
 
         A batch of 1 is kept if none of them is mapped.
         """

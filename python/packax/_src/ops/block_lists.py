@@ -122,7 +122,8 @@ def _block_list(visited: jax.Array, full: jax.Array) -> jax.Array:
 
 
 def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.Array:
-    """Resamples an axis from blocks of size `block` to blocks of 64: any or all that overlap."""
+    """Resamples an axis from blocks of size `block` to blocks of 64: any or all of those that
+    overlap."""
     first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
     last = jnp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
@@ -139,7 +140,7 @@ def _as_last_axis(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _to_tiles(x: jax.Array, axis: int, how: Any) -> jax.Array:
-    """Resamples an axis from blocks of 64 to tiles of 128, by any or all."""
+    """Resamples an axis from blocks of 64 to tiles of 128, combined by any or all."""
     pairs = ceil_div(x.shape[axis], 2)
     x = fill_up(x, axis, 2 * pairs, how is jnp.all)
     return how(x.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :]), axis=axis + 1)

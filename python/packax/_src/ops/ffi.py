@@ -107,7 +107,8 @@ def _find(kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int) -> str | No
 
 
 def _capabilities(for_export: bool) -> set[int]:
-    """Those of the GPUs that may run the program: this process's, or all that this build is for."""
+    """The capabilities of the GPUs that may run the program: this process's, or all of the
+    build's."""
     local = None if for_export else local_capabilities()
     return local or {row["cc"] for row in variants()}
 

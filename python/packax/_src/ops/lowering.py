@@ -2,7 +2,7 @@
 
 Importing this module registers the FFI targets and the lowering rules. Shapes and dtypes are not
 attributes, because C++ reads them from the buffers. Python does not choose kernels: it checks that
-some exist, and rewrites calls that run faster on CUDA in another form (second half of this file).
+some exist, and rewrites some calls into a form that runs faster on CUDA (second half of this file).
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ def _take(x: jax.Array, dim: int, own: jax.Array) -> jax.Array:
 
 
 def _scatter_shared(x: jax.Array, dim: int, own: jax.Array, size: int, axes: Axes) -> jax.Array:
-    """Gradients of the heads or biases that each device read, summed over devices, for all."""
+    """The gradients of all heads or biases, summed over the devices that read them."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     apart = jnp.zeros(shape, accumulator(x.dtype))
     apart = apart.at[(slice(None),) * dim + (own,)].add(x.astype(apart.dtype))

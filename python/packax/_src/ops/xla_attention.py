@@ -373,7 +373,7 @@ class Logits(NamedTuple):
 
 
 def logits_of_blocks(spec, options, tiles):
-    """A function from the scores of a step and a block to Logits."""
+    """A function that turns the scores of a step and a block into Logits."""
     soft_cap = spec.soft_cap
     biased = options.slopes is not None
     bias = None if options.bias is None else BiasTiles(options.bias, tiles)
@@ -415,8 +415,9 @@ def logits_of_blocks(spec, options, tiles):
 
 
 def kept_of_blocks(spec, operands, tiles):
-    """A function from a step and a block to whether dropout keeps each probability, (Hkv, group *
-    rows, keys), with the same bits as csrc/kernels/portable/dropout.py. None: no dropout."""
+    """A function of a step and a block that returns whether dropout keeps each probability,
+    (Hkv, group * rows, keys), with the same bits as csrc/kernels/portable/dropout.py. None: no
+    dropout."""
     if not spec.dropout_threshold:
         return None
     streams, rows = operands.dropout_streams, operands.dropout_rows

@@ -169,7 +169,7 @@ def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
 
 
 def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
-    """The batch row of x (1 or B, ...) for a step or block, of which a batch row has `of`."""
+    """The batch row of x (1 or B, ...) for a step or block; each batch row has `of` of them."""
     return x[0] if x.shape[0] == 1 else at(x, div(number, of))
 
 
@@ -195,7 +195,7 @@ def write(x: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
 
 
 def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
-    """x with x[number : number + 1] replaced by function of it: in place, in one fusion."""
+    """x with x[number : number + 1] replaced by function(it), in place and in one fusion."""
     start = _start(x, number)
     return write(x, function(read(x, start, (1, *x.shape[1:]))), start)
 
@@ -223,7 +223,7 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
 
 
 def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
-    """x (in the layout of `cut_rows`) with a step's tile (in the layout of `row_tile`) written."""
+    """Writes a step's tile (in the layout of `row_tile`) into x (in the layout of `cut_rows`)."""
     shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
     part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
     return put(x, part, step)
@@ -237,7 +237,7 @@ def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """(steps, Hkv, group * rows, D), tiles in the layout of `row_tile`, to (B, Sq, H, D)."""
+    """Tiles in the layout of `row_tile`, (steps, Hkv, group * rows, D), as (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
     shape = (tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
     x = lax.transpose(lax.reshape(x, shape), (0, 1, 4, 2, 3, 5))

@@ -1,4 +1,4 @@
-"""`attention`: `levanter.grug.attention.attention` by packax, on plain arrays."""
+"""`attention`: `levanter.grug.attention.attention`, computed by packax on plain arrays."""
 
 from __future__ import annotations
 

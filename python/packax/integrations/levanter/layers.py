@@ -1,4 +1,4 @@
-"""`dot_product_attention`: that of `levanter.layers.attention` by packax, on haliax's arrays."""
+"""`dot_product_attention` of `levanter.layers.attention`, computed by packax on named arrays."""
 
 from __future__ import annotations
 

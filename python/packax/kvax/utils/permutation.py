@@ -34,7 +34,7 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
     """packax's plan for `num_shards` chunks, which must divide the length.
 
     Raises:
-        ValueError: a length that they do not divide.
+        ValueError: the chunks do not divide the length.
     """
     if length % num_shards:
         raise ValueError(
