@@ -134,7 +134,7 @@ class _Parts(NamedTuple):
     together: int
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """(batch, Sq, ...) to (parts, together * Sq, ...)."""
+        """Reshapes (batch, Sq, ...) to (parts, together * Sq, ...)."""
         x = x.reshape(self.runs, self.run, *x.shape[1:])
         missing = self.number * self.together - self.run
         x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])

@@ -141,11 +141,12 @@ def check_axes(
 def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
     """Whether length and heads look swapped.
 
-    Always false if the longer of the two lengths is at least the number of query heads. True for
-    more heads than any model has, or for as many as large models have with very few tokens. With
-    equal numbers of query and key heads and equal lengths, true for more heads than models without
-    grouped heads have, or for an unusual number. With equal numbers of heads and fewer keys than
-    rows, true if the lengths look like the heads of a model with grouped heads.
+    Always false if the longer of the two lengths is at least the number of query heads. Otherwise
+    true if there are more heads than any model has, or as many as in large models and very few
+    tokens. If query and key have the same heads and the same length, it is also true for more heads
+    than models without grouped heads have, and for an unusual number. If they have the same heads,
+    and there are fewer keys than rows, it is also true if the lengths look like the heads of a
+    model with grouped heads.
     """
     longest = max(rows, keys)
     if longest >= heads:

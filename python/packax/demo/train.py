@@ -93,7 +93,7 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
 
 def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
     """Trains from scratch for `settings.steps` steps, or until `settings.seconds` have passed since
-    the end of the first step, which includes compilation; then for at least two steps."""
+    the end of the first step (which includes compilation), but for at least two steps."""
     parameters = jax.jit(model.initialize, static_argnums=0)(
         settings.model, jax.random.key(settings.seed)
     )

@@ -51,7 +51,7 @@ def attention_fn(
     """`dot_product_attention` with a fixed mask and options, for `attention_fn=`.
 
     Args:
-        mask: positional or by name. It applies to every call. A mask of keys or an expression that
+        mask: the mask of every call, positional or by name. A mask of keys or an expression that
             the call passes is joined with it; a built mask cannot be joined. Over a decode cache,
             intervals such as `packax.causal()` place the new query at the last valid key of the
             cache. When training, pass the mask to the layer's call instead: a function created in
@@ -241,7 +241,7 @@ def dot_product_attention(
 def _row_in_cache(mask: jax.Array, keys: int) -> MaskExpression:
     """The mask of the new row over a decode cache: the keys that are True in (B or 1, 1, 1, keys).
 
-    The position of the row is that of the last such key.
+    The row is at the position of the last such key.
     """
     allowed = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys))
     index = jax.lax.broadcasted_iota(jnp.int32, allowed.shape, 1)

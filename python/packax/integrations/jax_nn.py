@@ -65,7 +65,7 @@ def dot_product_attention(
             S), cheapest if it is the same for all heads and rows, (B or 1, 1, 1, S); a packax
             expression such as `packax.documents(segment_ids)`, joined with the other arguments;
             a mask from `packax.create_attention_mask`, instead of all other masking arguments.
-        scale: None: 1 / sqrt(H).
+        scale: the factor of the scores. None: 1 / sqrt(H).
         is_causal: query i attends to the keys j <= i, counted from the first query and the first
             key.
         query_seq_lengths, key_value_seq_lengths: the lengths of each sequence, (B,) int32: later

@@ -177,7 +177,7 @@ class KVGatherPipeline:
     def _reorder(
         self, pieces: list[jax.Array], way: int, zero: jax.Array | None
     ) -> list[jax.Array]:
-        """Reorders keys from the plan's order to that of the sequence (way 1), or back (way 0)."""
+        """Reorders keys from the plan's order to sequence order (way 1), or back (way 0)."""
         if self.kv_plan is None:
             return pieces
         return [take_chunks(_add_token(self.kv_plan[:, way], zero), 1, x) for x in pieces]

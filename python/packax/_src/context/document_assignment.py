@@ -377,9 +377,9 @@ def refine_by_swaps(
 def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own: int) -> np.ndarray:
     """Assigns the small documents (owner R) so that all parts have the same length.
 
-    The documents are put in a line, in a mixed order, which is cut into parts. A document that is
-    cut is split. To keep split documents short, the shortest documents are a reserve: the line of
-    the others is cut only between documents, and the line of the reserve where a part is full.
+    The documents are put in a line, in a mixed order, which is cut into parts. Cutting a document
+    splits it. To keep split documents short, the shortest documents are a reserve: the line of the
+    others is cut only between documents, and the line of the reserve where a part is full.
     """
     ranks, small = len(tokens), owner == len(tokens)
     sizes = np.where(small, lengths, 0)

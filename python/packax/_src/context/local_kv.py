@@ -3,7 +3,7 @@
 With a local plan, each document is on a single rank, or in a part that all ranks or the ranks of a
 host share. So a rank computes several attentions, each with its mask: one of all its rows over its
 private keys, and one of its first rows over each set of shared keys. With halos (halo.py), the
-second attention is that of the first rows of each chunk over keys with halos. A row is empty in all
+second attention is over the first rows of each chunk and the keys with halos. A row is empty in all
 masks except one, and adds 0 in the others.
 
 The private attention runs while the other keys are fetched. In the backward pass it then runs for
@@ -59,7 +59,8 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, and this rank's part of those of scale and slopes."""
+    """The gradients of query, key and value, and this rank's part of the gradients of scale and
+    slopes."""
     results = (out, lse, dout, dlse)
     fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
     many = fetched > _HALVES * key.shape[1]
@@ -131,7 +132,7 @@ class _Part(NamedTuple):
     return_gradients: Any  # returns the gradients of halos; None: no halos
 
     def add_keys(self, onto: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        """Adds the part's gradients of keys and values to those of all keys of the rank."""
+        """Adds the part's gradients of keys and values to the rank's."""
         if self.return_gradients is not None:
             return self.return_gradients(gradients, onto)
         both = zip(onto, gradients, strict=True)

@@ -175,7 +175,7 @@ class _Group:
         tokens: tuple[np.ndarray, ...] = (),
     ) -> None:
         """levels: the sizes of the groups of ranks inside this group, from outer to inner.
-        ids, keys: those of the whole row.
+        ids, keys: the ids and the key counts of the whole row.
         most_area: the largest area that a rank may get.
         tokens: for each outer level, the tokens of documents that it has split, then all other
             tokens. (): the whole row.

@@ -40,9 +40,9 @@ def check_plan(
 
     Args:
         mask: from `create_attention_mask` for self-attention, with or without sharding and plan.
-        segment_ids: (B, S) integers, those of the batch in its current order.
-        positions: (B, S) integers: each token's position, from 0 in the row or in its document, in
-            the batch's current order. Without them an unpermuted batch and permuted ids look
+        segment_ids: the batch's segment ids in its current order, (B, S) integers.
+        positions: each token's position, from 0 in the row or in its document, in the batch's
+            current order: (B, S) integers. Without them an unpermuted batch and permuted ids look
             the same, and tokens of one document cannot be told apart.
         plan: the `ContextPlan`, if the mask was built with permuted_keys=False or without the plan,
             because then the mask does not store it.

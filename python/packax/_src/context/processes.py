@@ -25,7 +25,7 @@ def process_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
 
     Args:
         sharding: the `AttentionSharding` of the attention; its batch axes determine how rows are
-            cut.
+            divided.
         batch: the number of rows of the global batch, a multiple of the size of those axes.
 
     Returns:

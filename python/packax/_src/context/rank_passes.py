@@ -99,8 +99,8 @@ def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[
 def _backward_group(
     spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
-    """The gradients of one group: dq, with the heads of earlier groups from the argument `dq`, dk,
-    dv, and those of score parameters and of the bias, or None."""
+    """The gradients of one group: dq (with the heads of earlier groups, from the argument `dq`), dk
+    and dv, and the gradients of score parameters and of the bias, or None."""
     query, scores, mask, fixed, out, lse, dout, dlse = rows
     keys, values = groups.next()
     lse, dlse = (None if x is None else groups.rows(x, group, 1) for x in (lse, dlse))

@@ -226,8 +226,9 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     def vmap_axes(self) -> AttentionMask:
         """`in_axes` for a vmap over the batch: 0 for arrays with a batch, None for shared ones.
 
-        For models that are written for one row of a batch, as in Equinox. Inside the vmap the mask
-        has no batch axis, and query, key and value need a batch of one, as in `query[None]`.
+        They are for models that are written for one row of a batch, as in Equinox. Inside the vmap
+        the mask has no batch axis, and query, key and value need a batch of one, as in
+        `query[None]`.
 
         Examples:
             >>> out = jax.vmap(attend, in_axes=(0, 0, 0, mask.vmap_axes()))(query, key, value, mask)

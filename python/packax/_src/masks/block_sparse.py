@@ -66,10 +66,10 @@ class BlockSparse(MaskExpression):
 def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
     """Query i attends to key j if block_mask[b, h, i // m, j // n] is True.
 
-    For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), the keys
-    that an indexer selects, or any boolean map. Attention is exact. In both passes, a block of 64
-    keys is visited only if some query of a tile of 128 attends to a key in it. Blocks are counted
-    by indices of queries and keys, even if documents(...) has positions.
+    It is for masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189),
+    the keys that an indexer selects, or any boolean map. Attention is exact. In both passes, a
+    block of 64 keys is visited only if some query of a tile of 128 attends to a key in it. Blocks
+    are counted by indices of queries and keys, even if documents(...) has positions.
 
     Args:
         block_mask: whether each pair of blocks is attended: bool, (NQ, NK), (B, NQ, NK) or

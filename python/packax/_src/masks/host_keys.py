@@ -1,7 +1,7 @@
 """`keys_on_host`: how many keys each row of a mask visits, in numpy, for plans of data loaders.
 
-The counts are those of the arrays that build.py makes. Nothing here runs jax, which would hang in
-the forked workers of a data loader.
+The counts match the arrays that build.py makes. Nothing here runs jax, which would hang in the
+forked workers of a data loader.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def context_plan(
             document. This affects only the balance.
         sharding: the `AttentionSharding` of the attention: its context axes determine the number of
             ranks.
-        ranks: the number of ranks if there is no mesh, as in a data loader; for levels their sizes,
-            such as (4, 8) for 4 hosts with 8 ranks each.
+        ranks: the number of ranks if there is no mesh, as in a data loader; with levels, their
+            sizes, such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: tokens per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None:
             the largest power of two times 128 that gives a rank at least 16 chunks, or else 128.

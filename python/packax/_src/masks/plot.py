@@ -53,7 +53,8 @@ def plot_mask(
             keys.
         q_len, kv_len: the lengths, if the arrays of an expression do not determine them.
         batch, head: the row of the batch to draw, and the head to draw if a block mask has heads.
-        block_size: (queries, keys) of the frames, or one number: by default those of the kernels.
+        block_size: the size of the frames, (queries, keys) or one number; by default the kernels'
+            blocks.
         ax: matplotlib axes to draw on; None: new ones.
 
     Returns:

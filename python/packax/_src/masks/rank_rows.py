@@ -88,7 +88,8 @@ class RankRows:
         return self.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
 
     def rows(self, x: Any) -> Any:
-        """Whole sequences to rows in the plan's order; inside a shard_map, this rank's rows."""
+        """Converts whole sequences to rows in the plan's order, in a shard_map to this rank's
+        rows."""
         x = self.keys(x)
         if self.plan is not None:
             x = self.plan.permute(x)

@@ -54,12 +54,12 @@ class MaskStack:
 def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
     """Stacks masks of one sequence, so that layers with different masks share one compiled body.
 
-    For models whose layers alternate, for example between a window and all keys, in one `scan` over
-    layers. Masks of different kinds hold different arrays; in a stack, every mask gets the arrays
-    of the most general one. The results of attention do not change, bit for bit. Under context
-    parallelism, layers with a window fetch only halos (the keys next to a rank's tokens), and other
-    layers gather all keys. If windows differ in size, only the halos of one size are used, and
-    layers with another window gather all keys, too.
+    Use it for models whose layers alternate, for example between a window and all keys, in one
+    `scan` over layers. Masks of different kinds hold different arrays; in a stack, every mask gets
+    the arrays of the most general one. The results of attention do not change, bit for bit. Under
+    context parallelism, layers with a window fetch only halos (the keys next to a rank's tokens),
+    and other layers gather all keys. If windows differ in size, only the halos of one size are
+    used, and layers with another window gather all keys, too.
 
     Args:
         masks: from `create_attention_mask`, with the same lengths, sharding and plan. Either all or

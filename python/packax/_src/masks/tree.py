@@ -141,10 +141,11 @@ class Tree(MaskExpression):
 def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
     """Each token attends to its segment and to the ancestors of that segment in a tree.
 
-    For a prompt with many answers, a conversation with branches, or a search tree: tokens shared by
-    branches are stored once. A segment is the text between two branch points. Segments are numbered
-    in depth-first order: a segment, then all of its descendants. A packed row may contain several
-    trees, one after another. Attention is exact, and blocks of siblings are skipped in both passes.
+    It is for a prompt with many answers, a conversation with branches, or a search tree: tokens
+    shared by branches are stored once. A segment is the text between two branch points. Segments
+    are numbered in depth-first order: a segment, then all of its descendants. A packed row may
+    contain several trees, one after another. Attention is exact, and blocks of siblings are skipped
+    in both passes.
 
     Expressions joined with a tree compare depths instead of indices, except documents(...),
     ranges(...) and block_sparse(...). A token's depth is the number of tokens before it on its
@@ -186,8 +187,8 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression:
     """A token attends to its group's prompt and to its answer: a `tree` with a prompt per group.
 
-    For packed reinforcement learning (GRPO): each group is a prompt, then its answers one after
-    another. The prompt is stored once. The rules of `tree` apply.
+    It is for packed reinforcement learning (GRPO): each group is a prompt, followed by its answers.
+    The prompt is stored once. The rules of `tree` apply.
 
     Args:
         group_ids: the group of each token, (B, S) or (S,). -1 is padding, and may be anywhere.

@@ -100,8 +100,8 @@ _TOGETHER = {
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
     """The rule for attention primitives.
 
-    The operands are those of `names`. In the primitives of tangents.py, the tangents of the
-    operands `tangents` follow, which are folded in the same way.
+    `names` are the names of the operands. In the primitives of tangents.py, they are followed by
+    the tangents of the operands `tangents`, which are folded in the same way.
     """
     every = [*names, *params.get("tangents", ())]
     values = list(zip(operands, dims, strict=True))

@@ -31,7 +31,7 @@ class Subtrees(NamedTuple):
 
 
 def packed(block_mask: jax.Array) -> jax.Array:
-    """(..., NK) bool to (..., ceil(NK / 32)) int32: bit n of word w is column 32 w + n."""
+    """Packs bool (..., NK) into int32 (..., ceil(NK / 32)): bit n of word w is column 32 w + n."""
     columns = block_mask.shape[-1]
     words = ceil_div(columns, _WORD)
     x = fill_up(block_mask, block_mask.ndim - 1, words * _WORD, False)

@@ -371,7 +371,7 @@ def common_names() -> tuple[str, ...]:
 
 
 def call_names(direction: Pass) -> tuple[str, ...]:
-    """The names of all operands of a call: those of both passes, then those of this pass.
+    """The names of all operands of a call: first the ones that both passes have, then the others.
 
     `init` is out or dq.
     """

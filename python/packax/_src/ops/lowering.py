@@ -391,7 +391,7 @@ def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> 
 
 
 def _flat(x: jax.Array, batch: int) -> jax.Array:
-    """(1 or B, ..., S) to (1, ..., B * S)."""
+    """Joins the batch rows: (1 or B, ..., S) to (1, ..., B * S)."""
     x = jnp.moveaxis(jnp.broadcast_to(x, (batch, *x.shape[1:])), 0, -2)
     return x.reshape(1, *x.shape[:-2], -1)
 

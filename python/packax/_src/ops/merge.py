@@ -115,7 +115,7 @@ def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Arr
 
 
 def _of_rows(x: jax.Array) -> jax.Array:
-    """(B, H, Sq) to (B, Sq, H, 1)."""
+    """Transposes (B, H, Sq) to (B, Sq, H, 1)."""
     return x.swapaxes(1, 2)[..., None]
 
 

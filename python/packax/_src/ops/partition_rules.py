@@ -61,7 +61,8 @@ def decode(*avals, spec, names) -> Dims:
 
 
 def _decode_by_keys(bind, axes, *operands, spec, names):
-    """Each device attends to its slice of the caches. The log-sum-exps merge the parts."""
+    """Each device attends to its slice of the caches. The parts are merged by their
+    log-sum-exps."""
     x = Operands.of(names, operands)
     lo, hi, size = x.kv_start, x.kv_end, x.key.shape[1]
     first = jax.lax.axis_index(axes) * size

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 def of_log(x: jax.Array) -> jax.Array:
-    """(B, H, Sq): the tangent or cotangent of the logarithm, from that of lse."""
+    """(B, H, Sq): the tangent or cotangent of the logarithm, computed from that of lse."""
     return x if x.ndim == 3 else x[..., 1]
 
 

@@ -129,7 +129,7 @@ lowering.register(
 def _forward_tangent(
     spec: AttentionSpec, operands: Operands, tangents: tuple[str, ...], along: list[jax.Array]
 ) -> list[jax.Array]:
-    """`operands`: those of forward_p, with its results out and lse."""
+    """`operands`: the operands of forward_p, followed by its results out and lse."""
     operands = operands._replace(q_order_192=None)
     spec = dataclasses.replace(spec, max_logits=False, needs_grad=())
     return forward_tangent_p.bind(

@@ -1,7 +1,7 @@
 """Decoding in jax.numpy, for platforms without kernels, blockwise over the keys.
 
 One loop step reads the next KEYS keys of all sequences, in place: no cache is copied, padded or
-gathered as a whole. The online softmax is that of xla_attention.py.
+gathered as a whole. The online softmax is the one in xla_attention.py.
 """
 
 from __future__ import annotations

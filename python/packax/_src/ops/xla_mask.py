@@ -1,6 +1,6 @@
 """Computes the mask arrays in jax.numpy, for platforms without kernels.
 
-The integers are those of csrc/kernels/mask/segments.py and block_bounds.py, as defined in
+The integers equal those of csrc/kernels/mask/segments.py and block_bounds.py, as defined in
 docs/internals/mask_format.md.
 """
 

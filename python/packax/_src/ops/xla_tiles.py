@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(query, key, listed: bool, on_gpu: bool) -> Tiles:
-    """`listed`: the call has lists of blocks, which are those of tiles of 128."""
+    """`listed`: whether the call has lists of blocks, which are for tiles of 128."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     rows, keys = ROWS, KEYS
@@ -121,7 +121,7 @@ def tile_max(rows: jax.Array) -> jax.Array:
 
 
 def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """The first and the last + 1 block to which a step's rows attend, from `tile_max`."""
+    """The range of blocks to which a step's rows attend, [first, last + 1), from `tile_max`."""
     of_tile = at(most, step, 1)
     not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
     first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
@@ -210,7 +210,7 @@ def _start(x, number, axis=0):
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(B, Sq, H, D) to (steps, rows, Hkv, group, D), without moving data."""
+    """Reshapes (B, Sq, H, D) to (steps, rows, Hkv, group, D), without moving data."""
     x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
     steps = tiles.batch * tiles.row_tiles
     return lax.reshape(x, (steps, tiles.rows, tiles.kv_heads, tiles.group, x.shape[-1]))
@@ -246,7 +246,7 @@ def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
 
 
 def cut_keys(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(B, Skv, Hkv, D) to (blocks, keys, Hkv, D), without moving data."""
+    """Reshapes (B, Skv, Hkv, D) to (blocks, keys, Hkv, D), without moving data."""
     x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
     return lax.reshape(x, (tiles.batch * tiles.key_blocks, tiles.keys, *x.shape[2:]))
 

@@ -62,8 +62,8 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     Args:
         lengths: the number of tokens of each document, (N,) or (B, N). A document of length 0 has
             no tokens, so pad the `lengths` of a batch with 0.
-        length: the length of a row. None: that of the longest row. It is required for jax arrays,
-            and cuts off tokens beyond it there.
+        length: the length of a row. None: the length of the longest row. Required for jax arrays,
+            where tokens beyond it are dropped.
 
     Returns:
         int32, (length,) or (B, length). Document n has id n.
@@ -316,8 +316,8 @@ def next_tokens(
 def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Array:
     """Cumulative lengths of the documents, as flash-attention's varlen functions take them.
 
-    They count the tokens that are not padding: those of `tokens[segment_ids != -1]`, the rows of a
-    batch one after another.
+    They count the tokens that are not padding, as in `tokens[segment_ids != -1]`, with the rows of
+    a batch one after another.
 
     Args:
         segment_ids: (B, S) or (S,) of integers. A document is a run of equal ids in a row.
@@ -386,7 +386,7 @@ def returning(ids: np.ndarray) -> list[int]:
 
 def is_left_padded_mask(ids: np.ndarray) -> bool:
     """Whether ids (B, S) look like an attention mask with padding on the left: 0s, then 1s, in all
-    rows, of which some have no padding."""
+    rows, some of which have no padding."""
     if not ids.size or ids.min() != 0 or ids.max() != 1:
         return False
     return bool((ids[:, 1:] >= ids[:, :-1]).all() and (ids[:, 0] == 1).any())

@@ -69,7 +69,7 @@ def dot_product_attention(
         QPos, KPos, Key: the axes of query positions, key positions and head dim, or their names.
         query: a NamedArray with QPos, Key, and axes of the batch and heads.
         key: a NamedArray with KPos, Key, and axes of the batch and key/value heads. An axis that
-            only query has is that of the query heads which share a key/value head.
+            only query has counts the query heads that share a key/value head.
         value: a NamedArray like key; Key may be replaced by another axis.
         mask: Levanter's AttentionMask, a boolean NamedArray (True: attended), or None.
         bias: a NamedArray that is added to the logits, or None.

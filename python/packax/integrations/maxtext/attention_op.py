@@ -70,12 +70,13 @@ class AttentionOp(AdditiveMask, nnx.Module):
     """Attention with MaxText's calling convention.
 
     Args:
-        config: MaxText's, or any object with the fields that are read, all of them optional:
+        config: MaxText's config, or any object with some of the fields that are read:
             attention_type, causal_block_size, moba (with moba_chunk_size and moba_topk),
-            matmul_precision (of float32 operands), context_parallel_load_balance,
-            context_sharding (the mesh axis, "context"), context_parallel_reorder_strategy (with
-            packing, context_parallel_strategy and hardware if it is "auto").
-        mesh: MaxText's; its size along context_sharding determines how the tokens were reordered.
+            matmul_precision (of float32 operands), context_parallel_load_balance, context_sharding
+            (the mesh axis, "context"), context_parallel_reorder_strategy (with packing,
+            context_parallel_strategy and hardware if it is "auto").
+        mesh: MaxText's mesh; its size along context_sharding determines how the tokens were
+            reordered.
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
         attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
@@ -353,8 +354,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
         indexer_mask: Any,
         before: int,
     ) -> Any:
-        """The mask of a call without cache. positions: those of reordered tokens, else None; they
-        are in the original order unless the sequence is sharded."""
+        """The mask of a call without cache. positions: of reordered tokens, else None; they are in
+        the original order unless the sequence is sharded."""
         rows, keys = query.shape[1], key.shape[1]
         plan = None
         if positions is not None and self.divided:

@@ -51,8 +51,8 @@ def install(*, every: bool = False) -> None:
 
     MaxText's AttentionOp then uses packax with `attention=packax`, and with the settings that
     select a fused kernel: autoselected (the default), flash, cudnn_flash_te and cudnn_flash_jax.
-    `attention=dot_product` remains MaxText's own. The mesh axes are those of MaxText's mesh and
-    rules; the first call logs one line that names them (logger "packax", at level INFO).
+    `attention=dot_product` remains MaxText's own. packax uses the axes of MaxText's mesh and rules;
+    the first call logs one line that names them (logger "packax", at level INFO).
 
     Tokens are reordered for context parallelism without TransformerEngine, always by swapping two
     chunks per rank: the "striped" order of TransformerEngine is for its own kernels, and packax

@@ -184,7 +184,7 @@ def expression_of(
     """The mask of `rows` rows after `before` keys, from arrays in the original order.
 
     ids: segment ids of all tokens, including the keys before the rows; -1 is padding; None: one
-    document. positions: those of reordered tokens, otherwise None.
+    document. positions: the positions of reordered tokens, otherwise None.
     """
     expression = interval_of(attention_type, size, before)
     if bidirectional_mask is not None and attention_type != "full":

@@ -45,8 +45,8 @@ def block_bounds(
     """lower, upper, lower_full, upper_full: int32, (B, 1, query blocks) or (B, shards, key blocks).
 
     Args:
-        query: with one piece per shard.
-        kv: with one piece.
+        query: the queries, in one piece per shard.
+        kv: the keys, in one piece.
         query_block, kv_block: tokens per block.
         outer: "query": bounds in key blocks for each query block. "kv": bounds in query blocks of
             a shard for each key block.

@@ -58,14 +58,14 @@ def flash_attention_triton(
         mask: the result of `create_attention_mask`, one mask or three; gradients need only the
             first.
         scale: a number; the default, 1, is kvax's and not 1 / sqrt(D).
-        bias: None.
+        bias: must be None.
         fwd_params, bwd_params: None, or settings with the block sizes that the mask was made with.
         assume_sequential_positions: compare indices in the sequence instead of positions.
         memory_optimized_gqa_backward: no effect: gradients of keys are never stored per query head.
-        permute_tokens_for_load_balance: with a context axis in the specs: query, key, value and the
-            query's positions and ids were permuted by `permute_tokens_context_parallelism`, with
-            the plan of the mask, if any; the result is permuted, too. False: all are in the order
-            of the sequence. Without a context axis: no effect.
+        permute_tokens_for_load_balance: whether query, key, value and the query's positions and ids
+            were permuted by `permute_tokens_context_parallelism` (with the plan of the mask, if
+            any). The result is then permuted, too. False: all are in the order of the sequence. It
+            has no effect without a context axis in the specs.
         debug: no effect: kernels are compiled when the wheel is built.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
 

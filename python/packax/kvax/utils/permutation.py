@@ -62,8 +62,8 @@ def permute_tokens_context_parallelism(
     Args:
         inputs: an array, or a tuple of arrays that agree in B and S.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
-        plan: None: kvax's order. A plan from `packax.context_plan` (not in kvax): its order, for
-            the ranks of the context axis; pass it to `create_attention_mask`, too.
+        plan: the plan whose order to use, from `packax.context_plan` (not in kvax), for the ranks
+            of the context axis; pass it to `create_attention_mask`, too. None: kvax's order.
 
     Returns:
         The array, or a list of the arrays.

@@ -24,7 +24,7 @@ class Axes(IntEnum):
 
 @dataclasses.dataclass
 class AttentionSpecs:
-    """Specs of (batch, sequence, heads, head dim): None, a mesh axis or a tuple of axes each."""
+    """Specs of (batch, sequence, heads, head dim), each None, a mesh axis or a tuple of axes."""
 
     query_specs: Specs = None
     kv_specs: Specs = None
