@@ -75,26 +75,6 @@ def test_heads_lengths_and_last_blocks():
     assert not image.any() and not frames
 
 
-@pytest.mark.parametrize(
-    "mask,keywords,text",
-    [
-        (np.ones((2, 2), bool), {}, r"mask must be a mask expression, .* array, bool\[2, 2\]"),
-        (packax.causal(), {"q_len": 3}, "cannot infer kv_len"),
-        (packax.causal(), {"q_len": 4097, "kv_len": 2},
-            "at most 4096 rows and keys, but there are 4097"),
-        (EXPRESSION, {"batch": 2}, "batch must be from 0 to 1, but is 2"),
-        (EXPRESSION, {"block_size": 0},
-            "block_size must be one or two positive integers, but is 0"),
-        (EXPRESSION, {"block_size": (1, 2, 3)}, r"but is \(1, 2, 3\)"),
-        (packax.create_attention_mask(EXPRESSION), {"q_len": 3},
-            "q_len is 3, but mask was built for 16"),
-    ],
-)  # fmt: skip
-def test_refusals(mask, keywords, text):
-    with pytest.raises(ValueError, match=text):
-        packax.masks.plot_mask(mask, **keywords)
-
-
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)

@@ -166,22 +166,6 @@ def test_a_mask_for_all_rows_on_a_mesh(kind, context):
         np.testing.assert_allclose(np.asarray(y), np.asarray(z), rtol=1e-5, atol=1e-6)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="at least one mask, but is empty"):
-        stack_masks([])
-    with pytest.raises(ValueError, match="masks must be a sequence of masks, but is None"):
-        stack_masks(None)
-    with pytest.raises(ValueError, match="masks must be a sequence of masks, but is"):
-        stack_masks(built("ids")[0])
-    with pytest.raises(ValueError, match=r"masks\[1\] must come from create_attention_mask"):
-        stack_masks([built("ids")[0], packax.causal()])
-    short = packax.create_attention_mask(packax.full(), q_len=8, kv_len=LENGTH)
-    with pytest.raises(ValueError, match="the same q_len, but have 256 and 8"):
-        stack_masks([built("ids")[0], short])
-    with pytest.raises(IndexError, match="kind is 2, but the stack has 2 masks"):
-        stack_masks(built("ids"))[2]
-
-
 @pytest.mark.parametrize("kind", [True, np.True_, np.int8(1), -1], ids=repr)
 def test_what_selects_a_mask(kind):
     masks = [

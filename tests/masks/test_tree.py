@@ -255,39 +255,6 @@ def test_a_prompt_behind_an_answer():
 TREE = packax.masks.tree([0, 0, 1], [-1, 0])
 
 
-@pytest.mark.parametrize(
-    "make,error,message",
-    [
-        (lambda: packax.masks.tree([0.5], [-1]), ValueError, "segment_ids must be integers"),
-        (lambda: packax.masks.tree([0], [[[-1]]]), ValueError,
-         r"parents must have shape \(batch, segments\) or \(segments,\), but has \(1, 1, 1\)"),
-        (lambda: packax.masks.tree([0], []), ValueError, "parents must be integers|is empty: pass"),
-        (lambda: packax.masks.tree([0], np.zeros((1, 0), int)), ValueError,
-         r"is empty: pass \[-1\]"),
-        (lambda: packax.masks.tree(np.zeros((2, 3), int), np.full((3, 1), -1)), ValueError,
-         r"parents of tree\(...\) has batch size 3, but segment_ids of tree\(...\) has 2"),
-        (lambda: packax.masks.shared_prefix([0, 0], [-1]), ValueError,
-         r"answer_ids of shared_prefix\(...\) is for 1 query rows, but group_ids .* is for 2"),
-        (lambda: packax.create_attention_mask(TREE, kv_len=4), ValueError,
-         r"segment_ids of tree\(...\) is for 3 keys, but kv_len says 4"),
-        (lambda: TREE & packax.documents([0, 0, 0], positions=[0, 1, 2]), ValueError,
-         r"documents\(..., positions=...\) is joined with tree\(...\): leave"),
-        (lambda: TREE & packax.causal(offset=1), ValueError,
-         r"causal has an offset and is joined with tree\(...\)"),
-        (lambda: TREE & TREE, NotImplementedError,
-         r"one tree\(...\), and `&` was given two: pass all trees of a row in one call"),
-        (lambda: TREE & packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
-         "one tree"),
-        (lambda: TREE | packax.causal(), NotImplementedError, r"`\|` cannot take tree\(...\)"),
-        (lambda: packax.masks.tree_positions(packax.causal()), ValueError,
-         r"must contain tree\(...\) or shared_prefix\(...\), but is causal\(\)"),
-    ],
-)  # fmt: skip
-def test_errors(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
 @pytest.mark.parametrize("deep", [False, True])
 def test_the_dense_array_of_4096_rows_takes_little_memory(deep):
     length = 4096

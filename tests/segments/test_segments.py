@@ -183,48 +183,6 @@ def test_cu_seqlens_is_the_reverse():
     assert segments.cu_seqlens(np.zeros((0,), int)).tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: segments.from_lengths([3, -1]), "must not be negative, but holds -1"),
-        (lambda: segments.from_lengths([3, 2], length=4), "add up to 5 tokens, but length is 4"),
-        (lambda: segments.from_lengths(jnp.array([3])), "pass length=: it is a static size"),
-        (lambda: segments.from_lengths([[[3]]]), "lengths must have shape"),
-        (lambda: segments.from_cu_seqlens([1, 3]), "must begin with 0, but begins with 1"),
-        (lambda: segments.from_cu_seqlens(np.zeros(0, int)), "is empty"),
-        (lambda: segments.from_cu_seqlens([0, 3, 2]), "must not decrease"),
-        (lambda: segments.from_cu_seqlens([0, 3, -2]), "must not decrease"),
-        (lambda: segments.from_cu_seqlens([[0, 1], [-1, 3]]), "must begin with 0, .* with -1"),
-        (lambda: segments.from_attention_mask([1, 2, 0]), "from 0 to 2: .* from_one_based"),
-        (lambda: segments.from_one_based([0, -1]), "but holds -1"),
-        (lambda: segments.from_positions([0, 1], [1]), r"valid must have the shape of positions"),
-        (lambda: segments.next_tokens([1, 2], [0]), "segment_ids must have the shape of tokens"),
-        (lambda: segments.next_tokens([1], [0], [1, 1]), "token_weights must have the shape"),
-        (lambda: segments.cu_seqlens([0, 1, 0]), "id 0 twice in row 0"),
-        (lambda: segments.cu_seqlens([0, 1], 1), "max_documents is 1, .* has 2 documents"),
-        (lambda: segments.cu_seqlens(jnp.array([0])), "pass max_documents=: it is a static size"),
-        (lambda: segments.cu_seqlens(jnp.array([0]), -1), "max_documents must be an integer of at"),
-        (lambda: segments.from_lengths([1], length=2.5), "length must be an integer .* but is 2.5"),
-        (lambda: segments.from_attention_mask([[1], [1, 0]]), "attention_mask must be an array"),
-        (lambda: segments.from_attention_mask(packax.full()), "but is a Full"),
-        (lambda: segments.check_packing([[1], [1, 0]]), "segment_ids must be an array of integers"),
-        (lambda: segments.pack([[1]], 0), "length must be an integer of at least 1, but is 0"),
-        (lambda: segments.pack([[1]], 2.5), "length must be an integer of at least 1, but is 2.5"),
-        (lambda: segments.pack([[1]], 4, 0.5), "padding_token must be integers"),
-        (lambda: segments.pack([[1]], 4, 2**40), "padding_token must fit int32"),
-        (lambda: segments.pack([[1], 2], 4), r"documents\[1\] must have shape \(tokens,\)"),
-        (lambda: segments.pack(3, 4), "documents must be a sequence of arrays, but is an int"),
-        (lambda: segments.pack([None], 4), r"documents\[0\] must be an array .* but is None"),
-        (lambda: segments.pack([[1], [[2]]], 4), r"documents\[1\] must have shape \(tokens,\)"),
-        (lambda: segments.pack([[0.5]], 4), r"documents\[0\] must be integers"),
-        (lambda: segments.pack([np.ones((3, 2), int)], 4), r"arrays with features.*packed.source"),
-    ],
-)
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def first_fit(sizes, length):
     """The definition: the documents of each row, the longest placed first."""
     room, rows = [], {}
