@@ -200,8 +200,7 @@ class KVGatherPipeline:
     def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient for all heads of `like`, summed over mesh axes that shard only query.
 
-        Over the axes of the caller's shard_map, jax sums: that is the transpose of a replicated
-        operand.
+        jax itself sums over the axes of the caller's shard_map, as the transpose of replication.
         """
         gradient = self.own.put(gradient, like)
         layout = self.layout

@@ -297,7 +297,7 @@ class _Group:
 def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each part, its tokens of split documents, and its other tokens in the order of the row.
 
-    Of split documents, chunks come first, then rows that fill no chunk, both in the row's order.
+    The chunks of split documents come first, then their rows that fill no chunk, in row order.
     """
     # Runs are cut into pieces that go to a single part: at chunk boundaries, and where the sequence
     # of rows that fill no chunk, or of padding, continues on the next part.

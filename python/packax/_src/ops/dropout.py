@@ -74,7 +74,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
-    """(1 or B, Sq) int32: the index in the sequence of every query row."""
+    """(1 or B, Sq) int32: the sequence index of every query row."""
     if mask.private_part is not None:
         raise NotImplementedError(
             "dropout cannot be used with a plan of kind 'local': make a plan of another kind, such "

@@ -123,8 +123,8 @@ def summed(
 ) -> ScoreParams:
     """The gradients of score parameters, summed over the mesh axes that do not shard them.
 
-    `bias_dims`: the mesh axes of the bias. Over the axes of the caller's shard_map, jax sums: that
-    is the transpose of a replicated operand.
+    `bias_dims`: the mesh axes of the bias. jax itself sums over the axes of the caller's shard_map,
+    as the transpose of replication.
     """
     if layout is None:
         return gradients

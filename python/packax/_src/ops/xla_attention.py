@@ -144,8 +144,8 @@ def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.
 def backward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.Array]:
     """The results of backward_p, in one pass over the attended blocks.
 
-    Gradients that are not needed are zeros and not computed: XLA does not remove unused sums that a
-    loop carries.
+    Gradients that are not needed are returned as zeros without being computed: XLA does not remove
+    unused sums that a loop carries.
     """
     query, key, value, out = x.query, x.key, x.value, x.out
     tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
@@ -321,7 +321,8 @@ def _visits(spec, mask, tiles):
 def _loop(first, last_of, one, state):
     """Like fori_loop, but the loop condition computes the end, which saves a fusion.
 
-    The counter is int32, as in `scan`, so that XLA compiles computations that both share only once.
+    The counter is int32, as in `scan`, so that XLA compiles the computations that both share only
+    once.
     """
 
     def more(number_and_state):

@@ -120,7 +120,7 @@ def create_attention_mask(
 def block_sizes(
     fwd_params: FlashAttentionParamsConfig, bwd_params: FlashAttentionParamsConfig
 ) -> tuple[tuple[int, int], ...]:
-    """(query block, key block) of the forward, dQ and dK/dV masks. Those of dQ are swapped."""
+    """(query block, key block) of the forward, dQ and dK/dV masks. The dQ mask's are swapped."""
     sizes = []
     for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
         try:
