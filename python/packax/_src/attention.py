@@ -149,18 +149,18 @@ def flash_attention(
         return_max_logits: also return the largest logit of each head, as it enters the softmax,
             over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as if by
             `jax.lax.stop_gradient`.
-        deterministic: True: gradients are bit-identical from run to run, computed by slower kernels
-            where needed. False: on most GPUs, for common head dims, the gradient of query is summed
-            in an order that varies, so it may differ by rounding. The
-            results and the gradients of key and value are bit-identical either way.
+        deterministic: whether gradients are bit-identical from run to run, computed by slower
+            kernels where needed. Otherwise, on most GPUs, for common head dims, the gradient of
+            query is summed in an order that varies, so it may differ by rounding. The results and
+            the gradients of key and value are bit-identical either way.
         precision: how products of float32 operands are computed, as in jax.numpy.matmul: a
             `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
             float32. On GPUs, "highest" and presets above TF32 mean float32, and anything else means
             TF32 (11 bits of each operand), in the gradients too. None: the value of
             `jax.default_matmul_precision`, TF32 by default. It does not affect the kernels for
             bfloat16 and float16. See "Numerics" in the documentation.
-        implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
-            "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+        implementation: what runs. None: the CUDA kernels when lowered for CUDA, blockwise XLA
+            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: batch, queries and heads
             are split over the mesh, and keys and values are gathered along the context axes.
             Results and gradients are sharded like query, key and value. Pass it only together with

@@ -117,8 +117,8 @@ def decode_attention(
         window: (left, right), each a Python integer of at least 0, or None for no limit: a query
             token attends to the keys from p - left to p + right, as in `sliding_window(left,
             right)`. A `right` above 0 needs causal=False.
-        causal: False: all query tokens of a sequence attend to all of its keys, including those of
-            later query tokens.
+        causal: whether a query token attends only to keys up to its position. Otherwise, all query
+            tokens of a sequence attend to all of its keys, including those of later query tokens.
         scale: the factor of the scores, a finite Python or numpy number. None: 1 / sqrt(Dqk).
         soft_cap: a bound of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma): a
             positive Python or numpy number.
@@ -129,11 +129,11 @@ def decode_attention(
             `jax.default_matmul_precision`.
         return_lse: also return the log-sum-exp (natural logarithm) of each query token's scores. It
             includes the sink.
-        implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
-            "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
-            The kernels take bfloat16 and float16 with head dims up to 512, and float32 with head
-            dims up to 256, all multiples of 8. With a float8_e4m3fn cache they take queries in
-            bfloat16 and float16 with head dims up to 256, multiples of 16.
+        implementation: what runs. None: the CUDA kernels when lowered for CUDA, blockwise XLA
+            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere. The
+            kernels take bfloat16 and float16 with head dims up to 512, and float32 with head dims
+            up to 256, all multiples of 8. With a float8_e4m3fn cache they take queries in bfloat16
+            and float16 with head dims up to 256, multiples of 16.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), where lse is (B, H, Sq) in float32

@@ -38,7 +38,8 @@ def why_not(
         bias, scale: as in `packax.flash_attention`.
         dropout: whether the call has dropout.
         implementation: "xla" needs no kernels.
-        blockwise: whether calls without a kernel, a bias and dropout run in blockwise XLA.
+        blockwise: whether calls without a kernel run in blockwise XLA, if they have neither a bias
+            nor dropout.
     """
     if len({x.dtype for x in (query, key, value)}) == 1 and str(query.dtype) not in DTYPES:
         return f"dtype {query.dtype}"
@@ -60,8 +61,8 @@ def with_or_without_kernels(
 ) -> Any:
     """`implementation`, or "xla" if that is None and there is no kernel.
 
-    For calls without a bias and dropout: blockwise XLA supports every dtype and head dim. `dense`:
-    with a block mask.
+    It is for calls with neither a bias nor dropout: blockwise XLA supports every dtype and head
+    dim. `dense`: with a block mask.
     """
     if implementation is None and not has_kernels(query, key, value, options=dense):
         return "xla"

@@ -119,8 +119,8 @@ def dot_product_attention(
             than two axes: with fewer, they may be segment ids.
         dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops
             different weights.
-        broadcast_dropout: True: all rows and heads drop the same query-key pairs. False: each drops
-            different pairs.
+        broadcast_dropout: whether all rows and heads drop the same query-key pairs. Otherwise, each
+            drops different pairs.
         dtype: the dtype of the computation and of the result. None: what the operands promote to.
         precision: how float32 products are computed, as in `packax.flash_attention`.
         module: for sowing the attention weights (`sow_weights=True`), on Flax's path.

@@ -72,9 +72,9 @@ def dot_product_attention(
             queries give 0, and later keys are not attended.
         local_window_size: (left, right), or one number for both: query i attends to the keys
             i - left <= j <= i + right. Each may be traced, as in a `scan` over layers.
-        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) if possible;
-            "cuda": packax's kernels or an error; "xla", "cudnn": jax.nn's implementation of that
-            name.
+        implementation: what runs. None: packax (kernels on CUDA, blockwise XLA elsewhere) if
+            possible; "cuda": packax's kernels or an error; "xla", "cudnn": jax.nn's implementation
+            of that name.
         return_residual: also return the log-sum-exp.
 
     Returns:

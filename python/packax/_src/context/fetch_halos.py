@@ -96,7 +96,7 @@ def _split_heads(x: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
 
 
 def _edges(halo: Halo, chunks: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The last and first rows of each chunk, which others read, keys and values together."""
+    """The rows at both ends of each chunk that other ranks read, keys and values together."""
     last = _concat_heads(x[:, :, halo.chunk - min(halo.before, halo.chunk) :] for x in chunks)
     return last, _concat_heads(x[:, :, : min(halo.after, halo.chunk)] for x in chunks)
 

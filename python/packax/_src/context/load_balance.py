@@ -438,7 +438,7 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
 
 def _sum_of_top_bits(tiles: jax.Array, most: int) -> jax.Array:
     """tiles.sum(axis=2) >> shift, with the shift for which the largest sum of a row has _AREA_BITS
-    bits. `most`: no value of tiles is larger. jax has int64 only with jax_enable_x64."""
+    bits. `most`: an upper bound of the values of tiles. jax has int64 only with jax_enable_x64."""
     size = 31 - tiles.shape[2].bit_length()  # bits of a digit: the sum of digits fits int32
     mask = (1 << size) - 1
     carry: Any = 0

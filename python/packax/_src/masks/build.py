@@ -78,10 +78,10 @@ def create_attention_mask(
             log-sum-exp, all gradients and the first element of every head of its output are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
-        implementation: None: kernels when lowered for CUDA, and XLA elsewhere, or if no GPU of this
-            process has the kernels; "cuda": the kernels or an error; "xla": never kernels. The
-            resulting integers are the same. `flash_attention` uses its own implementation argument
-            for a mask that it builds from an expression.
+        implementation: what computes the arrays. None: kernels when lowered for CUDA, and XLA
+            elsewhere, or if no GPU of this process has the kernels; "cuda": the kernels or an
+            error; "xla": never kernels. The resulting integers are the same. `flash_attention` uses
+            its own implementation argument for a mask that it builds from an expression.
 
     Inside your own `shard_map` over the context axes, the expression still describes whole
     sequences (its arrays are replicated along the context axes), and the returned mask has this

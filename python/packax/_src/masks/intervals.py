@@ -71,7 +71,8 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
     """Warns about offsets that are certainly or probably wrong for rows after a cache.
 
     Each interval has a separate offset: in causal(n) & sliding_window(w), the window's offset is 0.
-    Without an offset, fewer rows than keys are the first tokens of the sequence, not the last.
+    Without an offset, if there are fewer rows than keys, the rows are the first tokens of the
+    sequence, not the last.
     """
     members = [part for part in expression.walk() if isinstance(part, _Offset)]
     for part in expression.walk():

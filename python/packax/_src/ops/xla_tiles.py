@@ -1,7 +1,7 @@
 """Cuts the operands of attention in jax.numpy into tiles of rows and blocks of keys.
 
-XLA takes long to compile many small fusions. So tiles and blocks read from few arrays, which are
-indexed by the number of the tile or block in the whole batch. They are slices of these arrays:
+XLA takes long to compile many small fusions. So tiles and blocks are read from a few arrays, which
+are indexed by the number of the tile or block in the whole batch. They are slices of these arrays:
 nothing is transposed beforehand. Sums accumulate in place, by a slice and an update in one fusion
 (`change`).
 """

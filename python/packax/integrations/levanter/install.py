@@ -26,7 +26,7 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
     layers.
 
     Args:
-        default: True: also use packax on NVIDIA GPUs for calls that name no backend
+        default: whether packax also runs, on NVIDIA GPUs, calls that name no backend
             (implementation=None, AttentionBackend.DEFAULT or None); "everywhere": on other
             platforms, too. The last call wins.
 

@@ -255,7 +255,7 @@ class AdditiveMask:
 
         Args:
             segment_positions: (B, S), read only if tokens are reordered.
-            attention_type: None: the op's; or "full", "global", "mla" for a weaker mask.
+            attention_type: "full", "global" or "mla" for a weaker mask. None: the op's.
             others: as in the call; query and key determine the lengths.
 
         Returns:

@@ -50,7 +50,7 @@ def block_bounds(
         query_block, kv_block: tokens per block.
         outer: "query": bounds in key blocks for each query block. "kv": bounds in query blocks of
             a shard for each key block.
-        skip_pad_tokens: False: padding attends to padding.
+        skip_pad_tokens: whether padding attends to nothing, instead of to padding.
     """
     queries = _blocks(query, query_block, fill=-1)
     keys = _blocks(kv, kv_block, fill=_LARGEST)

@@ -61,8 +61,8 @@ def create_attention_mask(
             defaults of `get_default_flash_attention_params`.
         calc_bwd_mask: also return the bounds of the dQ and of the dK/dV kernels. Gradients do not
             need them.
-        skip_pad_tokens: False: padding attends to padding, by position. True: it attends to
-            nothing.
+        skip_pad_tokens: whether padding attends to nothing. Otherwise, it attends to padding, by
+            position.
         mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
         plan: the plan from `packax.context_plan` that permuted the queries; kvax has no such
             argument. Queries and keys must then be the same tokens; the ids and positions of the
@@ -305,7 +305,7 @@ def print_mask(
     Args:
         mask: one of those that `create_attention_mask` returns.
         num_inner_blocks: number of blocks of the inner side, over all shards.
-        print_only_first_in_batch: False: prints every row of the batch.
+        print_only_first_in_batch: whether to print only the first row of the batch.
         fit_in_screen: draw several blocks as one if there are more than 32 by 64.
     """
     bounds = [np.asarray(x) for x in mask.flatten()]
