@@ -62,7 +62,7 @@ def with_or_without_kernels(
     """`implementation`, or "xla" if that is None and there is no kernel.
 
     It is for calls with neither a bias nor dropout: blockwise XLA supports every dtype and head
-    dim. `dense`: with a block mask.
+    dim. `dense`: whether the call has a block mask.
     """
     if implementation is None and not has_kernels(query, key, value, options=dense):
         return "xla"

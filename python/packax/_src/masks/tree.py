@@ -454,7 +454,8 @@ def _checked(expression: Tree) -> Tree:
 class Nodes(NamedTuple):
     """The tokens and segments of packed trees. After them, one more segment stands for padding.
 
-    If `valid` is False, the row is not trees in depth-first order and attends to nothing.
+    If `valid` is False, the row does not consist of trees in depth-first order, and attends to
+    nothing.
     """
 
     valid: Any  # (B,)
