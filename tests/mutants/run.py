@@ -1,0 +1,114 @@
+"""Applies each mutant (mutants.py) to a copy of packax, and reports whether the tests find it:
+
+    python tests/mutants/run.py [word in a name ...]
+
+Prints one line for each mutant. Exit status 1: a mutant survived, or no longer fits the sources.
+Cells of the table run in a forked process, test files in a new one. Run on request, not in a tier.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "table"))
+import xla_flags  # noqa: F401, before jax
+
+# isort: split
+import jax  # noqa: F401, so that forked processes need not import it
+import numpy as np  # noqa: F401
+from mutants import MUTANTS, Mutant
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def path_of(mutant: Mutant) -> str:
+    in_repository = mutant.file.startswith(("csrc/", "benchmarks/"))
+    return mutant.file if in_repository else f"python/packax/_src/{mutant.file}"
+
+
+def fits(mutant: Mutant) -> bool:
+    return (REPOSITORY / path_of(mutant)).read_text().count(mutant.old) >= 1
+
+
+def killed(mutant: Mutant, copy: Path) -> str:
+    """What found the mutant; empty: nothing."""
+    file = copy / path_of(mutant)
+    text = file.read_text()
+    file.write_text(text.replace(mutant.old, mutant.new, 1))
+    try:
+        for cell in mutant.cells:
+            found = of_file(cell, copy) if cell.startswith("tests/") else of_cell(cell, copy)
+            if found:
+                return found
+    finally:
+        file.write_text(text)
+    return ""
+
+
+def of_cell(cell: str, copy: Path) -> str:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            found = _wrong(cell, copy)
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(write, found.encode()[:4000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        found = pipe.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    return found
+
+
+def _wrong(cell: str, copy: Path) -> str:
+    sys.path.insert(0, str(copy / "python"))
+    sys.dont_write_bytecode = True
+    import packax
+
+    assert str(copy) in packax.__file__, packax.__file__
+    from decode_calls import parse
+    from properties import PROPERTIES
+
+    name, text = cell.split(": ")
+    row = PROPERTIES[name]
+    return "; ".join(row.check(parse(text).with_multiple(row.multiple)))
+
+
+def of_file(path: str, copy: Path) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", path, "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(copy / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0] if lines else ""
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "packax"
+        ignored = shutil.ignore_patterns(".git", "build", "dist", "__pycache__", "third_party")
+        shutil.copytree(REPOSITORY, copy, ignore=ignored)
+        for mutant in chosen:
+            begin = time.monotonic()
+            found = killed(mutant, copy) if fits(mutant) else ""
+            what = f"killed: {found.splitlines()[0][:100]}" if found else "SURVIVED"
+            what = what if fits(mutant) else "DOES NOT FIT the sources"
+            survived += not found
+            print(f"{mutant.name} ({time.monotonic() - begin:.0f} s): {what}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} mutants killed")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,490 @@
+"""The rows of the table: what must hold for every call. A property runs a call in some way, and
+returns what is wrong with the results; `reason` says where it does not apply."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import calls
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+from calls import Arrays, Call
+from exported import restored
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+GARBAGE = 1e4  # finite in float16
+Reason = Callable[[Call], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Property:
+    name: str
+    check: Callable[[Call], list[str]]
+    reason: Reason
+    multiple: int  # of the lengths
+    calls: str  # rows with the same word here get the same calls
+
+
+PROPERTIES: dict[str, Property] = {}
+
+
+def decodes(call: Any) -> str | None:
+    return "decoding has no gradients and no plans" if call.function == "decode" else None
+
+
+def jax_nn(call: Any) -> str | None:
+    return "jax.nn has no such argument" if call.function == "jax.nn" else None
+
+
+def row(
+    name: str, reason: Reason = lambda call: None, multiple: int = 1, calls: str | None = None
+) -> Any:
+    """Adds a property to the table."""
+
+    def add(check: Callable[[Call], list[str]]) -> Callable[[Call], list[str]]:
+        PROPERTIES[name] = Property(name, check, reason, multiple, calls or name)
+        return check
+
+    return add
+
+
+@functools.lru_cache(maxsize=16)  # rows that only change values share a program
+def compiled(call: Call) -> Any:
+    return jax.jit(call.step)
+
+
+values = functools.partial(row, calls="values")
+
+
+def differences(call: Call, got: Any, a: Arrays, where: str = "") -> list[str]:
+    return [f"{where}{line}" for line in call.wrong(got, a)]
+
+
+def unequal(got: dict[str, Any], want: dict[str, Any], where: str) -> list[str]:
+    """Names of results whose bits differ."""
+    pairs = {name: (np.asarray(got[name]), np.asarray(want[name])) for name in want}
+    bits = {name: [x.view(f"u{x.itemsize}") for x in pair] for name, pair in pairs.items()}
+    return [f"{where}{name}" for name, (x, y) in bits.items() if not np.array_equal(x, y)]
+
+
+@values("equals the reference")
+def _(call):
+    a = call.arrays(1)
+    return differences(call, compiled(call)(a), a)
+
+
+@values("same bits twice")
+def _(call):
+    a = call.arrays(1)
+    first, second = (compiled(call)(a) for _ in range(2))
+    return unequal(first, second, "other bits: ")
+
+
+@values(
+    "finite garbage where nothing is attended",
+    lambda call: decodes(call) and "keys that decoding must not read are NaN in every cell",
+)
+def _(call):
+    """The same bits, and the cotangents of idle queries are ignored."""
+    a = call.arrays(1)
+    shape = (call.batch, a["query"].shape[2], a["query"].shape[1], a["key"].shape[1])
+    allowed = call.allowed(a)
+    if "bias" in a:
+        allowed = allowed & (a["bias"] != -np.inf)
+    allowed = np.broadcast_to(allowed, shape)
+    group = shape[1] // a["key"].shape[2]
+    queries = ~allowed.any(-1).swapaxes(1, 2)  # (B, Sq, H)
+    keys = ~allowed.any(2).reshape(shape[0], -1, group, shape[3]).any(2).swapaxes(1, 2)
+    dirty = dict(a)
+    for name, idle in (("query", queries), ("dout", queries), ("key", keys), ("value", keys)):
+        dirty[name] = np.where(idle[..., None], GARBAGE, a[name]).astype(a[name].dtype)
+    dirty["dlse"] = np.where(queries.swapaxes(1, 2), -GARBAGE, a["dlse"])
+    got, want = compiled(call)(dirty), compiled(call)(a)
+    return differences(call, got, a) + unequal(got, want, "other bits: ")
+
+
+@values(
+    "NaN stays in its row and head",
+    lambda call: decodes(call) and "sequences may share pages",
+)
+def _(call):
+    a = call.arrays(1)
+    kv_heads = a["key"].shape[2]
+    group = a["query"].shape[2] // kv_heads
+    dirty = {name: np.array(x) for name, x in a.items()}
+    for name, head in (("query", 0), ("key", 0), ("value", 0), ("dout", 0)):
+        dirty[name][0, :, head] = np.nan
+    got, want = compiled(call)(dirty), compiled(call)(a)
+    heads = {"out": group, "dquery": group, "dkey": 1, "dvalue": 1}
+    wrong = []
+    for name, of in heads.items():
+        x, y = (np.array(z[name], np.float32) for z in (got, want))
+        x[0, :, :of] = y[0, :, :of] = 0
+        wrong += [] if np.array_equal(x, y) else [f"{name} of another row or head"]
+    if "lse" not in got:
+        return wrong
+    x, y = (np.array(z["lse"], np.float32) for z in (got, want))
+    x[0, :group] = y[0, :group] = 0
+    return wrong + ([] if np.array_equal(x, y) else ["lse of another row or head"])
+
+
+@values("extreme values")
+def _(call):
+    """Zeros, logits in the hundreds, and a cotangent of zero."""
+    a = call.arrays(1)
+    wrong = []
+    for name, scale in (("query", 0), ("query", 60), ("dout", 0)):
+        if name not in a:
+            continue
+        other = a | {name: (scale * a[name]).astype(a[name].dtype)}
+        got = compiled(call)(other)
+        if scale == 60:  # the gradients lose accuracy: docs/guide/numerics.md
+            got = {n: x for n, x in got.items() if n in ("out", "lse", "top")}
+        wrong += differences(call, got, other, f"{name} times {scale}: ")
+    return wrong
+
+
+@row("one program for other values, with donation")
+def _(call):
+    """jit traces once, with the expression or a built mask as an argument, and donated tensors."""
+    traced = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(donated, others, mask):
+        traced.append(1)
+        return call.step(others | donated, functools.partial(call.attend, mask=mask))
+
+    wrong = []
+    for a in (call.arrays(seed) for seed in (1, 2)):
+        mask = None if decodes(call) else call.expression(a)
+        if mask is not None and call.mask == "built":
+            lengths = {"q_len": a["query"].shape[1], "kv_len": a["key"].shape[1]}
+            mask = packax.create_attention_mask(mask, **lengths)
+        donated = {name: jnp.asarray(a[name]) for name in ("query", "key", "value")}
+        others = {name: x for name, x in a.items() if name not in donated}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            wrong += differences(call, step(donated, others, mask), a)
+    return wrong + ([] if len(traced) == 1 else [f"traced {len(traced)} times"])
+
+
+def mapped(call: Call) -> tuple[list[Arrays], Arrays]:
+    """Operands of two calls, and both stacked."""
+    both = [call.arrays(seed) for seed in (1, 2)]
+    return both, {name: np.stack([a[name] for a in both]) for name in both[0]}
+
+
+@row("vmap")
+def _(call):
+    """Of every array, or with arrays that the mapped calls share: the tensors or the others."""
+    both, stacked = mapped(call)
+    names = [*both[0]]
+    tensors = [name for name in names if name in calls.TENSORS]
+    kinds = [], tensors[1:3], [name for name in names if name not in tensors], names[3:]
+    if decodes(call):  # what a mapped length covers is in its cache
+        kinds = [], names[1:], [], names[1:]
+    shared = kinds[zlib.crc32(str(call).encode()) % len(kinds)]
+    axes = {name: None if name in shared else 0 for name in names}
+    arrays = {name: (both[0] if name in shared else stacked)[name] for name in names}
+    got = jax.jit(jax.vmap(call.step, in_axes=(axes,)))(arrays)
+    each = [a | {name: both[0][name] for name in shared} for a in both]
+    return _each(call, got, each)
+
+
+def _each(call: Call, got: Any, both: list[Arrays]) -> list[str]:
+    parts = [{name: x[n] for name, x in got.items()} for n in range(len(both))]
+    return [line for n, a in enumerate(both) for line in differences(call, parts[n], a, f"{n}: ")]
+
+
+@row("gradients in scan, with remat")
+def _(call):
+    both, stacked = mapped(call)
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+    attend = jax.checkpoint(call.attend, policy=keep)
+
+    def layer(carry, a):
+        return carry, call.step(a, attend)
+
+    return _each(call, jax.jit(lambda a: jax.lax.scan(layer, 0, a)[1])(stacked), both)
+
+
+@row(
+    "forward mode and second derivatives",
+    lambda call: decodes(call) or (call.dtype != "float32" and "computed in float64") or None,
+)
+def _(call):
+    """jvp, and its gradient or the jvp of the gradient (the same numbers), in float64, against
+    difference quotients of the reference."""
+    reverse = zlib.crc32(str(call).encode()) % 2
+    a = call.arrays(1)
+    rng = np.random.default_rng(3)
+    with x64(True):
+        names = call.differentiable()
+        a |= {name: np.asarray(a[name], np.float64) for name in (*names, "dout", "dlse")}
+        along = {name: rng.standard_normal(np.shape(a[name])) for name in names}
+        if "bias" in along:
+            along["bias"] = np.where(np.isfinite(a["bias"]), along["bias"], 0)
+
+        @jax.jit
+        def derivatives(a, along):
+            def function(x):
+                out, *others = call.attend(a | x)
+                lse = others[0] if others else jnp.zeros_like(a["dlse"])
+                return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+            operands = {name: a[name] for name in names}
+            first = jax.jvp(function, (operands,), (along,))[1]
+
+            def weighted(x):
+                out, lse = jax.jvp(function, (x,), (along,))[1]
+                return jnp.sum(out * a["dout"]) + jnp.sum(lse * a["dlse"])
+
+            def gradient(x):
+                found = call.step(a | x)
+                return {name: found["d" + name] for name in names}
+
+            if reverse:
+                return *first, jax.grad(weighted)(operands)
+            return *first, jax.jvp(gradient, (operands,), (along,))[1]
+
+        out, lse, second = derivatives(a, along)
+    step = 1e-5
+    near = [_reference(call, a | {n: a[n] + s * along[n] for n in names}) for s in (step, -step)]
+    slopes = {name: _slope(near[0][name], near[1][name], step) for name in near[0]}
+    wrong = []
+    kind = "grad of jvp" if reverse else "jvp of grad"
+    first = {"out": out} | ({} if call.function == "jax.nn" else {"lse": lse})
+    results = ("jvp", first), (kind, {"d" + n: x for n, x in second.items()})
+    for kind, found in results:
+        for name, x in found.items():
+            error, size = (np.abs(y).max(initial=0) for y in (x - slopes[name], slopes[name]))
+            if not error <= 1e-6 * max(size, 1):
+                wrong.append(f"{kind} {name}: error {error:.3g} of {size:.3g}")
+    return wrong
+
+
+def _reference(call: Call, a: Arrays) -> Any:
+    a = a | {name: np.asarray(a[name], np.float64) for name in (*call.differentiable(), "dout")}
+    import dense
+
+    return dense.true_and_plain(call.operands(a), call.allowed(a), np.float64, **call.options(a))[0]
+
+
+def _slope(x: Any, y: Any, step: float) -> Any:
+    finite = np.isfinite(x) & np.isfinite(y)
+    return np.where(finite, np.where(finite, x, 0) - np.where(finite, y, 0), 0) / (2 * step)
+
+
+@row("strict dtypes")
+def _(call):
+    """Strict promotion, and 64-bit types where jax has them, change no dtype. Traced only."""
+    a = call.arrays(1)
+    wanted = jax.eval_shape(call.step, a)
+    wrong = []
+    with jax.numpy_dtype_promotion("strict"):
+        strict = jax.eval_shape(call.step, a)
+    with x64(True):
+        wide = jax.eval_shape(call.step, a)
+    for mode, found in (("strict", strict), ("x64", wide)):
+        wrong += [f"{mode}: {n} {found[n]}" for n in wanted if found[n] != wanted[n]]
+    return wrong
+
+
+@row(
+    "export of symbolic sizes",
+    lambda call: decodes(call) and call.shared and "groups of a symbolic batch",
+)
+def _(call):
+    """The program of unknown batch and lengths, after serialization, with other sizes."""
+    a = call.arrays(1)
+    b, q, k, p, n = jax.export.symbolic_shape("b, q, k, p, n")
+    cross = decodes(call) or a["query"].shape[1] != a["key"].shape[1]
+    sizes = {"b": b, "q": q, "k": k if cross else q, "p": p, "n": n}
+    labels = call.labels()
+    shapes = {}
+    for name, x in a.items():
+        axes = [sizes.get(at, n) for at, n in zip(labels[name], x.shape, strict=True)]
+        if name == "blocks":
+            axes[2:] = [-(-sizes[at] // n) for at, n in zip("qk", calls.BLOCK, strict=True)]
+        shapes[name] = jax.ShapeDtypeStruct(axes, x.dtype)
+    program = restored(jax.export.export(jax.jit(call.step))(shapes))
+    longer = call.longer()
+    a = longer.arrays(1)
+    return differences(longer, program.call(a), a)
+
+
+def mesh_of(kind: str, names: tuple[str, str]) -> Any:
+    types = (getattr(AxisType, kind),) * 2
+    return jax.make_mesh((2, 2), names, devices=jax.devices("cpu")[:4], axis_types=types)
+
+
+def specs(call: Call, axes: dict[str, str]) -> dict[str, P]:
+    """The spec of each array. `axes`: the mesh axis of each label."""
+    kv_heads = int(call.heads.split("/")[1])
+    axes = dict(axes)
+    if "h" in axes and kv_heads % 2 == 0:
+        axes["g"] = axes["h"]
+    return {name: P(*(axes.get(at) for at in labels)) for name, labels in call.labels().items()}
+
+
+def on_mesh(call: Call, kind: str, axes: dict[str, str], names: tuple[str, str]) -> list[str]:
+    a = call.arrays(1)
+    mesh = mesh_of(kind, names)
+    of = specs(call, axes)
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
+        got = jax.jit(call.step)(placed)
+    wrong = differences(call, got, a)
+    if kind == "Explicit":
+        pairs = {"out": "dout", "lse": "dlse"} | {"d" + n: n for n in call.differentiable()}
+        pairs = {"out": "query"} if decodes(call) else pairs
+        for name, like in [(n, like) for n, like in pairs.items() if n in got]:
+            x, y = (jax.typeof(z).sharding.spec for z in (got[name], placed[like]))
+            if x != y:
+                wrong.append(f"{name} is sharded as {x}, not as {like}, {y}")
+    return wrong
+
+
+@row("plain jit on a mesh")
+def _(call):
+    return on_mesh(call, "Auto", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+
+
+@row("explicit mesh")
+def _(call):
+    return on_mesh(call, "Explicit", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+
+
+@row(
+    "explicit mesh, sharded sequence",
+    lambda call: (
+        jax_nn(call)
+        or (decodes(call) and call.paged and "pages are gathered")
+        or (not decodes(call) and call.mask == "built" and "its ids would be sharded too")
+        or None
+    ),
+    multiple=2,
+)
+def _(call):
+    axes = {"b": "data", "q": "context", "k": "context"}
+    a = call.arrays(1)
+    mesh = mesh_of("Explicit", ("data", "context"))
+    tensors = {*calls.TENSORS, "bias"}
+    of = specs(call, axes)
+    of = {n: s if n in tensors else specs(call, {})[n] for n, s in of.items()}
+    if "bias" in of:  # as query: keys whole
+        of["bias"] = P(*of["bias"][:3])
+    with jax.set_mesh(mesh):
+        on_devices = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
+        got = jax.jit(functools.partial(call.step, places=placed(call, a)))(on_devices)
+    return differences(call, got, a)
+
+
+@row(
+    "shard_map over batch and heads",
+    lambda call: (
+        not decodes(call) and call.dropout != "none" and "each device counts rows and heads from 0"
+    ),
+)
+def _(call):
+    a = call.arrays(1)
+    mesh = mesh_of("Auto", ("data", "tensor"))
+    if int(call.heads.split("/")[1]) % 2:
+        return on_mesh(call, "Auto", {"b": "data"}, ("data", "tensor"))
+    of = specs(call, {"b": "data", "h": "tensor"})
+    results = P("data", None, "tensor"), P("data", "tensor"), P("data", "tensor")
+    results = results[: {"jax.nn": 1, "decode": 2}.get(call.function, 3)]
+    mapped = jax.shard_map(call.attend, mesh=mesh, in_specs=(of,), out_specs=results)
+    return differences(call, jax.jit(lambda a: call.step(a, mapped))(a), a)
+
+
+def placed(call: Call, a: Arrays) -> Any:
+    """The positions that ALiBi needs where the sequence is sharded."""
+    if "slopes" not in a:
+        return None
+    index = [np.arange(n)[None] for n in call.sizes()]
+    pairs = zip(call.places(a) or index, call.sizes(), strict=True)
+    return [np.broadcast_to(x, (call.batch, n)).astype(np.int32) for x, n in pairs]
+
+
+def with_plan(call: Call, kind: str) -> list[str]:
+    a = call.arrays(1)
+    mesh = mesh_of("Auto", ("data", "context"))
+    spec = P("data", "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
+    q_len = a["query"].shape[1]
+    plan = packax.context_plan(call.expression(a), ranks=2, kind=kind, length=q_len)
+    axes = {"query": (1,), "key": (1,), "value": (1,), "dout": (1,), "dlse": (2,)}
+    if "bias" in a and a["bias"].shape[2] > 1:
+        axes["bias"] = (2,)
+
+    def move(x, along, back=False):
+        for axis in along:
+            x = (plan.unpermute if back else plan.permute)(x, axis)
+        return x
+
+    def attend(x):
+        mask = packax.create_attention_mask(
+            call.expression(a), q_len=q_len, kv_len=q_len, sharding=sharding, plan=plan
+        )
+        places = placed(call, a)
+        if places is not None:
+            places = plan.permute(places[0]), places[1]
+        return call.attend(x, mask, places)
+
+    inputs = {name: move(x, axes.get(name, ())) for name, x in a.items()}
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x: call.step(x, attend))(inputs)
+    axes |= {"out": (1,), "lse": (2,)} | {"d" + name: along for name, along in axes.items()}
+    got = {name: move(np.asarray(x), axes.get(name, ()), back=True) for name, x in got.items()}
+    return differences(call, got, a)
+
+
+def no_plan(call: Call) -> str | None:
+    if jax_nn(call) or decodes(call):
+        return jax_nn(call) or decodes(call)
+    if call.bias == "shared" and call.rows == "own masks":
+        return "a plan for each row needs a bias for each row"
+    return "a plan permutes queries and keys alike" if len(set(call.sizes())) > 1 else None
+
+
+def no_local_plan(call: Call) -> str | None:
+    if decodes(call):
+        return decodes(call)
+    if call.dropout != "none" or call.bias in ("pairs", "keys", "shared"):
+        return "refused: a bias array or dropout with a local plan"
+    return no_plan(call)
+
+
+@row("context plan", no_plan, multiple=256)
+def _(call):
+    return with_plan(call, "balanced")
+
+
+@row("local context plan", no_local_plan, multiple=256)
+def _(call):
+    return with_plan(call, "local")
+
+
+@row("context parallelism without a plan", lambda x: jax_nn(x) or decodes(x), multiple=2)
+def _(call):
+    a = call.arrays(1)
+    mesh = mesh_of("Auto", ("context", "tensor"))
+    heads = "tensor" if int(call.heads.split("/")[1]) % 2 == 0 else None
+    sharding = packax.AttentionSharding(
+        query=P(None, "context", "tensor"), key_value=P(None, "context", heads), mesh=mesh
+    )
+    with jax.set_mesh(mesh):
+        step = functools.partial(call.step, sharding=sharding, places=placed(call, a))
+        got = jax.jit(step)(a)
+    return differences(call, got, a)
