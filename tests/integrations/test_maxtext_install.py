@@ -62,7 +62,19 @@ BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
             {"context": 2, "ulysses": 2, "fsdp": 2},  # in the order for 2 ranks, over 4
             (2, 1024, 4, 8),
             (2, 1024, 2, 8),
-            (P("fsdp", None, None, None),) * 2,
+            (P("fsdp", "context", "ulysses", None),) * 2,
+        ),
+        (
+            {"context": 2, "ulysses": 2, "tensor": 2},
+            (1, 512, 4, 8),
+            (1, 512, 2, 8),  # every rank has both heads
+            (P(None, "context", ("tensor", "ulysses"), None), P(None, "context", None, None)),
+        ),
+        (
+            {"context": 2, "ulysses": 4},  # too many ranks for the heads
+            (1, 512, 2, 8),
+            (1, 512, 2, 8),
+            (P(None, "context", None, None),) * 2,
         ),
         (
             {"ulysses": 2},  # tokens in order
@@ -87,11 +99,11 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
 
 @pytest.mark.parametrize(
     ("sizes", "length"),
-    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 3),
+    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 0, 3),
 )
 def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
-    """Reordered for fewer ranks than hold the sequence, or in too small chunks; and one in order,
-    sharded."""
+    """Reordered for fewer ranks than hold the sequence (Ulysses), or in too small chunks; and one
+    in order, sharded."""
     mesh = jax.make_mesh(
         sizes, ("context", "ulysses", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
@@ -106,7 +118,9 @@ def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
     operands = [jax.device_put(x, rows) for x in operands]
     with linen.logical_axis_rules(RULES):
         sharding = sharding_of(mesh, q.shape, k.shape, BALANCED)
-    assert sharding.query[1] == ("ulysses" if sizes[0] == 1 else None)
+    assert sharding.query[1:3] == {512: ("context", "ulysses"), 128: (None, None)}.get(
+        length, ("ulysses", None)
+    )
     op = maxtext.AttentionOp(BALANCED, mesh, sharding=sharding)
 
     def loss(q, *others):

@@ -194,9 +194,10 @@ def sharding_of(
     """The sharding of attention; None: nothing is sharded.
 
     Mesh axes of size 1 are omitted, as are trailing axes that do not divide the array's size.
-    Axes of an enclosing `shard_map` or `vmap` (pipeline stages) are not used. The sequence is not
-    sharded if the keys have another length, or if tokens were reordered for another number of ranks
-    or in chunks that are not multiples of 128 rows.
+    Axes of an enclosing `shard_map` or `vmap` (pipeline stages) are not used. If tokens were
+    reordered over the context axis and are sharded over further axes, such as Ulysses axes, these
+    shard the heads. The sequence is not sharded if the keys have another length, or if tokens were
+    reordered for another number of ranks or in chunks that are not multiples of 128 rows.
     """
     if mesh is None or mesh.size == 1:
         return None
@@ -209,6 +210,11 @@ def sharding_of(
     if not (batch or rows or heads):
         return None
     ordered = reordered_ranks(mesh, config)
+    context = getattr(config, "context_sharding", "context")
+    if 1 < ordered < ranks and context in rows:
+        others = tuple(axis for axis in rows if axis != context)  # Ulysses
+        heads = _dividing(mesh, (*heads, *others), query[2])
+        rows, ranks = (context,), ordered
     in_tiles = ordered == 1 or (ordered == ranks and query[1] % (_TILE * ranks) == 0)
     if query[1] != key[1] or not in_tiles:
         rows = ()
