@@ -444,27 +444,6 @@ def test_vmap_does_not_repeat_it_for_the_batch(batch, mapped, way):
     assert jaxprs.largest(function, query, bias) <= n * 2 * length**2
 
 
-@pytest.mark.parametrize(
-    "bias,text",
-    [
-        (
-            np.zeros((2, 4, 150), np.float32),
-            "must have shape (2 or a divisor of it, 1 or 4, 1 or 150, 187)",
-        ),
-        (np.zeros((2, 3, 150, 187), np.float32), "but has (2, 3, 150, 187)"),
-        (np.zeros((1, 1, 1, 1), np.float32), "but has (1, 1, 1, 1)"),
-        (np.zeros((1, 1, 150, 187), np.int32), "bias must be an array of floats, but is int32"),
-        (np.zeros((1, 1, 150, 187), bool), "a mask is an expression, not a bias"),
-        ([[0.0]], "bias must be None, alibi(slopes) or an array of floats, but is a list"),
-    ],
-)
-def test_wrong_requests(bias, text):
-    tensors = SMALL.tensors(jnp.float32, 8, 8)[:3]
-    with pytest.raises(ValueError, match="bias must") as error:
-        packax.flash_attention(*tensors, packax.full(), bias=bias)
-    assert text in str(error.value)
-
-
 def test_it_is_not_expanded():
     """A bias of one row for all heads and query rows is not broadcast in the program."""
     case = SMALL

@@ -155,30 +155,3 @@ def test_one_part_is_itself():
     merged = packax.merge_attention([(out, lse)])
     np.testing.assert_array_equal(merged[0], out)
     np.testing.assert_array_equal(merged[1], lse)
-
-
-OUT, LSE = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
-
-
-@pytest.mark.parametrize(
-    "parts,text",
-    [
-        ([], r"parts must be a list of \(out, lse\), .* but is a list of length 0"),
-        (OUT, r"parts must be a list .* but is a ndarray of shape \(2, 5, 4, 8\)"),
-        ((OUT, LSE), r"parts\[0\] must be \(out, lse\), .* but is a ndarray of shape \(2, 5"),
-        ([(OUT, LSE, LSE)], r"parts\[0\] must be \(out, lse\), .* but is a tuple of length 3"),
-        ([(OUT, LSE), OUT], r"parts\[1\] must be \(out, lse\)"),
-        ([("a", LSE)], r"parts\[0\] must hold two arrays, but holds a str and a ndarray of"),
-        ([(OUT, OUT)], r"parts\[0\] must have the shapes .* \(2, 5, 4, 8\) and \(2, 5, 4, 8\)"),
-        ([(OUT, LSE.swapaxes(1, 2))], r"\(batch, heads, rows\) for lse, .* \(2, 5, 4\)"),
-        (
-            [(OUT, LSE), (OUT[:1], LSE[:1])],
-            r"all parts .* for out, .* float32\[2, 5, 4, 8\].*\[1, 5",
-        ),
-        ([(OUT, LSE), (OUT.astype(np.float16), LSE)], r"float32.*, and parts\[1\] has float16"),
-        ([(OUT.astype(int), LSE)], r"parts\[0\] must have a float dtype for out, but has int"),
-    ],
-)
-def test_errors(parts, text):
-    with pytest.raises(ValueError, match=text):
-        packax.merge_attention(parts)

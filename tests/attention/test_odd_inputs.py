@@ -6,8 +6,10 @@ A request gives the right numbers or a ValueError that says what is wrong, never
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
+import warnings
 
 import cases
 import jax
@@ -281,23 +283,57 @@ def test_threads():
         close(results[number], packax.flash_attention(*cut, packax.full()))
 
 
+def test_a_mask_cannot_be_written():
+    mask = packax.create_attention_mask(packax.documents(np.zeros((2, 10), int)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mask.kv_start = None
+
+
+@pytest.mark.filterwarnings("ignore:causal.* aligns row 0")
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: packax.causal() and packax.documents(PADDED), "join expressions with `&` and"),
-        (lambda: packax.causal() or packax.full(), "not with `and` and `or`"),
-        (lambda: packax.chunked(True), "size must be an integer, but is True"),
-        (lambda: packax.sliding_window(True), "left must be an integer, but is True"),
-        (
-            lambda: packax.masks.block_sparse(np.ones((3, 3), bool), True),
-            "block_size must be a positive .* True",
-        ),
-        (
-            lambda: packax.flash_attention(QUERY[:0], KEY, VALUE, EXPRESSION),
-            "key has batch size 2, but query has 0",
-        ),
-    ],
+    ("query", "key", "warns"),
+    some(
+        [
+            ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, 2 of 128 keys
+            ((2, 32, 512, 64), (2, 32, 512, 64), True),  # 32 heads of 512 rows
+            ((2, 8, 70, 64), (2, 8, 70, 64), True),
+            ((2, 70, 8, 64), (2, 70, 8, 64), False),
+            ((1, 32, 128, 64), (1, 32, 128, 64), False),  # large models of 128 heads
+            ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # decoding with such a model
+            ((2, 4, 8, 64), (2, 2, 8, 64), True),
+            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads, axes in the right order
+            ((2, 2, 16, 64), (2, 3, 16, 64), False),
+            ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many key/value heads as query heads
+            ((2, 32, 160, 64), (2, 32, 160, 64), True),
+            ((2, 16, 77, 64), (2, 16, 77, 64), True),
+            ((2, 8, 64, 64), (2, 8, 64, 64), True),
+            ((2, 77, 16, 64), (2, 77, 16, 64), False),
+            ((1, 40, 96, 64), (1, 40, 96, 64), False),  # models of 96 heads
+            ((1, 40, 64, 64), (1, 40, 64, 64), False),
+            ((1, 8, 32, 64), (1, 8, 32, 64), False),
+        ],
+        *(0, 3, 4, 5, 7, 9),
+    ),
 )
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_swapped_axes_are_warned_of(query, key, warns):
+    """Applies where no ids define the length: inputs of shape (batch, heads, length, dim) would
+    attend across heads without an error."""
+    x, y = jnp.zeros(query), jnp.zeros(key)
+    for mask in (
+        packax.causal(),
+        packax.create_attention_mask(packax.causal(), q_len=query[1], kv_len=key[1]),
+    ):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "causal.* aligns row 0")
+            jax.eval_shape(lambda mask=mask: packax.flash_attention(x, y, y, mask))
+        assert len(said) == warns
+        text = str(said[0].message) if warns else ""
+        assert not warns or (
+            f"query has shape {query} and key {key}" in text and "swapaxes" in text
+        )
+    ids = [np.zeros(shape[:2], int) for shape in (query, key)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expression = packax.documents(ids[0], kv_segment_ids=ids[1])
+        jax.eval_shape(lambda: packax.flash_attention(x, y, y, expression))

@@ -29,4 +29,5 @@ def check(call: str, error: str, said: list[str], names: dict[str, Any]) -> None
     with pytest.raises(Exception) as caught:
         eval(call, names)
     assert type(caught.value).__name__ == error, caught.value
-    assert re.search(".*".join(map(re.escape, said)), str(caught.value), re.DOTALL), caught.value
+    pattern = ".*".join(map(re.escape, said)).replace(r"\$", "$")
+    assert re.search(pattern, str(caught.value), re.DOTALL), caught.value
