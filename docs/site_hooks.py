@@ -27,6 +27,13 @@ LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 log = get_plugin_logger("site_hooks")
 
 
+def on_config(config):
+    """The version of packax that the site is about, at the end of each page."""
+    source = (ROOT / "python" / "packax" / "__init__.py").read_text()
+    config.copyright = f"packax {re.search(r'__version__ = "(.+)"', source)[1]}"
+    return config
+
+
 def on_files(files, config):
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))

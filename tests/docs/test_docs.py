@@ -190,6 +190,12 @@ def test_examples_of_docstrings_have_a_heading():
 
 
 def test_every_public_function_has_an_example():
+    kvax = packax.kvax.ops, packax.kvax.utils
+    for module in (packax.context, packax.kv_cache, packax.masks, packax.segments, *kvax):
+        for name in module.__all__:
+            thing = inspect.unwrap(getattr(module, name))
+            if inspect.isfunction(thing):
+                assert f"{thing.__module__}.{thing.__name__}" in EXAMPLES, name
     for name in packax.__all__:
         thing = getattr(packax, name)
         if inspect.isfunction(thing):

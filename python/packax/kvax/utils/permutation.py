@@ -90,7 +90,10 @@ def unpermute_tokens_context_parallelism(
         The array, or a list of the arrays, with axis 1 in the original order.
 
     Raises:
-        ValueError: as `permute_tokens_context_parallelism`.
+        ValueError: an error of `permute_tokens_context_parallelism`.
+
+    Examples:
+        >>> tokens = unpermute_tokens_context_parallelism(tokens)
     """
     return _move(inputs, mesh, plan, reverse=True)
 

@@ -45,6 +45,9 @@ def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
     Raises:
         ValueError: specs that do not have four entries, or differ in batch or head dim, or shard
             the keys' sequence or the head dim.
+
+    Examples:
+        >>> set_attention_specs(("data", "context", None, None), ("data", None, None, None))
     """
     _check(query_specs, kv_specs)
     _set(query_specs, kv_specs)
@@ -54,7 +57,10 @@ def get_attention_specs() -> AttentionSpecs:
     """The current specs.
 
     Raises:
-        ValueError: if none are set.
+        ValueError: none are set.
+
+    Examples:
+        >>> query_specs = get_attention_specs().query_specs
     """
     with _lock:
         current = dataclasses.replace(_current)
