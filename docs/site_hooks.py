@@ -30,7 +30,7 @@ log = get_plugin_logger("site_hooks")
 def on_config(config):
     """The version of packax that the site is about, at the end of each page."""
     source = (ROOT / "python" / "packax" / "__init__.py").read_text()
-    config.copyright = f"packax {re.search(r'__version__ = "(.+)"', source)[1]}"
+    config.copyright = "packax " + re.search(r'__version__ = "(.+)"', source)[1]
     return config
 
 
