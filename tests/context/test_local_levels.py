@@ -129,24 +129,6 @@ def ranks_of(line):
     return len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
 
 
-@pytest.mark.parametrize(
-    "call,texts",
-    [
-        (
-            lambda: plan_of(np.zeros(1024, int), (2, 2), shared=(0.75, 0.25)),
-            ["levels of ranks, (2, 2)", "(0.75, 0.25)"],
-        ),
-        (lambda: plan_of(np.zeros(1024, int), (2, 2), shared=(0.5,)), ["levels of ranks, (2, 2)"]),
-        (lambda: plan_of(np.zeros(1024, int), (2, 0)), ["ranks must be at least 1, but is 0"]),
-    ],
-)
-def test_refused(call, texts):
-    with pytest.raises(ValueError) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)
-
-
 def test_levels_of_another_mesh_are_refused():
     plan = greedy(ROWS, (2, 2))
     spec = P(None, "context")

@@ -270,29 +270,6 @@ def test_inputs_take_a_plan_that_was_made_before():
     np.testing.assert_array_equal(mask.plan_mismatch, [0, 0])
 
 
-@pytest.mark.parametrize(
-    "call,texts",
-    [
-        (lambda: plan_of(np.zeros(1000, int)), ["ranks * 128 = 512", '"local"', "is 1000"]),
-        (lambda: plan_of(np.zeros(512, int), chunk=128), ['kind="local"', "but is 128"]),
-        (lambda: plan_of(np.zeros(512, int), shared=1.5), ["from 0.0 to 1.0", "1.5"]),
-        (lambda: plan_of(np.zeros(512, int), shared=200), ["from 0 to 128 rows", "200"]),
-        (lambda: plan_of(np.zeros(512, int), shared=-1), ["from 0 to 128 rows", "-1"]),
-        (lambda: plan_of(np.zeros(512, int), shared="all"), ["or a number of rows", "'all'"]),
-        (lambda: plan_of(np.zeros(512, int), shared=True), ["or a number of rows", "True"]),
-        (
-            lambda: packax.context_plan(packax.causal(), ranks=2, length=512, shared=0.5),
-            ['kind="local"', "'balanced'"],
-        ),
-    ],
-)
-def test_refused(call, texts):
-    with pytest.raises(ValueError) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)
-
-
 def test_a_shared_part_that_is_too_small_is_said():
     """shared=1 means one row, not all rows; on the host nothing else reports that it does not
     fit."""
