@@ -27,7 +27,7 @@ from kvax_cases import (
     tensors,
 )
 from packax.kvax.ops import create_attention_mask, flash_attention
-from packax.kvax.ops.mask_creator import AttentionMask
+from packax.kvax.ops.mask_creator import AttentionMask, calculate_mask_sparsity
 from packax.kvax.utils import attention_specs
 
 
@@ -172,6 +172,16 @@ def test_masks_that_a_program_does_not_use_are_not_made():
     )
     size = lambda text: len(re.findall(r"^\s+\S+ = ", text, re.M))  # noqa: E731
     assert size(ours) <= 1.02 * size(direct)
+
+
+def test_an_empty_batch():
+    ids = np.zeros((0, 16), np.int32)
+    masks = create_attention_mask(ids, ids, ids, ids, calc_bwd_mask=True)
+    x = jnp.zeros((0, 16, 2, 8))
+    assert flash_attention(x, x, x, ids, ids, ids, ids, masks).shape == x.shape
+    assert calculate_mask_sparsity(masks[0], 64, 64, 16, 16) == 0
+    with pytest.raises(ValueError, match=r"length at least 1, but has \(2, 0\)"):
+        create_attention_mask(*[np.zeros((2, 0), np.int32)] * 4)
 
 
 def test_vmap():

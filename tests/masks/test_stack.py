@@ -180,3 +180,20 @@ def test_what_selects_a_mask(kind):
             ValueError, match="kind must be the index of a mask, an integer or bool"
         ):
             stack[wrong]
+
+
+def test_symbolic_sizes():
+    """One exported program for any batch and length, with a traced index."""
+
+    def dense(ids, kind):
+        document = packax.documents(ids)
+        kinds = packax.sliding_window(2) & document, packax.causal() & document
+        stack = stack_masks([packax.create_attention_mask(x) for x in kinds])
+        return stack[kind].as_array()
+
+    batch, length = jax.export.symbolic_shape("b, s")
+    types = jax.ShapeDtypeStruct((batch, length), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    exported = jax.export.export(jax.jit(dense), platforms=["cpu"])(*types)
+    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (3, 70)), axis=1).astype(np.int32)
+    for kind in (0, 1):
+        np.testing.assert_array_equal(exported.call(ids, np.int32(kind)), dense(ids, kind))

@@ -372,10 +372,30 @@ def test_symbolic_sizes():
         typed = jax.ShapeDtypeStruct(shape, jnp.int32)
         return jax.export.export(jax.jit(function), platforms=["cpu"])(typed).call
 
-    from_lengths = exported(lambda x: packax.segments.from_lengths(x, 9), batch, number)
     lengths = np.array([[3, 0, 4], [2**31 - 1, 2**31 - 1, 2**31 - 1], [1, 9, 2]], np.int32)
     want = np.array([[0] * 3 + [2] * 4 + [-1] * 2, [0] * 9, [0] + [1] * 8])
+    from_lengths = exported(lambda x: segments.from_lengths(x, 9), batch, number)
     np.testing.assert_array_equal(from_lengths(lengths), want)
-    cu_seqlens = exported(lambda x: packax.segments.cu_seqlens(x, max_documents=4), batch, length)
+    offsets = np.array([[0, 3, 3, 7], [0, 9, 9, 9], [0, 1, -1, 9]], np.int32)
+    from_cu_seqlens = exported(lambda x: segments.from_cu_seqlens(x, 9), batch, number)
+    want[2, 1:] = 2
+    np.testing.assert_array_equal(from_cu_seqlens(offsets), want)
     ids = np.array([[0, 0, 1, -1], [0, -1, 3, 3]], np.int32)
-    np.testing.assert_array_equal(cu_seqlens(ids), packax.segments.cu_seqlens(ids, 4))
+
+    def of_tokens(ids):  # sizes from shapes
+        length = ids.shape[1]
+        counts = segments.cu_seqlens(ids, max_documents=2 * length)
+        return (
+            counts,
+            segments.from_lengths([1, 1], length),
+            segments.from_lengths(jnp.abs(ids)[:, 1:], length - 1),
+            segments.from_cu_seqlens(counts, 2 * length),
+            segments.positions(ids),
+            segments.next_tokens(ids, ids),
+            segments.from_positions(ids, ids >= 0),
+            segments.cu_seqlens(np.zeros((2, 2), int), length),
+        )
+
+    got = exported(of_tokens, batch, length)(ids)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(of_tokens(ids)), strict=True):
+        np.testing.assert_array_equal(x, y)

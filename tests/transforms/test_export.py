@@ -7,6 +7,7 @@ to do.
 
 import contextlib
 import importlib.util
+import itertools
 import pickle
 
 import context
@@ -226,8 +227,7 @@ def test_a_compiled_program_is_stored():
 
 
 @pytest.mark.filterwarnings("ignore:attention in an exported program")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("kind", "size"), some(itertools.product(["Auto", "Explicit"], [4, 1]), 0))
 def test_an_abstract_mesh(kind, size):
     """Programs for a mesh without devices, whether it is set or only in the types of arguments."""
     mesh = AbstractMesh((size,), ("data",), axis_types=(getattr(AxisType, kind),))
@@ -236,8 +236,12 @@ def test_an_abstract_mesh(kind, size):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
 
     x, ids = typed((4, 8, 2, 8)), typed((4, 8), jnp.int32)
+    blocks = np.tril(np.ones((2, 2, 2), bool))  # for each of two heads
 
     def every(x, ids):
+        def attend(expression, **options):
+            return packax.flash_attention(x, x, x, expression, **options)
+
         mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
         of_batch = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
         return (
@@ -245,7 +249,18 @@ def test_an_abstract_mesh(kind, size):
             packax.flash_attention(x, x, x, of_batch),
             packax.dot_product_attention(x, x, x, is_causal=True),
             packax.decode_attention(x[:, :1], x, x, jnp.full(4, 8)),
+            packax.dot_product_attention(x, x, x, mask=np.tril(np.ones((8, 8), bool))),
+            packax.decode_shared_prefix(
+                x[:, :1], pages, pages, jnp.full(4, 9), jnp.array([8]), block_table=table
+            ),
+            attend(packax.masks.stack_masks([mask, mask])[jnp.int32(1)]),
+            attend(packax.masks.tree(ids, jnp.array([-1, 0]))),
+            attend(packax.masks.block_sparse(blocks[None], 4), soft_cap=2.0, sinks=jnp.ones(2)),
+            packax.merge_attention([attend(packax.causal(), return_lse=True)] * 2)[0],
+            jax.jvp(lambda x: packax.flash_attention(x, x, x, mask), (x,), (x,))[1],
         )
+
+    pages, table = jnp.ones((4, 4, 2, 8)), jnp.tile(jnp.arange(4), (4, 1))
 
     for setting in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
         with setting:

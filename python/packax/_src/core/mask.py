@@ -194,7 +194,7 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
         """
         mask = self.with_batch()
         rows, keys = mask.kv_start.shape[-1], self.kv_len
-        if rows * keys > _MOST_PAIRS:
+        if not is_symbolic_dim(rows * keys) and rows * keys > _MOST_PAIRS:
             raise ValueError(
                 f"as_array would make {rows} x {keys} booleans, but makes at most {_MOST_PAIRS}, "
                 "which is 4096 x 4096: use a mask of smaller lengths"

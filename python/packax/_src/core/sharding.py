@@ -79,7 +79,7 @@ class Layout:
     mesh: Any  # None: the mesh of the context
     sizes: tuple[tuple[str, int], ...]
     manual: frozenset[str]  # the axes of the shard_map that surrounds the call
-    explicit: bool  # whether array types include the sharding
+    explicit: frozenset[str]  # the axes whose sharding is part of array types
     batch: Axes
     context: Axes
     heads: Axes
@@ -122,9 +122,9 @@ class Layout:
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     def place(self, x: Any, *dims: Axes) -> Any:
-        """x resharded over these mesh axes if array types include the sharding.
+        """x resharded over those of these mesh axes that are of type Explicit.
 
-        Otherwise x is returned unchanged, and shard_map reshards it.
+        Over other axes shard_map reshards it.
         """
         return self._resharded(x, self.spec(*dims)) if self.explicit else x
 
@@ -156,8 +156,14 @@ class Layout:
 
     def _resharded(self, x: Any, dims: P) -> Any:
         # Without a mesh in the context a spec alone has no meaning.
+        dims = self.only(self.explicit, dims)
         target = dims if self.mesh is None else NamedSharding(self.mesh, dims)
         return jax.sharding.reshard(x, target)
+
+    def only(self, axes: frozenset[str], dims: P) -> P:
+        """dims without the mesh axes that are not among `axes`."""
+        entries = ((e,) if isinstance(e, str) else e or () for e in dims)
+        return spec(*(tuple(axis for axis in entry if axis in axes) for entry in entries))
 
     def own_part(self, x: jax.Array, axis: int) -> jax.Array:
         """This rank's piece of a complete x, if the caller's shard_map covers the context axes."""
@@ -352,7 +358,9 @@ def layout_of(sharding: Any) -> Layout:
         mesh,
         sizes,
         manual,
-        AxisType.Explicit in types,
+        frozenset(
+            name for name, x in zip(known.axis_names, types, strict=True) if x == AxisType.Explicit
+        ),
         query[0],
         query[1],
         query[2],

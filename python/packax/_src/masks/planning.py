@@ -351,16 +351,25 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
     """x sharded over the batch and context axes. In a shard_map over them, this rank's rows."""
     x = layout.own_part(jnp.asarray(x), 1)
     spec: Any = layout.spec(layout.batch, layout.context)
-    if layout.explicit:  # other axes keep their sharding
-        spec = P(*spec, *jax.typeof(x).sharding.spec[2:])
+    free = [P.UNCONSTRAINED]  # other axes keep their sharding
+    constrain: Any = jax.lax.with_sharding_constraint
+
+    def on_mesh(spec: Any) -> Any:
+        return spec if layout.mesh is None else jax.sharding.NamedSharding(layout.mesh, spec)
+
+    if layout.explicit:
+        typed = layout.only(layout.explicit, spec)
+        x = jax.sharding.reshard(x, on_mesh(P(*typed, *jax.typeof(x).sharding.spec[2:])))
+        spec = layout.only(layout.mapped - layout.explicit, spec)
+        if not any(spec):
+            return x
+        spec = P(*(free[0] if axes is None else axes for axes in spec), *free * (x.ndim - 2))
+        constrain = jax.jit(constrain, static_argnums=1)  # outside of jit it changes the type
     elif not any(spec):
         return x
     elif isinstance(x, jax.core.Tracer):
-        spec = P(*spec, *[P.UNCONSTRAINED] * (x.ndim - 2))
-    if layout.mesh is not None:
-        spec = jax.sharding.NamedSharding(layout.mesh, spec)
-    place = jax.sharding.reshard if layout.explicit else jax.lax.with_sharding_constraint
-    return place(x, spec)
+        spec = P(*spec, *free * (x.ndim - 2))
+    return constrain(x, on_mesh(spec))
 
 
 def _levels(

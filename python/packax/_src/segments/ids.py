@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_array, numpy_of
 from packax._src.core.debug import check_values
@@ -77,8 +78,8 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
         array([ 0,  0,  0,  1,  1, -1, -1, -1], dtype=int32)
     """
     each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
-    xp = numpy_of(each)
-    length = None if length is None else checked_size("length", length, 0)
+    length = None if length is None else static_size("length", length)
+    xp = jnp if _is_symbolic(length) else numpy_of(each)
     if xp is np:
         ends: Array = np.cumsum(each, axis=-1, dtype=np.int64)
         if each.size and each.min() < 0:
@@ -90,24 +91,27 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
     elif length is None:
         raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
     else:  # sums that wrap are beyond `length`, as are all later ones
-        tokens: Any = jnp.clip(each, 0, length).astype(np.uint32)
+        # jax adds up no symbolic size that may be 0: a last document has no token.
+        each = jnp.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, 1)])
+        most = jnp.asarray(length).astype(np.uint32)
+        tokens: Any = jnp.minimum(jnp.maximum(each, 0).astype(np.uint32), most)
         sums = jnp.cumsum(tokens, axis=-1, dtype=np.uint32)
         wrapped = jax.lax.cummax((sums < tokens).astype(np.int32), axis=each.ndim - 1) != 0
-        ends = jnp.where(wrapped, length, jnp.minimum(sums, np.uint32(length))).astype(np.int32)
-    index = np.arange(length, dtype=np.int32)
+        ends = jnp.where(wrapped, most, jnp.minimum(sums, most)).astype(np.int32)
 
     def of_row(ends: Any) -> Any:
         if xp is np:
+            index = np.arange(length, dtype=np.int32)
             number: Any = np.searchsorted(ends, index, side="right").astype(np.int32)
-        else:  # also for a symbolic number of documents
-            ending = jnp.zeros(length, np.int32).at[ends].add(1, mode="drop")
-            number = jnp.cumsum(ending, dtype=np.int32)
+        else:
+            ending = jnp.zeros(length + 1, np.int32).at[ends].add(1)
+            number = jnp.cumsum(ending, dtype=np.int32)[:-1]
         return xp.where(number < ends.shape[0], number, PADDING_SEGMENT_ID).astype(np.int32)
 
     if ends.ndim == 1:
         return of_row(ends)
     if xp is np:
-        return np.array([of_row(x) for x in ends], np.int32).reshape(len(ends), len(index))
+        return np.array([of_row(x) for x in ends], np.int32).reshape(len(ends), length)
     return jax.vmap(of_row)(ends)
 
 
@@ -140,9 +144,11 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
         ends = np.where(ends == -1, np.maximum.accumulate(ends, axis=-1), ends)
         if (ends[..., 1:] < ends[..., :-1]).any():
             raise ValueError("cu_seqlens must not decrease: they are cumulative lengths")
-    else:
-        ends = jax.lax.cummax(ends, axis=ends.ndim - 1)
-    return from_lengths(ends[..., 1:] - ends[..., :-1], length)
+        return from_lengths(ends[..., 1:] - ends[..., :-1], length)
+    ends = jax.lax.cummax(ends, axis=ends.ndim - 1)
+    starts = jnp.concatenate([ends[..., :1], ends[..., :-1]], axis=-1)
+    # Document 0 has no token, so that a symbolic number of documents is not 0.
+    return jnp.maximum(from_lengths(ends - starts, length) - 1, PADDING_SEGMENT_ID)
 
 
 def from_attention_mask(attention_mask: ArrayLike) -> Array:
@@ -338,8 +344,10 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
         array([0, 3, 5], dtype=int32)
     """
     ids = as_int32("segment_ids", segment_ids)
+    if _is_symbolic(max_documents):
+        ids = jnp.asarray(ids)
     if max_documents is not None:
-        max_documents = checked_size("max_documents", max_documents, 0)
+        max_documents = static_size("max_documents", max_documents)
     return over_auto_axes(_cu_seqlens, (ids, max_documents), ())
 
 
@@ -408,6 +416,15 @@ def checked_size(name: str, size: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, but is {size!r}")
     return number
+
+
+def _is_symbolic(size: Any) -> bool:
+    return is_symbolic_dim(size)
+
+
+def static_size(name: str, size: Any) -> Any:
+    """A size of 0 or more, which may be a symbolic dimension of jax.export."""
+    return size if _is_symbolic(size) else checked_size(name, size, 0)
 
 
 def same_shape(name: str, x: Array, other: str, shape: tuple[int, ...]) -> None:

@@ -76,7 +76,7 @@ def block_bounds(
     lower_full, upper_full = (jnp.where(some_full, x, without) for x in (lower_full, upper_full))
     bounds: tuple[jax.Array, ...] = (lower, upper, lower_full, upper_full)
     if outer == "query":  # concatenates the blocks of all shards
-        bounds = tuple(x.reshape(x.shape[0], 1, -1) for x in bounds)
+        bounds = tuple(x.reshape(x.shape[0], 1, x.shape[1] * x.shape[2]) for x in bounds)
     return bounds
 
 

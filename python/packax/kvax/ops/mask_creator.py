@@ -153,9 +153,9 @@ def checked_tokens(
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
         arrays[name] = x
-        if x.ndim != 2 or 0 in x.shape:
+        if x.ndim != 2 or x.shape[1] == 0:
             raise ValueError(
-                f"{name} must have shape (batch, length), both at least 1, but has {x.shape}"
+                f"{name} must have shape (batch, length), length at least 1, but has {x.shape}"
             )
         if isinstance(x, np.ndarray):
             arrays[name] = jnp.asarray(as_int32(name, x))
@@ -281,14 +281,15 @@ def calculate_mask_sparsity(
         query_seq_len, kv_seq_len: the numbers of queries and keys.
 
     Returns:
-        A float: the number of blocks within the bounds, divided by the number of all blocks.
+        A float: the number of blocks within the bounds, divided by the number of all blocks; 0 for
+        an empty batch.
 
     Raises:
         jax.errors.TracerArrayConversionError: inside jit, where bounds have no values.
     """
     attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
     blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
-    return float(attended.sum() / (blocks * attended.shape[0]))
+    return float(attended.sum() / max(blocks * attended.shape[0], 1))
 
 
 _ROWS, _COLUMNS = 32, 64  # the largest picture that fits on a screen
