@@ -25,7 +25,7 @@ STEPS, REPORTED = 250, 25
 
 
 def draw_sets(rng):
-    """Rings of 16 to 48 points with random centres and radii, and the set of each point."""
+    """Rings of 16 to 48 points with random centers and radii, and the set of each point."""
     points = np.zeros((ROWS, LENGTH, 2), np.float32)
     ids = np.full((ROWS, LENGTH), packax.PADDING_SEGMENT_ID, np.int32)
     for row in range(ROWS):
@@ -103,7 +103,7 @@ def loss(weights, points, ids, key):
 
 
 def spread(points, ids):
-    """The standard deviation of a set's distances to its centre, relative to their mean: 0 for
+    """The standard deviation of a set's distances to its center, relative to their mean: 0 for
     rings. The mean over all sets."""
     found = []
     for row, own in zip(np.asarray(points), ids, strict=True):
