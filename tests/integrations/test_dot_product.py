@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from dot_products import DENSE, DIM, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
+from dot_products import DIM, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
 from packax.integrations.fallback import FallbackWarning
 from tiers import some
 
@@ -252,55 +252,6 @@ def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
         )
         packax.dot_product_attention(*tensors())
     assert seen == [None, "xla"]
-
-
-BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"scale": np.ones(1), "implementation": "cuda"},
-            NotImplementedError,
-            r"with a scale of shape \(1,\): there is no kernel for it, and impl",
-        ),
-        ({"mask": DENSE.astype(int)}, ValueError, r"mask must be boolean"),
-        ({"mask": np.zeros((2, T), int)}, ValueError, r"segment ids, .*packax.documents\(array\)"),
-        (
-            {"mask": np.ones((3, 1, 1, S), bool)},
-            ValueError,
-            r"mask must be broadcastable to .*, \(2, 4, 21, 37\), but has shape \(3, 1, 1, 37\)",
-        ),
-        ({"mask": np.ones((2, 2, T, S), bool)}, ValueError, r"mask must be broadcastable to"),
-        ({"bias": np.ones((T, 5))}, ValueError, r"bias must be broadcastable to .*\(1, 1, 21, 5"),
-        ({"bias": np.ones((1, 2, 1, T, S))}, ValueError, r"bias must be broadcastable to"),
-        ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is a built mask, so it cannot"),
-        ({"mask": BUILT, "implementation": "xla"}, ValueError, r"mask is built for packax"),
-        (
-            {"implementation": "flash"},
-            ValueError,
-            r'implementation must be None, "cuda", "xla" or "cudnn" \(these two are jax.nn',
-        ),
-        ({"implementation": np.array([1, 2])}, ValueError, "implementation must be None"),
-        ({"is_causal": 2}, ValueError, r"is_causal must be True or False, but is 2"),
-        ({"is_causal": "yes"}, ValueError, r"is_causal must be True or False, but is 'yes'"),
-        ({"local_window_size": 2.5}, ValueError, r"local_window_size must be an integer or"),
-        ({"local_window_size": (1, 2j)}, ValueError, r"local_window_size must be an integer or"),
-        ({"local_window_size": (1, "2")}, ValueError, r"local_window_size must be an integer or"),
-        ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be an integer or"),
-        ({"query_seq_lengths": lengths(1)}, ValueError, r"query_seq_lengths must be int32 of sh"),
-        (
-            {"key_value_seq_lengths": np.ones(2)},
-            ValueError,
-            r"key_value_seq_lengths must be int32 of shape \(2,\), but is float",
-        ),
-        ({"implementation": "cuda"}, NotImplementedError, r'"cuda" needs a CUDA device'),
-    ],
-)
-def test_errors(options, error, message):
-    with pytest.raises(error, match=message):
-        packax.dot_product_attention(*tensors(), **options)
 
 
 def test_errors_of_shapes():

@@ -117,22 +117,6 @@ def test_nothing_to_attend(sizes):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "key_mask", "message"),
-    [
-        (((8,), (3, 8), (3, 8)), None, r"q must have shape \(\.\.\., length, dim\)"),
-        (((2, 3, 4, 8), (1, 3, 4, 8), (2, 3, 4, 8)), None, r"k must have the batch dimensions"),
-        (((2, 3, 4, 8), (2, 3, 4, 8), (4, 8)), None, r"v must have the batch dimensions .*\(2,\)"),
-        (((2, 3, 4, 8),) * 3, np.ones((2, 5)), r"key_mask must have shape \(2, 4\)"),
-        (((2, 3, 4, 8),) * 3, np.ones((3, 4)), r"key_mask must have shape \(2, 4\)"),
-        (((2, 3, 4, 8),) * 3, True, r"key_mask must have shape \(2, 4\)"),
-    ],
-)
-def test_errors(shapes, key_mask, message):
-    with pytest.raises(ValueError, match=message):
-        ours.flash_attention(*(np.zeros(shape, np.float32) for shape in shapes), key_mask)
-
-
-@pytest.mark.parametrize(
     ("dtype", "dim", "kernels"),
     [
         ("bfloat16", 64, True),
