@@ -126,8 +126,8 @@ def flash_attention(
             size is B, or 1 if all rows of the batch share one mask.
         scale: the factor of the scores: a finite Python or numpy number, or a float array of shape
             (), traced or not, which may have a gradient. None: 1 / sqrt(Dqk).
-        soft_cap: a bound of the logits, which become soft_cap * tanh(logits / soft_cap)
-            (Gemma 2, arXiv 2408.00118): a Python or numpy number from 1e-30 to 1e30. None: no cap.
+        soft_cap: the cap of the logits, which become soft_cap * tanh(logits / soft_cap)
+            (Gemma 2, arXiv 2408.00118). A Python or numpy number from 1e-30 to 1e30. None: no cap.
         sinks: one more logit for each query head in the softmax's denominator, without a value
             (gpt-oss): (H,) of any float dtype. Differentiable.
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope

@@ -50,8 +50,8 @@ def decode_shared_prefix(
             integers.
         prefix_lengths: how many of their first keys the sequences of each group share: (G,)
             integers, where B is a multiple of G. They must not include the Sq new keys.
-        block_table: as in `decode_attention`. For sequences that are computed together, the pages
-            of the prefix are taken from the row of the first of them.
+        block_table: as in `decode_attention`. For sequences that are computed together, the first
+            one's row gives the pages of the prefix.
         key_scale, value_scale: scales of float8_e4m3fn pages, as in `decode_attention`.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
         return_lse: also return the log-sum-exp.

@@ -120,7 +120,7 @@ def decode_attention(
         causal: whether a query token attends only to keys up to its position. Otherwise, all query
             tokens of a sequence attend to all of its keys, including those of later query tokens.
         scale: the factor of the scores, a finite Python or numpy number. None: 1 / sqrt(Dqk).
-        soft_cap: a bound of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma): a
+        soft_cap: the cap of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma). A
             positive Python or numpy number.
         sinks: one more logit for each query head in the softmax's denominator, without a value
             (gpt-oss): (H,) of any float dtype.

@@ -60,7 +60,8 @@ def attention_fn(
             (also its `deterministic`, which here refers to gradients, not dropout).
 
     Raises:
-        ValueError: return_lse or return_max_logits among the options: a layer takes one result.
+        ValueError: return_lse or return_max_logits among the options, because a layer takes one
+            result.
 
     Examples:
         >>> layer = nn.MultiHeadAttention(num_heads=8, attention_fn=attention_fn(packax.causal()))

@@ -58,19 +58,19 @@ class ContextPlan(metaclass=PublicNames):
         order: the chunk at each index of the plan, (B or 1, length / chunk) int32.
         inverse: the index of each chunk, in the same shape.
         kind, ranks, length, chunk: as in `context_plan`; chunk is in tokens.
-        shared: for "local" (whose chunk is 1): the number of tokens at the start of each rank that
+        shared: for "local" (whose chunk is 1), the number of tokens at the start of each rank that
             form its shared part, whose keys and values all ranks gather. The other tokens are its
             private part, which no other rank reads. With levels, a tuple with one number for each:
             the first shared[0] tokens are gathered by all ranks, the first shared[1] by the ranks
             of a host, and so on. None: there are no parts, and all keys are gathered.
-        split: for "local": how many tokens of each rank are in split documents, at each level (over
-            hosts, or inside a host): (B or 1, ranks, levels or 1) int32. These tokens come first,
+        split: for "local", how many tokens of each rank are in split documents, at each level (over
+            hosts, or inside a host), (B or 1, ranks, levels or 1) int32. These tokens come first,
             at most `shared` of them. Then come the tokens of documents that are not split, in the
             order of the sequence. None: attention gathers all keys.
         checksum: a checksum of the segment ids from which the plan was made, (B or 1,) int32. None:
             it was made without ids, or with separate ids for the keys.
-        levels: for "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
-            product is `ranks`. (): one level.
+        levels: for "local", the sizes of the groups of ranks, such as (hosts, ranks of a host),
+            whose product is `ranks`. (): one level.
     """
 
     public = ("permute", "unpermute", "index", "fetched", "traffic")
@@ -438,7 +438,7 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
 
 def _sum_of_top_bits(tiles: jax.Array, most: int) -> jax.Array:
     """tiles.sum(axis=2) >> shift, with the shift for which the largest sum of a row has _AREA_BITS
-    bits. `most`: an upper bound of the values of tiles. jax has int64 only with jax_enable_x64."""
+    bits. `most`: an upper bound on the values of tiles. jax has int64 only with jax_enable_x64."""
     size = 31 - tiles.shape[2].bit_length()  # bits of a digit: the sum of digits fits int32
     mask = (1 << size) - 1
     carry: Any = 0

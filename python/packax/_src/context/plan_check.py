@@ -48,7 +48,7 @@ def check_plan(
             because then the mask does not store it.
 
     Raises:
-        ValueError: while the checks are on: a batch in another order. Inside jit it is raised in
+        ValueError: the batch is in another order, and the checks are on. Inside jit it is raised in
             the thread that traced the function, once the program has run that far; the program
             itself continues, so that no device waits for another. If jax runs a small program in
             that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). It is also raised

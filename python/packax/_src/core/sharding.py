@@ -161,7 +161,7 @@ class Layout:
         return jax.sharding.reshard(x, target)
 
     def only(self, axes: frozenset[str], dims: P) -> P:
-        """dims without the mesh axes that are not among `axes`."""
+        """dims with only the mesh axes that are among `axes`."""
         entries = ((e,) if isinstance(e, str) else e or () for e in dims)
         return spec(*(tuple(axis for axis in entry if axis in axes) for entry in entries))
 

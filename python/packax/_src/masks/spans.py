@@ -154,8 +154,8 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     Raises:
         ValueError: wrong rank, dtype, value or length; a `text` with an offset;
             or an intersection with documents(...) that has kv_segment_ids or kv_positions.
-        NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
-            intersect the spans with them instead.
+        NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...), with
+            which to intersect the spans instead.
 
     Examples:
         >>> packax.masks.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)

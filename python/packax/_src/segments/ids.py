@@ -327,7 +327,7 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
 
     Args:
         segment_ids: (B, S) or (S,) of integers. A document is a run of equal ids in a row.
-        max_documents: a static upper bound of the number of documents. The result has one more
+        max_documents: a static upper bound on the number of documents. The result has one more
             entry, and repeats its last value; under `jit`, further documents are left out. None:
             the number of documents, for numpy arrays only.
 
