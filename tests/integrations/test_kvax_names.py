@@ -135,6 +135,10 @@ def test_axes_without_a_mesh():
             kvax.utils.permute_tokens_context_parallelism(TOKENS[0])
 
 
+def three_masks():
+    return create_attention_mask(*TOKENS, Params(16, 32), Params(64, 8), calc_bwd_mask=True)
+
+
 def test_a_bias_is_not_implemented():
     with pytest.raises(NotImplementedError, match="bias must be None"):
         flash_attention(*tensors()[:3], *TOKENS, three_masks(), bias=jnp.zeros(()))
