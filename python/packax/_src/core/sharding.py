@@ -122,7 +122,7 @@ class Layout:
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     def place(self, x: Any, *dims: Axes) -> Any:
-        """x resharded over those of these mesh axes that are of type Explicit.
+        """x resharded over these mesh axes, as far as they are of type Explicit.
 
         Over other axes shard_map reshards it.
         """

@@ -209,8 +209,8 @@ def _of_part(
 def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     """Orders the gathered keys at these indices; those `inside` are the part's.
 
-    The other keys pad documents at their start, so that each ends at the end of a tile, and come
-    last.
+    The other keys pad documents at their start, so that each document ends at the end of a tile.
+    Those that are left come last.
     """
     size = index.shape[1]
     before = _number_before(index, inside, ids.shape[1])

@@ -113,7 +113,7 @@ def context_plan(
             includes the first, so sizes must not decrease. A single size defines one part shared by
             all ranks. None: the smallest of 24 fractions for which the most loaded rank has at most
             1.03 times the mean work. With levels, the size for all ranks is minimized first, then
-            that for a host. If a size that you pass is too small for the documents, all tokens
+            the size for a host. If a size that you pass is too small for the documents, all tokens
             are shared, with a warning.
         length: the number of tokens; needed only if no array of the expression determines it.
 
