@@ -124,7 +124,7 @@ class Layout:
     def place(self, x: Any, *dims: Axes) -> Any:
         """x resharded over these mesh axes, as far as they are of type Explicit.
 
-        Over other axes shard_map reshards it.
+        shard_map reshards it over other axes.
         """
         return self._resharded(x, self.spec(*dims)) if self.explicit else x
 
