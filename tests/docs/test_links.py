@@ -130,3 +130,9 @@ def test_each_job_is_two_clicks_from_the_readme(job):
         page = DOCS / "guide" / name
         assert page in (first if anchor else first | second), target
         assert not anchor or anchor in anchors(page), target
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "guide").glob("*.md")), ids=lambda x: x.stem)
+def test_a_guide_page_begins_with_an_example(page):
+    first = page.read_text().partition("\n```")[0].count("\n")
+    assert first < 20 or page.stem in ("features", "support")
