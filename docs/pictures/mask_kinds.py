@@ -74,7 +74,7 @@ def main() -> None:
         ]
         picture.bars(bars, svg.BLUE)
     picture.words(
-        width / 2, height - 8, "24 tokens; down: query rows, across: keys, blue: attended",
+        width / 2, height - 8, "24 tokens; down: queries, across: keys, blue: attended",
         size=11.5, fill=svg.GREY,
     )  # fmt: skip
     picture.save(__file__)

@@ -47,7 +47,7 @@ def main() -> None:
                     size = (end - begin) * CELL, CELL - 1
                     picture.box(*at, *size, colours[ids[begin]], round=0)
         x += side + GAP
-    words = "down: query rows, across: keys; a color for each document or segment of keys"
+    words = "down: queries, across: keys; a color for each document or segment of keys"
     picture.words(width / 2, TOP + most + 20, words, size=11.5, fill=svg.GREY)
     picture.save(__file__)
 

@@ -289,7 +289,7 @@ def test_a_mask_cannot_be_written():
         mask.kv_start = None
 
 
-@pytest.mark.filterwarnings("ignore:causal.* aligns row 0")
+@pytest.mark.filterwarnings("ignore:causal.* aligns query 0")
 @pytest.mark.parametrize(
     ("query", "key", "warns"),
     some(
@@ -325,7 +325,7 @@ def test_swapped_axes_are_warned_of(query, key, warns):
     ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", "causal.* aligns row 0")
+            warnings.filterwarnings("ignore", "causal.* aligns query 0")
             jax.eval_shape(lambda mask=mask: packax.flash_attention(x, y, y, mask))
         assert len(said) == warns
         text = str(said[0].message) if warns else ""

@@ -140,5 +140,5 @@ def test_what_plans_do_not_say():
             packax.flash_attention(query, key, value, mask, dropout_rate=0.1, dropout_key=KEY)
     plan = packax.context_plan(EXPRESSION, ranks=2, kind="balanced")
     mask = packax.create_attention_mask(EXPRESSION, plan=plan, permuted_keys=False)
-    with pytest.raises(NotImplementedError, match="permutes only the query rows"):
+    with pytest.raises(NotImplementedError, match="permutes only the queries"):
         packax.flash_attention(query, key, value, mask, dropout_rate=0.1, dropout_key=KEY)

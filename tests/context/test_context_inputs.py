@@ -146,7 +146,7 @@ def test_inside_a_shard_map_of_the_callers():
 @pytest.mark.parametrize(
     "batch,text",
     [
-        ({"x": np.zeros((4, 512))}, "expression is for 1024 query rows, but length says 512"),
+        ({"x": np.zeros((4, 512))}, "expression is for 1024 queries, but length says 512"),
         ([np.zeros((4, 1024)), np.zeros((4, 512))], "of the same length"),
         (np.zeros(1024), r"\(batch, length, ...\) of the same length, but holds \(1024,\)"),
         ([], "but holds none"),

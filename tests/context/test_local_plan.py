@@ -261,7 +261,7 @@ def test_inputs_take_a_plan_that_was_made_before():
     with jax.set_mesh(mesh_of(4, axes=("x",))):
         moved, mask, same = step(plan, ids)
         for more in ({"kind": "local"}, {"chunk": 128}, {"shared": 0.5}):
-            with pytest.raises(ValueError, match="plan defines the order of rows"):
+            with pytest.raises(ValueError, match="plan defines the order of tokens"):
                 packax.context.shard_batch(
                     ids, packax.documents(ids), sharding=sharding, plan=plan, **more
                 )
@@ -275,7 +275,7 @@ def test_a_shared_part_that_is_too_small_is_said():
     fit."""
     expression = packax.documents(np.zeros((1, 1024), int))  # one document, over two ranks
     with pytest.warns(
-        UserWarning, match=r"do not fit a shared part of \d+ of .* 512 rows.*int is a"
+        UserWarning, match=r"do not fit a shared part of \d+ of .* 512 tokens.*int is a"
     ):
         plan = packax.context_plan(expression, ranks=2, kind="local", shared=1)
     assert plan.fetched == 512

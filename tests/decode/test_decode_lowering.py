@@ -226,7 +226,7 @@ def as_type(x, **changes):
 
 
 REFUSED = {
-    "query must have shape (batch, rows, heads, dim), not (2, 8, 64)": {
+    "query must have shape (batch, queries, heads, dim), not (2, 8, 64)": {
         "query": as_type(Q, shape=(2, 8, 64))},
     "key must have shape (batch, length, heads, dim), not (2, 64)": {
         "key": as_type(K, shape=(2, 64))},
@@ -242,14 +242,14 @@ REFUSED = {
     "float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
     "query must have 1 to 16 tokens per sequence, but has 17: for more, use flash_attention with "
-    "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, rows, "
-    "heads, dim)": {
+    "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, "
+    "queries, heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
     "value must have the shape of key, (2, 4096, 2), and then a head dim, but has "
     "(2, 4095, 2, 64)": {
         "value": as_type(V, shape=(2, 4095, 2, 64))},
     "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
-    "has shape (2, 1, 7, 64), whose axes are (batch, rows, heads, dim), and key "
+    "has shape (2, 1, 7, 64), whose axes are (batch, queries, heads, dim), and key "
     "(2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
         "query": as_type(Q, shape=(2, 1, 7, 64))},
     "key must have the head dim of query, 72, but has 64": {

@@ -104,7 +104,7 @@ def test_rewrites():
     assert found.changes == (f"head dims (query/value) are padded from 80/80 to {to[0]}/{to[1]}",)
     short = like(X, batch=256, length=16)
     found = packax.explain(short, short, short, CAUSAL, gpu=9.0)["forward"]
-    assert found.changes == ("256 short batch rows are packed into one",)
+    assert found.changes == ("256 short rows are packed into one",)
     few = like(X, heads=1)
     found = packax.explain(X, few, few, CAUSAL, gpu=9.0)["backward"]
     assert found.changes == ("the query heads of each key/value head are divided into 8 parts",)

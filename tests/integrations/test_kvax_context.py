@@ -242,7 +242,7 @@ def test_errors_over_a_mesh():
             mask = jax.jit(mask_of)(*TOKENS)
         with (
             jax.set_mesh(mesh_of(1, 1, 2, 1)),
-            pytest.raises(ValueError, match="mask was built for query rows in 4 pieces"),
+            pytest.raises(ValueError, match="mask was built for queries in 4 pieces"),
         ):
             flash_attention(query, key, value, *TOKENS, mask)
         inside = jax.shard_map(

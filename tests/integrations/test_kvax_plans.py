@@ -129,11 +129,11 @@ def test_errors():
     with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
         with rejected(ValueError, "plan must come from packax.context_plan, but is a str"):
             permute_tokens_context_parallelism(IDS, plan="local")
-        with rejected(ValueError, "must have 2048 rows, the plan's length", "(2, 1024)"):
+        with rejected(ValueError, "must have 2048 tokens, the plan's length", "(2, 1024)"):
             permute_tokens_context_parallelism(IDS[:, :1024], plan=plan)
         with rejected(ValueError, "plan must come from context_plan, but is a str"):
             create_attention_mask(*TOKENS, plan="local")
-        with rejected(ValueError, "plan was made for 2048 query rows, but there are 1024"):
+        with rejected(ValueError, "plan was made for 2048 queries, but there are 1024"):
             create_attention_mask(*(x[:, :1024] for x in TOKENS), plan=plan)
         with rejected(ValueError, "query_segment_ids must be kv_segment_ids permuted by plan"):
             create_attention_mask(permuted[0], *TOKENS[1:], plan=plan)

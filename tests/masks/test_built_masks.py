@@ -57,7 +57,7 @@ def test_as_array_and_text(kind):
     transformed = repr(jax.tree.map(lambda x: x, mask))
     size = sum(x.nbytes for x in jax.tree.leaves(mask))
     batch = 1 if kind == "one_for_all" else B
-    assert first == f"<AttentionMask: batch {batch}, 9 query rows, 9 keys, {size:,} bytes"
+    assert first == f"<AttentionMask: batch {batch}, 9 queries, 9 keys, {size:,} bytes"
     same, second = transformed.splitlines()
     assert same == first and second.startswith(" built from ") and KINDS[kind][1] in second
 

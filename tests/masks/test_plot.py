@@ -114,7 +114,7 @@ def test_a_plan_has_a_lane_for_each_rank():
     for rank in range(2):  # a border where two chunks of the rank are adjacent
         wanted = [x for x in sorted(starts[rank]) if x - 128 in starts[rank]]
         assert [x[0, 0] for x in lines[rank]] == wanted
-    assert title.startswith('"balanced": 2 ranks, 8 chunks of 128 rows')
+    assert title.startswith('"balanced": 2 ranks, 8 chunks of 128 tokens')
 
 
 def test_a_plan_without_loads_and_one_of_rows():
@@ -130,7 +130,7 @@ def test_what_plot_plan_refuses():
     plan = packax.context_plan(packax.causal(), ranks=2, length=16384)
     with pytest.raises(ValueError, match="plan must come from context_plan, but is None"):
         packax.context.plot_plan(None)
-    with pytest.raises(ValueError, match="at most 8192 rows, but the plan has 16384"):
+    with pytest.raises(ValueError, match="at most 8192 tokens, but the plan has 16384"):
         packax.context.plot_plan(plan, packax.causal())
 
 

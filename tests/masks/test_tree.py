@@ -202,7 +202,7 @@ BROKEN = {  # (segment_ids, parents), and a part of the error
     "decreasing": (
         [0, 2, -1, 1],
         [-1, 0, 0],
-        "token 3 of batch row 0 is in segment 1, after .* 2",
+        "token 3 of row 0 is in segment 1, after .* 2",
     ),
     "breadth first": ([0, 1, 2, 3], [-1, 0, 0, 1], "segment 3 is below segment 1, and segment 2"),
 }
@@ -238,9 +238,7 @@ def test_what_is_no_tree_and_is_not_known():
 
 def test_a_prompt_behind_an_answer():
     ids, answers = [0, 0, 0, 1], [-1, 2, -1, -1]
-    with pytest.raises(
-        ValueError, match=r"prompt .* after an answer of the same group, in batch r"
-    ):
+    with pytest.raises(ValueError, match=r"prompt .* after an answer of the same group, in row"):
         packax.masks.shared_prefix(ids, answers)
 
     @jax.jit

@@ -68,7 +68,7 @@ def test_a_window_behind_a_cache():
     np.testing.assert_array_equal(expression.as_array(4, 10), whole[N:])
 
 
-COUNTS = r"causal\(\) aligns row 0 with key 0.*offset=kv_len - q_len"
+COUNTS = r"causal\(\) aligns query 0 with key 0.*offset=kv_len - q_len"
 
 
 def test_new_rows_without_an_offset():

@@ -133,7 +133,7 @@ def flash_attention(
         bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
             times the distance between query and key; no Sq x Skv array is created. Or an array,
             (G, 1 or H, 1 or Sq, Skv) of any float dtype, which may contain -inf. G is 1, B or
-            another divisor of B: batch row b reads `bias[b // (B // G)]`. Only the blocks that the
+            another divisor of B: row b reads `bias[b // (B // G)]`. Only the blocks that the
             mask needs are read, and it is never expanded. It is differentiable; its gradient is 0
             for pairs that are not attended. If a plan permutes the sequence, pass the array with
             its rows in the order of query, and its columns in the original order.

@@ -96,7 +96,7 @@ def decode_shared_prefix(
     groups, batch = prefixes.shape[0], query.shape[0] if query.ndim == 4 else 1
     if groups == 0 or batch % groups or query.ndim != 4:
         raise ValueError(
-            "query must be (batch, rows, heads, dim), its batch a multiple of the groups of "
+            "query must be (batch, queries, heads, dim), its batch a multiple of the groups of "
             f"prefix_lengths, but has shape {query.shape}, and there are {groups} groups"
         )
     q_len = query.shape[1]

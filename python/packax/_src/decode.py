@@ -181,7 +181,7 @@ def decode_attention(
     left, right = _window(window)
     if causal and right:
         raise ValueError(
-            f"window={window} lets a row attend to {right} keys after itself, which causal=True "
+            f"window={window} lets a query attend to {right} keys after itself, which causal=True "
             f"forbids: pass ({left}, 0), or causal=False"
         )
     lo, hi = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
@@ -309,7 +309,7 @@ def _check_tensors(
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if x.ndim != 4:
-            shape = "(batch, rows, heads, dim)" if name == "query" else cache
+            shape = "(batch, queries, heads, dim)" if name == "query" else cache
             raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
         # An empty batch and an empty query are accepted, and give an empty result.
         if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
@@ -329,7 +329,7 @@ def _check_tensors(
         raise ValueError(
             f"query must have 1 to {MAX_ROWS} tokens per sequence, but has {rows}: for more, use "
             f"flash_attention with causal(offset=kv_lengths - {rows}). query has shape "
-            f"{query.shape}, whose axes are (batch, rows, heads, dim)"
+            f"{query.shape}, whose axes are (batch, queries, heads, dim)"
         )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
@@ -339,7 +339,7 @@ def _check_tensors(
     if heads % key.shape[2]:
         raise ValueError(
             f"the heads of query must be a multiple of those of the caches, but there are {heads} "
-            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, rows, "
+            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, queries, "
             f"heads, dim), and key {key.shape}, whose axes are {cache}"
         )
     if qk_dim != key.shape[3]:

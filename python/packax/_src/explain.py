@@ -354,7 +354,7 @@ def _run(rewrite: Any, direction: Any, spec: Any, names: Any, to: Any, *leaves: 
 
 def _change(before: Operands, after: Operands) -> str:
     if before.query.shape[0] != after.query.shape[0]:
-        return f"{before.query.shape[0]} short batch rows are packed into one"
+        return f"{before.query.shape[0]} short rows are packed into one"
     if before.key.shape[2] != after.key.shape[2]:
         parts = after.key.shape[2] // before.key.shape[2]
         return f"the query heads of each key/value head are divided into {parts} parts"

@@ -179,13 +179,13 @@ def check_mask(
         )
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(
-            f"mask was built for {mask.q_len} query rows and {mask.kv_len} keys, but query has "
+            f"mask was built for {mask.q_len} queries and {mask.kv_len} keys, but query has "
             f"{q_len} and key {kv_len}{_axes(query, key)}"
         )
     shards = 1 if layout is None else layout.size(layout.context)
     if mask.shards != shards:
         raise ValueError(
-            f"mask was built for query rows in {mask.shards} pieces, but the context axes of its "
+            f"mask was built for queries in {mask.shards} pieces, but the context axes of its "
             f"sharding now have size {shards}: build it on the mesh that it is used on"
         )
     shape = jnp.shape(mask.kv_start)
@@ -199,7 +199,7 @@ def check_mask(
         raise ValueError(
             f"mask was built for batch size {shape[0]}, the length of query, but query has "
             f"{batch}: "
-            f"an array of shape ({rows},) in prefix or offset= has one value per batch row. For "
+            f"an array of shape ({rows},) in prefix or offset= has one value per row. For "
             f"one value per token pass shape (1, {rows})"
         )
     if len(shape) == 2 and shape[1] == rows and shape[0] not in (1, batch):
@@ -281,7 +281,7 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
     if not fits or not _divides(bias.shape[0], batch):
         raise ValueError(
             f"bias must have shape ({batch} or a divisor of it, 1 or {heads}, 1 or {rows}, "
-            f"{kv_len}), which is (batch, heads, query rows, keys), but has {tuple(bias.shape)}"
+            f"{kv_len}), which is (batch, heads, queries, keys), but has {tuple(bias.shape)}"
         )
     real = accumulator(query.dtype)
     if bias.dtype == jnp.float64 and real == jnp.float32:  # its lowest number must stay finite
@@ -343,7 +343,7 @@ def _check_sharded_alibi(bias: Alibi, layout: Layout | None) -> None:
     if bias.positions is None or bias.kv_positions is None:
         raise ValueError(
             f"alibi needs positions and kv_positions where the sequence is sharded, here over "
-            f"{layout.context}: a row's index is not its position"
+            f"{layout.context}: a query's index is not its position"
         )
 
 
@@ -355,7 +355,7 @@ def _alibi_positions(
         if q_len != kv_len:
             raise ValueError(
                 f"alibi needs both positions and kv_positions where the lengths differ: there are "
-                f"{q_len} query rows and {kv_len} keys"
+                f"{q_len} queries and {kv_len} keys"
             )
         kv = q
     q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q

@@ -360,7 +360,7 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
     mask = as_array("mask", mask)
     if mask.dtype != jnp.bool_ or mask.ndim > 4:
         raise ValueError(
-            "mask must be boolean, of shape (batch, heads, rows, keys), a packax expression or "
+            "mask must be boolean, of shape (batch, heads, queries, keys), a packax expression or "
             f"a mask from create_attention_mask, but is {mask.dtype} of shape {mask.shape}"
             f"{instead_of_ids(mask)}"
         )
@@ -382,8 +382,8 @@ def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
 def _check_broadcast(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
         raise ValueError(
-            f"{name} must be broadcastable to (batch, heads, rows, keys), {sizes}, but has shape "
-            f"{shape}"
+            f"{name} must be broadcastable to (batch, heads, queries, keys), {sizes}, but has "
+            f"shape {shape}"
         )
 
 

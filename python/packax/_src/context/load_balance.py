@@ -220,7 +220,7 @@ class ContextPlan(metaclass=PublicNames):
             at = axis + x.ndim if axis < 0 else axis
             if not 0 <= at < x.ndim or x.shape[at] != self.length:
                 raise ValueError(
-                    f"{name} must have {self.length} rows, the plan's length, along axis {axis}, "
+                    f"{name} must have {self.length} tokens, the plan's length, along axis {axis}, "
                     f"but has shape {x.shape}"
                 )
             batch = order.shape[0]

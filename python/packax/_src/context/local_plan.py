@@ -105,9 +105,9 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
     if shared is not None:
         given = " and ".join(str(x) for x in rows or ())
         warnings.warn(
-            f"the documents do not fit a shared part of {given} of a rank's {own} rows, so "
-            "all rows are shared, as in a plan that keeps nothing local. Pass a larger shared= (an "
-            "int is a number of rows, a float a fraction of them), or None for the default",
+            f"the documents do not fit a shared part of {given} of a rank's {own} tokens, so "
+            "all tokens are shared, as in a plan that keeps nothing local. Pass a larger shared= "
+            "(an int is a number of tokens, a float a fraction of them), or None for the default",
             stacklevel=3,
         )
     return _all_shared(ranks, keys)
@@ -142,10 +142,10 @@ def _rows(shared: Any, own: int) -> int:
         number = None
     if number is None or isinstance(shared, bool):
         raise ValueError(
-            f"shared must be a fraction from 0.0 to 1.0 or a number of rows, but is {shared!r}"
+            f"shared must be a fraction from 0.0 to 1.0 or a number of tokens, but is {shared!r}"
         ) from None
     if not 0 <= number <= own:
-        raise ValueError(f"shared must be from 0 to {own} rows, those of a rank, but is {number}")
+        raise ValueError(f"shared must be from 0 to {own} tokens, those of a rank, but is {number}")
     return number
 
 

@@ -67,14 +67,14 @@ def check_plan(
     if plan is not None and not isinstance(plan, ContextPlan):
         raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
     if plan is not None and plan.length != mask.q_len:
-        raise ValueError(f"plan was made for {plan.length} rows, but the mask has {mask.q_len}")
+        raise ValueError(f"plan was made for {plan.length} queries, but the mask has {mask.q_len}")
     if mask.permuted and mask.kv_plan is None and plan is None:
         raise ValueError("pass plan=: a mask built with permuted_keys=False does not store it")
     rows = mask.kv_start.shape[1]
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is not None and (np.ndim(x) != 2 or np.shape(x)[1] != rows):
             raise ValueError(
-                f"{name} must have shape (batch, {rows}), the rows of the mask, but has "
+                f"{name} must have shape (batch, {rows}), the queries of the mask, but has "
                 f"{np.shape(x)}"
             )
 
@@ -162,8 +162,8 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
             f"{place} has id {ids[place]}, and the mask has {mask_ids[place]} there"
         )
     return (
-        "positions do not fit the order of the mask's rows: they must count the tokens from 0, in "
-        "the row or in each document, and be permuted with the batch"
+        "positions do not fit the order of the mask's queries: they must count the tokens from 0, "
+        "in the row or in each document, and be permuted with the batch"
     )
 
 

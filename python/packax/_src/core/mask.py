@@ -148,16 +148,16 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
         parts = [self.expression or self._seen_in_arrays()]
         if self.shards > 1 and self.sharding is not None:
-            parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
+            parts.append(f"queries in {self.shards} pieces over {self.sharding.query[1]!r}")
         if self.permuted:
-            parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
+            parts.append(f"queries{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
         if self.private_part is not None and self.halo is None:
             shared = " and ".join(str(x.kv_len) for x in self.shared_parts) or "0"
             parts.append(f"{shared} keys are attended by more than one rank")
         if self.fetched:
             parts.append(f"a rank fetches {self.fetched} keys of others")
         return (
-            f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
+            f"<AttentionMask: {batch}, {self.q_len} queries, {self.kv_len} keys, {held}\n"
             f" built from {'; '.join(parts)}>"
         )
 

@@ -45,7 +45,7 @@ class BlockSparse(MaskExpression):
         return self.block_mask.reshape(*batch, *heads, *shape[-2:])
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
-        for n, what, length in ((0, "query rows", q_len), (1, "keys", kv_len)):
+        for n, what, length in ((0, "queries", q_len), (1, "keys", kv_len)):
             have, size = self.block_mask.shape[n - 2], self.block_size[n]
             if length is not None and have != ceil_div(length, size):
                 raise ValueError(
@@ -117,7 +117,7 @@ def _sizes(given: Any) -> tuple[int, int]:
         sizes = ()
     if isinstance(given, bool) or len(sizes) != 2 or not all(1 <= size < 2**31 for size in sizes):
         raise ValueError(
-            "block_size must be a positive integer below 2**31, or two of them for rows and keys, "
-            f"but is {given!r}"
+            "block_size must be a positive integer below 2**31, or two of them for queries and "
+            f"keys, but is {given!r}"
         )
     return sizes[0], sizes[1]

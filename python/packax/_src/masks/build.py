@@ -1,4 +1,5 @@
-"""`create_attention_mask`: computes the arrays of docs/internals/mask_format.md."""
+"""`create_attention_mask`: computes the arrays that "The mask format" of the documentation
+defines."""
 
 from __future__ import annotations
 
@@ -126,10 +127,10 @@ def create_attention_mask(
     if (layout is not None or plan is not None) and 0 in (batch, q_len, kv_len):
         raise ValueError(
             f"a mask with sharding or plan must not be empty, but is for batch size {batch}, "
-            f"{q_len} query rows and {kv_len} keys"
+            f"{q_len} queries and {kv_len} keys"
         )
     if layout is not None:
-        check_divides(layout, "the mask", "number of query rows", q_len, layout.context)
+        check_divides(layout, "the mask", "number of queries", q_len, layout.context)
         if batch > 1:
             check_divides(layout, "the mask", "batch size", batch, layout.batch)
 
@@ -236,11 +237,11 @@ def _check_plan(
     if not isinstance(plan, ContextPlan):
         raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
     if plan.length != q_len:
-        raise ValueError(f"plan was made for {plan.length} query rows, but there are {q_len}")
+        raise ValueError(f"plan was made for {plan.length} queries, but there are {q_len}")
     if permuted_keys and kv_len != q_len:
         raise ValueError(
-            f"plan permutes {q_len} rows, but there are {kv_len} keys: pass permuted_keys=False, "
-            "with keys and values in the order of the sequence"
+            f"plan permutes {q_len} queries, but there are {kv_len} keys: pass "
+            "permuted_keys=False, with keys and values in the order of the sequence"
         )
     plans = plan.order.shape[0]
     if plans not in (1, batch) and batch != 1:

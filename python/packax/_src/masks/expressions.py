@@ -190,7 +190,7 @@ class MaskExpression(NotAnArray):
 
     def __invert__(self) -> MaskExpression:
         raise TypeError(
-            f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. "
+            f"`~` of {self!r}: the keys that a mask leaves out are not one range for every query. "
             "Describe what is attended: packax.masks.ranges(lo, hi), or "
             "packax.masks.block_sparse(~block_mask, block_size)"
         )
@@ -439,8 +439,8 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
     same_side = any(all(side) for side in zip(*sides, strict=True))
     if not same_side and (True, True) not in sides and _common(both.members) == frozenset():
         raise NotImplementedError(
-            "`|` needs a union that is certainly one range for every row, and this one may be two. "
-            "It is one range if all members attend to the row's own position, as causal, "
+            "`|` needs a union that is certainly one range for every query, and this one may be "
+            "two. It is one range if all members attend to the query's own position, as causal, "
             "sliding_window, chunked, prefix and spans with equal offsets do (for offsets that are "
             "jax arrays: the same int32 array, not just equal ones), or if none has a lower limit, "
             "as causal, prefix and sliding_window(None), or none has an upper limit. Otherwise use "
@@ -521,7 +521,7 @@ def check_lengths(
         length = x.shape[-1]
         first, expected = known.setdefault(side, (f"{name} is for", length))
         if length != expected:
-            what = "query rows" if side == "q" else "keys"
+            what = "queries" if side == "q" else "keys"
             more = ""
             if side == "kv" and name == "segment_ids":
                 more = ": pass the ids of the keys as kv_segment_ids"
@@ -546,7 +546,7 @@ def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
         size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
         more = ""
         if side == "batch" and x.ndim == 1:
-            more = f". {name} of shape {x.shape} has one value per batch row"
+            more = f". {name} of shape {x.shape} has one value per row"
             if name == "lengths":
                 more += f": for one value per token pass shape (1, {size})"
         if size not in (1, batch) and (batch != 1 or said):
@@ -584,9 +584,10 @@ def instead_of_array(x: Any) -> str:
     if not hasattr(x, "ndim") or x.ndim < 1:
         return ""
     return (
-        f"{instead_of_ids(x)}. Dense masks are not accepted: if each row's keys are one range, use "
-        "packax.masks.ranges(lo, hi), otherwise packax.masks.block_sparse(block_mask, block_size), "
-        "or for a boolean array of rows and keys packax.masks.block_sparse(array, 1)"
+        f"{instead_of_ids(x)}. Dense masks are not accepted: if each query's keys are one range, "
+        "use packax.masks.ranges(lo, hi), otherwise packax.masks.block_sparse(block_mask, "
+        "block_size), or for a boolean array of queries and keys "
+        "packax.masks.block_sparse(array, 1)"
     )
 
 

@@ -80,8 +80,8 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
         if not _may_be_equal([x.offset for x in own]):
             names = " and ".join(sorted({x.name for x in own}))
             warnings.warn(
-                f"{names} have different offsets in one `&`, so each sees the rows at different "
-                "positions. For rows after a cache, pass the same offset to all of them, as in "
+                f"{names} have different offsets in one `&`, so each sees the queries at different "
+                "positions. For queries after a cache, pass the same offset to all of them, as in "
                 "causal(offset=n) & sliding_window(w, offset=n)",
                 stacklevel=3,
             )
@@ -94,8 +94,8 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
     causal = any(isinstance(x, Causal) for x in members)
     if causal and not placed and "kv" not in sides and all(x.offset is None for x in members):
         warnings.warn(
-            "causal() aligns row 0 with key 0, and there are fewer rows than keys: row 0 attends "
-            "only to key 0. If the rows are new tokens after a cache, use "
+            "causal() aligns query 0 with key 0, and there are fewer queries than keys: query 0 "
+            "attends only to key 0. If the queries are new tokens after a cache, use "
             "causal(offset=kv_len - q_len), or decode_attention",
             stacklevel=3,
         )
@@ -237,7 +237,7 @@ class Prefix(Interval):
         if document is None or document.q_pos is not None:
             return
         counted = (
-            "prefix(lengths) counts from the first token of the batch row, because documents(...) "
+            "prefix(lengths) counts from the first token of the row, because documents(...) "
             "has no positions"
         )
         held = self.lengths, document.q_ids

@@ -151,7 +151,7 @@ def context_plan(
     rows = q_len if length is None else positive("length", length)
     assert rows is not None
     if q_len not in (None, rows):
-        raise ValueError(f"expression is for {q_len} query rows, but length says {rows}")
+        raise ValueError(f"expression is for {q_len} queries, but length says {rows}")
     if ranks == 1 and chunk is None:
         return in_order(kind, rows)
     check_in_order(expression.arrays())
@@ -308,7 +308,7 @@ def shard_batch(
             expressions[0], sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
         )
     elif (kind, chunk, shared) != ("balanced", None, None):
-        raise ValueError("plan defines the order of rows: leave kind=, chunk= and shared= out")
+        raise ValueError("plan defines the order of tokens: leave kind=, chunk= and shared= out")
     masks = [
         create_attention_mask(
             x,

@@ -99,7 +99,7 @@ def plot_mask(
             )
         )
     ax.set_xlabel("keys")
-    ax.set_ylabel("query rows")
+    ax.set_ylabel("queries")
     title = repr(mask) if isinstance(mask, MaskExpression) else "AttentionMask"
     _set_title(ax, title, f"{dense.mean():.1%} of all pairs are attended")
     return ax
@@ -151,8 +151,8 @@ def plot_plan(
     if expression is not None:
         if max(plan.length, 1) > _MOST_ROWS_OF_PLAN:
             raise ValueError(
-                f"plot_plan computes loads of at most {_MOST_ROWS_OF_PLAN} rows, but the plan has "
-                f"{plan.length}: leave out expression"
+                f"plot_plan computes loads of at most {_MOST_ROWS_OF_PLAN} tokens, but the plan "
+                f"has {plan.length}: leave out expression"
             )
         dense, ids, _ = _of_one_row(
             expression, plan.length, plan.length, batch, 0, _MOST_ROWS_OF_PLAN
@@ -181,8 +181,8 @@ def plot_plan(
     ax.set_yticks(np.arange(len(lanes)) + 0.5, names)
     ax.tick_params(axis="y", length=0)
     ax.hlines(range(1, len(lanes)), 0, plan.length, color=_PADDING, linewidth=0.8)
-    ax.set_xlabel("rows of the sequence")
-    chunk = f" of {plan.chunk} rows" if plan.chunk > 1 else ""
+    ax.set_xlabel("tokens of the sequence")
+    chunk = f" of {plan.chunk} tokens" if plan.chunk > 1 else ""
     title = f'"{plan.kind}": {plan.ranks} ranks, {plan.length // plan.chunk} chunks{chunk}'
     _set_title(ax, title, *([] if loads is None else [f"largest load {loads.max():.3f}"]))
     return ax
@@ -239,7 +239,7 @@ def _of_one_row(
         )
     if max(q_len, kv_len) > most:
         raise ValueError(
-            f"plot_mask is for at most {most} rows and keys, but there are {q_len} and {kv_len}"
+            f"plot_mask is for at most {most} queries and keys, but there are {q_len} and {kv_len}"
         )
     whole = mask.as_array() if isinstance(mask, AttentionMask) else mask.as_array(q_len, kv_len)
     dense = np.asarray(whole)

@@ -176,7 +176,7 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
             )
         if getattr(part, "offset", None) is not None:
             raise ValueError(
-                "spans(...) is for self-attention, where rows are the keys: its text must not have "
-                f"an offset, but {part.name} has one"
+                "spans(...) is for self-attention, where the queries are the keys: its text must "
+                f"not have an offset, but {part.name} has one"
             )
     return Spans(numpy_of(ids).atleast_2d(ids), text, ids.ndim == 2)

@@ -402,8 +402,8 @@ def _checked(expression: Tree) -> Tree:
         wrong = (ids == ids.shape[1]).any(1)
         if wrong.any():
             raise ValueError(
-                f"answer_ids has a prompt ({PROMPT}) after an answer of the same group, in batch "
-                f"row {int(wrong.argmax())}: the prompt must come first, and a new group must have "
+                f"answer_ids has a prompt ({PROMPT}) after an answer of the same group, in row "
+                f"{int(wrong.argmax())}: the prompt must come first, and a new group must have "
                 "another group_id"
             )
         return expression
@@ -426,7 +426,7 @@ def _checked(expression: Tree) -> Tree:
         b, i = np.argwhere(wrong)[0]
         raise ValueError(
             "segment_ids must not decrease (segments are numbered in depth-first order), but token "
-            f"{i} of batch row {b} is in segment {ids[b, i]}, after one in segment "
+            f"{i} of row {b} is in segment {ids[b, i]}, after one in segment "
             f"{ids[b, :i].max()}"
         )
     for row in parents:

@@ -1,7 +1,7 @@
 """Converts block masks to the kernels' format: packed bits, and a list of visited blocks per tile.
 
 This happens once per mask, in O(blocks), from the block mask and the bounds of blocks of 64
-(docs/internals/mask_format.md, "Block masks"). The lists only say which blocks to visit; the bits
+("The mask format" in the documentation). The lists only say which blocks to visit; the bits
 decide about each element.
 """
 

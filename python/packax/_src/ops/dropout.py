@@ -24,7 +24,7 @@ _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 
 
 class OneForAll(NamedTuple):
-    """A dropout_key with which all batch rows and heads drop the same query-key pairs."""
+    """A dropout_key with which all rows and heads drop the same query-key pairs."""
 
     key: Any
 
@@ -85,7 +85,7 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     if mask.permuted:
         if mask.kv_plan is None:
             raise NotImplementedError(
-                "dropout cannot be used with a plan that permutes only the query rows "
+                "dropout cannot be used with a plan that permutes only the queries "
                 "(permuted_keys=False): the mask does not store its order"
             )
         chunk = mask.q_len // mask.kv_plan.shape[2]

@@ -2,7 +2,7 @@
 
 C++ selects kernels for the device at run time (csrc/runtime/variants.cc). This module looks them up
 while a program is lowered, when the GPU that will run it is not yet known. Absent operands and
-results of a call have shape (0,) (docs/internals/ffi.md).
+results of a call have shape (0,) ("FFI targets" in the documentation).
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
         rows = (*out.shape[:1], *out.shape[2:0:-1])
         if out.ndim != 4 or lse.shape != rows:
             raise ValueError(
-                f"parts[{number}] must have the shapes (batch, rows, heads, dim) for out and "
-                f"(batch, heads, rows) for lse, but has {out.shape} and {lse.shape}"
+                f"parts[{number}] must have the shapes (batch, queries, heads, dim) for out and "
+                f"(batch, heads, queries) for lse, but has {out.shape} and {lse.shape}"
             )
         for name, x, like in zip(
             ("out", "lse"), (out, lse), (pairs or [(out, lse)])[0], strict=True

@@ -350,7 +350,7 @@ def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
         if not sequence:
             continue
         if name == "query":
-            why = "a device attends to all new rows of a sequence"
+            why = "a device attends to all new queries of a sequence"
         elif not {*batch, *heads}.isdisjoint(sequence):
             why = f"query is {jax.typeof(query)}, whose batch or heads have that axis"
         elif several["key"][1] not in ((), sequence):

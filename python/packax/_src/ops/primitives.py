@@ -8,7 +8,8 @@ backward_p: leaves of `Operands` -> dq, dk, dv (those not in spec.needs_grad may
     with spec.score_grads also every row's part of the gradients of scale and slope, (B, H, 2, Sq);
     with spec.bias_grad also the gradient of bias
 decode_p: leaves of `Operands` -> out, lse
-docs/internals/ffi.md lists all shapes. lowering.py implements the primitives per platform.
+"FFI targets" in the documentation lists all shapes. lowering.py implements the primitives per
+platform.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes the mask arrays in jax.numpy, for platforms without kernels.
 
 The integers equal those of csrc/kernels/mask/segments.py and block_bounds.py, as defined in
-docs/internals/mask_format.md.
+"The mask format" in the documentation.
 """
 
 from __future__ import annotations

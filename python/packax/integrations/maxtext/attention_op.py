@@ -372,7 +372,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         if images is not None and (before or rows != keys):
             raise NotImplementedError(
                 "bidirectional_mask is for self-attention without previous_chunk: "
-                f"there are {rows} rows and {keys} keys"
+                f"there are {rows} queries and {keys} keys"
             )
         expression = expression_of(
             self.attention_type, self.size, before, rows, ids, kv_ids, positions, images

@@ -110,7 +110,7 @@ def flash_attention_triton(
         if not permute_tokens_for_load_balance:
             raise ValueError(
                 "permute_tokens_for_load_balance must be True if the mask was made with a plan: "
-                "its rows are permuted"
+                "its queries are permuted"
             )
         sharding = rows.sharding
     elif permuted:
@@ -174,8 +174,8 @@ def _rows(
         return row_masks.by_index
     if row_masks.by_permuted_index is None:
         raise ValueError(
-            f"permute_tokens_for_load_balance needs a mask whose rows can be permuted, but "
-            f"{tokens.query_segment_ids.shape[1]} rows are not a multiple of twice the context "
+            f"permute_tokens_for_load_balance needs a mask whose queries can be permuted, but "
+            f"{tokens.query_segment_ids.shape[1]} queries are not a multiple of twice the context "
             "axis, or the mask was made without that axis"
         )
     return row_masks.by_permuted_index

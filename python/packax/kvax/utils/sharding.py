@@ -108,7 +108,7 @@ def get_query_context_mesh_axis_name(mesh: Any = None) -> Any:
 
 
 def get_query_context_mesh_axis_size(mesh: Any = None) -> int:
-    """The number of ranks over which query rows are sharded.
+    """The number of ranks over which queries are sharded.
 
     Raises:
         ValueError: no mesh, specs without a context axis, or an axis that the mesh does not have.
