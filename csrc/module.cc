@@ -26,14 +26,9 @@ struct Handler {
   XLA_FFI_Handler* execute;
 };
 
-constexpr Handler kHandlers[kTargets] = {
-    {Target::kDocuments, packax_documents_initialize, packax_documents_execute},
-    {Target::kBlocks, packax_blocks_initialize, packax_blocks_execute},
-    {Target::kForward, packax_forward_initialize, packax_forward_execute},
-    {Target::kBackward, packax_backward_initialize, packax_backward_execute},
-    {Target::kDecode, packax_decode_initialize, packax_decode_execute},
-    {Target::kForwardTangent, packax_forward_tangent_initialize, packax_forward_tangent_execute},
-};
+#define PACKAX_HANDLER(name, Name) \
+  {Target::k##Name, packax_##name##_initialize, packax_##name##_execute},
+constexpr Handler kHandlers[kTargets] = {PACKAX_TARGETS(PACKAX_HANDLER)};
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }
 

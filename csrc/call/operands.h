@@ -9,6 +9,7 @@
 
 #include "call/sizes.h"
 #include "runtime/driver.h"
+#include "signatures.h"  // generated
 
 namespace packax {
 
@@ -36,24 +37,11 @@ enum MaskMode : int32_t {
   kBothLimits,
 };
 
-// The operands that both passes of attention share.
-struct AttentionOperands {
+// The operands that both passes of attention share. The pointers of schema.py are in the generated
+// base classes (signatures.h); those that no mode or option of the call needs are not read.
+struct AttentionOperands : AttentionPointers {
   TensorView query, key, value, out;
-  const void* lse;
-  const void *kv_start, *kv_end;  // (mask_batch, q_len)
-  const void *q_ids, *kv_ids;     // read if mask_mode >= kIds
-  const void *q_pos, *kv_pos;     // read if mask_mode >= kUpperLimit; kBothLimits: two q_pos a row
-  const void* q_blocks;           // (mask_batch, 5, ceil(q_len/64))
-  const void* q_order;            // (mask_batch, ceil(q_len/128))
-  const void* block_mask;     // (block_mask_batch, block_mask_heads, ceil(q_len/q_block), words)
-  const void* q_block_lists;  // (mask_batch, block_mask_heads, q_tiles, 2 + ceil(kv_len/64))
-  const void* scales;         // (scales_batch) float32
-  const void* slopes;         // (bias_batch, heads) float32
-  const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
-  TensorView bias;                       // (planes, 1 or q_len, kv_len); no data without a bias
-  const void* dropout_streams;           // (batch, heads, 4) uint32
-  const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
-  const void* counter;                   // tiles that persistent programs have taken
+  TensorView bias;  // (planes, 1 or q_len, kv_len); no data without a bias
 
   float scale, soft_cap;   // soft_cap 0: none
   float inverse_keep = 1;  // 1 / the fraction of probabilities that dropout keeps
@@ -100,14 +88,11 @@ struct AttentionOperands {
   int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
 };
 
-struct ForwardOperands : AttentionOperands {
-  const void* row_max;      // null if not requested; the kernel then does not write it
-  const void* q_order_192;  // (mask_batch, ceil(q_len/192))
-};
+// row_max is null if not requested; the kernel then does not write it.
+struct ForwardOperands : AttentionOperands, ForwardPointers {};
 
-// The tangents of query, key and value, and of out and lse. Those of the first three may be absent.
-struct TangentOperands : AttentionOperands {
-  const void *tq, *tk, *tv, *tout, *tlse;
+// The tangents of query, key and value may be absent.
+struct TangentOperands : AttentionOperands, ForwardTangentPointers {
   int32_t has_tq, has_tk, has_tv;
 };
 
@@ -120,7 +105,7 @@ enum class Algorithm {
   kSm90Fused,     // one kernel for all three, which accumulates dQ in memory (sm90, sm80)
 };
 
-struct BackwardOperands : AttentionOperands {
+struct BackwardOperands : AttentionOperands, BackwardPointers {
   TensorView dout, dq, dk, dv;
   // In the workspace, with q_len rounded up to whole blocks; `top` only with a bias.
   TensorView lse2, delta, lo, hi, top;
@@ -128,10 +113,7 @@ struct BackwardOperands : AttentionOperands {
   const void* dbias_sums;   // (dbias_parts, planes, q_len, kv_len) float32, in the workspace
   int32_t dbias_parts = 0;  // 0: no room for sums
   const void* dq_sum;
-  const void *dlse, *score_grads;
-  const void* kv_blocks;       // (mask_batch, 4, ceil(kv_len/64))
-  const void* kv_order;        // (mask_batch, ceil(kv_len/128))
-  const void* kv_block_lists;  // (mask_batch, block_mask_heads, kv_tiles, 2 + ceil(q_len/64))
+  const void* counter;  // tiles that persistent programs have taken
   int32_t has_dlse, has_score_grads;
   int32_t clear_dq;  // whether to clear dq_sum
 
@@ -142,11 +124,7 @@ struct BackwardOperands : AttentionOperands {
   int64_t padded_rows() const { return Product({batch, heads, kBlock, CeilDiv(q_len, kBlock)}); }
 };
 
-struct DecodeOperands {
-  const void *query, *key, *value, *kv_start, *kv_end;
-  const void *block_table, *sinks;      // read only for a paged cache; with sinks
-  const void *key_scale, *value_scale;  // (scale_rows, kv_heads) float32, for a cache in FP8
-  const void *partial, *sums, *out, *lse;
+struct DecodeOperands : DecodePointers {
   float scale, soft_cap;
   int32_t has_sinks;
   int32_t batch, sink_batch, q_len, heads, kv_heads;
@@ -174,14 +152,10 @@ struct MaskOperands {
   int32_t batch, q_len, kv_len;
 };
 
-struct DocumentsOperands : MaskOperands {
-  const void *q_ids, *kv_ids, *q_pos, *kv_pos, *workspace, *lo, *hi, *segment_checked;
+struct DocumentsOperands : MaskOperands, DocumentsPointers {
   int32_t compare_positions, table_size, table_shift, search_steps;
 };
 
-struct BlocksOperands : MaskOperands {
-  const void *kv_start, *kv_end, *segment_checked;
-  const void *q_blocks, *kv_blocks, *q_order, *q_order_192, *kv_order;
-};
+struct BlocksOperands : MaskOperands, BlocksPointers {};
 
 }  // namespace packax

@@ -80,14 +80,6 @@ ffi::Error ReadMask(const AttentionBuffers& b, AttentionOperands* o) {
                     {batch, {"bounds", 5}, {"ceil(q_len/64)", CeilDiv(o->q_len, kBlock)}}));
   PACKAX_TRY(Expect("q_order", b.q_order, kS32, {batch, {"ceil(q_len/128)", o->q_tiles()}}));
   o->mask_mode = b.mask_mode;
-  o->kv_start = b.kv_start.untyped_data();
-  o->kv_end = b.kv_end.untyped_data();
-  o->q_ids = b.q_ids.untyped_data();
-  o->kv_ids = b.kv_ids.untyped_data();
-  o->q_pos = b.q_pos.untyped_data();
-  o->kv_pos = b.kv_pos.untyped_data();
-  o->q_blocks = b.q_blocks.untyped_data();
-  o->q_order = b.q_order.untyped_data();
   return ffi::Error::Success();
 }
 
@@ -101,10 +93,6 @@ ffi::Error ReadScores(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(CheckSoftCap(b.soft_cap));
   o->scale = b.scale;
   o->soft_cap = b.soft_cap;
-  o->scales = b.scales.untyped_data();
-  o->slopes = b.slopes.untyped_data();
-  o->q_bias_pos = b.q_bias_pos.untyped_data();
-  o->kv_bias_pos = b.kv_bias_pos.untyped_data();
   if (!Absent(b.scales)) {
     PACKAX_TRY(ExpectRank("scales", b.scales, 1, "(scales_batch)"));
     PACKAX_TRY(ReadBatch("scales", b.scales, o->batch, &o->scales_batch));
@@ -171,8 +159,6 @@ ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(ReadBatch("dropout_rows", b.dropout_rows, o->batch, &o->dropout_rows_batch));
   PACKAX_TRY(Expect("dropout_rows", b.dropout_rows, kS32,
                     {{"batch", o->dropout_rows_batch}, {"q_len", o->q_len}}));
-  o->dropout_streams = b.dropout_streams.untyped_data();
-  o->dropout_rows = b.dropout_rows.untyped_data();
   o->dropout_threshold = static_cast<int32_t>(threshold);  // modulo 2^32
   // Equals inverse_keep in python/packax/_src/ops/dropout.py.
   o->inverse_keep = static_cast<float>(
@@ -185,8 +171,6 @@ ffi::Error ReadBlockMask(const AttentionBuffers& b, AttentionOperands* o) {
                kInvalidArgument)
       << "attributes q_block and kv_block are " << b.q_block << " and " << b.kv_block
       << ", expected both above 0, or both 0 without a block mask";
-  o->block_mask = b.block_mask.untyped_data();
-  o->q_block_lists = b.q_block_lists.untyped_data();
   if (b.q_block == 0) return ffi::Error::Success();
   o->q_block = b.q_block;
   o->kv_block = b.kv_block;
@@ -215,13 +199,15 @@ ffi::Error ReadBlockMask(const AttentionBuffers& b, AttentionOperands* o) {
 
 }  // namespace
 
-ffi::Error ReadAttention(const AttentionBuffers& b, AttentionOperands* o) {
+ffi::Error ReadAttention(AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(ReadSizes(b, o));
   PACKAX_TRY(ReadMask(b, o));
   PACKAX_TRY(ReadScores(b, o));
   PACKAX_TRY(ReadBias(b.bias, b.query.element_type(), o));
   PACKAX_TRY(ReadDropout(b, o));
-  return ReadBlockMask(b, o);
+  PACKAX_TRY(ReadBlockMask(b, o));
+  Read(b, o);
+  return ffi::Error::Success();
 }
 
 TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,

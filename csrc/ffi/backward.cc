@@ -8,14 +8,6 @@
 namespace packax {
 namespace {
 
-// In the order of BackwardSignature.
-struct BackwardBuffers : AttentionBuffers {
-  ffi::AnyBuffer out, lse, dout, dlse, kv_blocks, kv_order, kv_block_lists, dq_init;
-  ffi::Result<ffi::AnyBuffer> dq, dk, dv, dbias, score_grads, workspace;
-  std::string_view algorithm;
-  int32_t needs_grad;
-};
-
 constexpr int64_t kCounter = 64;  // elements, so that what follows is aligned to 256 bytes
 constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
 
@@ -45,9 +37,6 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
                        {"ceil(kv_len/128)", o->kv_tiles()},
                        {"2+ceil(q_len/64)", 2 + CeilDiv(o->q_len, kBlock)}}));
   }
-  o->kv_blocks = b.kv_blocks.untyped_data();
-  o->kv_order = b.kv_order.untyped_data();
-  o->kv_block_lists = b.kv_block_lists.untyped_data();
   return ffi::Error::Success();
 }
 
@@ -101,7 +90,7 @@ ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   o->needs_dkv = (b.needs_grad & 2) != 0;
   o->needs_dbias = !Absent(*b.dbias);
   if (o->needs_dq) PACKAX_TRY(ExpectRows("dq", *b.dq, *o, qk_dim));
-  PACKAX_TRY(CheckInit("dq", b.dq_init, *b.dq));
+  PACKAX_TRY(CheckInit("dq", b.init, *b.dq));
   if (o->needs_dkv || o->algorithm == Algorithm::kSm90Fused) {
     PACKAX_TRY(ExpectKeys("dk", *b.dk, *o, qk_dim));
     PACKAX_TRY(ExpectKeys("dv", *b.dv, *o, v_dim));
@@ -124,7 +113,6 @@ ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   o->dbias = o->bias;
   o->dbias.name = "dbias";
   o->dbias.data = b.dbias->untyped_data();
-  o->score_grads = b.score_grads->untyped_data();
   return ffi::Error::Success();
 }
 
@@ -142,41 +130,13 @@ ffi::Error CheckBackward(Stream stream, BackwardBuffers b) {
   PACKAX_TRY(ReadGradients(b, &o));
   if (o.batch == 0) return ffi::Error::Success();
 
+  Read(b, &o);
   o.out = RowsOf("out", b.out, o, o.v_dim);
   o.dout = RowsOf("dout", b.dout, o, o.v_dim);
-  o.lse = b.lse.untyped_data();
-  o.dlse = b.dlse.untyped_data();
   return RunBackward(stream, o);
-}
-
-constexpr auto Backward = [](Stream stream, const auto&... buffers) {
-  return CheckBackward(stream, {buffers...});
-};
-
-template <typename Binding>
-auto BackwardSignature(Binding&& binding) {
-  return AttentionSignature(std::forward<Binding>(binding))
-      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, row_heads, v_dim)
-      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32; with a bias or
-                                       //   dropout (batch, heads, q_len, 2)
-      .template Arg<ffi::AnyBuffer>()  // dout: like out
-      .template Arg<ffi::AnyBuffer>()  // dlse: (batch, heads, q_len) float32; or absent
-      .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
-      .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
-      .template Arg<ffi::AnyBuffer>()  // kv_block_lists: (mask_batch, heads of block_mask,
-                                       //   ceil(kv_len/128), 2 + ceil(q_len/64)) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // dq_init: dq, in the same memory; or absent
-      .template Ret<ffi::AnyBuffer>()  // dq: like query; absent if nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dk: like key; absent if nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dv: like value; absent if nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dbias: like bias; or absent
-      .template Ret<ffi::AnyBuffer>()  // score_grads: (batch, heads, 2, q_len) float32; or absent
-      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, depends on the algorithm
-      .template Attr<std::string_view>("algorithm")
-      .template Attr<int32_t>("needs_grad");
 }
 
 }  // namespace
 }  // namespace packax
 
-PACKAX_DEFINE_TARGET(backward, kBackward, packax::Backward, packax::BackwardSignature);
+PACKAX_DEFINE_TARGET(backward, Backward, CheckBackward);

@@ -13,14 +13,6 @@ namespace {
 
 constexpr int64_t kMaxRows = 16;  // new rows per sequence
 
-// In the order of DecodeSignature.
-struct DecodeBuffers {
-  ffi::AnyBuffer query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, sinks;
-  ffi::Result<ffi::AnyBuffer> out, lse, partial, sums;
-  float scale, soft_cap;
-  int32_t float32_products;
-};
-
 ffi::Error ReadQuery(const DecodeBuffers& b, DecodeOperands* o) {
   PACKAX_TRY(ExpectRank("query", b.query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ReadDtype(b.query, b.float32_products == 1, &o->dtype));
@@ -123,53 +115,11 @@ ffi::Error CheckDecode(Stream stream, DecodeBuffers b) {
   o.v_eighths = o.v_dim / 8;
   o.scale = b.scale;
   o.soft_cap = b.soft_cap;
-  o.query = b.query.untyped_data();
-  o.key = b.key.untyped_data();
-  o.value = b.value.untyped_data();
-  o.kv_start = b.kv_start.untyped_data();
-  o.kv_end = b.kv_end.untyped_data();
-  o.block_table = b.block_table.untyped_data();
-  o.key_scale = b.key_scale.untyped_data();
-  o.value_scale = b.value_scale.untyped_data();
-  o.sinks = b.sinks.untyped_data();
-  o.partial = b.partial->untyped_data();
-  o.sums = b.sums->untyped_data();
-  o.out = b.out->untyped_data();
-  o.lse = b.lse->untyped_data();
+  Read(b, &o);
   return RunDecode(stream, o);
-}
-
-constexpr auto Decode = [](Stream stream, const auto&... buffers) {
-  return CheckDecode(stream, {buffers...});
-};
-
-template <typename Binding>
-auto DecodeSignature(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim), or if paged
-                                       //   (pages, page_size, kv_heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // value: like key, with v_dim
-      .template Arg<ffi::AnyBuffer>()  // kv_start: (batch, q_len) int32
-      .template Arg<ffi::AnyBuffer>()  // kv_end: like kv_start
-      .template Arg<ffi::AnyBuffer>()  // block_table: (batch, table_width) int32; absent
-                                       //   if the cache is not paged
-      .template Arg<ffi::AnyBuffer>()  // key_scale: (1 or batch, kv_heads) float32, or if paged
-                                       //   (1 or pages, kv_heads); absent unless key and value are
-                                       //   float8_e4m3fn
-      .template Arg<ffi::AnyBuffer>()  // value_scale: like key_scale
-      .template Arg<ffi::AnyBuffer>()  // sinks: (1 or batch, heads) float32; or absent
-      .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
-      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
-      .template Ret<ffi::AnyBuffer>()  // partial: (splits, batch, q_len, heads, v_dim) float32;
-                                       //   workspace
-      .template Ret<ffi::AnyBuffer>()  // sums: (splits, batch, q_len, heads) float32; workspace
-      .template Attr<float>("scale")
-      .template Attr<float>("soft_cap")
-      .template Attr<int32_t>("float32_products");
 }
 
 }  // namespace
 }  // namespace packax
 
-PACKAX_DEFINE_TARGET(decode, kDecode, packax::Decode, packax::DecodeSignature);
+PACKAX_DEFINE_TARGET(decode, Decode, CheckDecode);

@@ -15,23 +15,9 @@
 
 #include "runtime/driver.h"
 #include "runtime/error.h"
+#include "signatures.h"  // generated: Target, kTargetNames, the buffers of each target
 
 namespace packax {
-
-enum class Target {
-  kDocuments,
-  kBlocks,
-  kForward,
-  kBackward,
-  kDecode,
-  kForwardTangent,
-};
-
-inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",  "packax_decode_v1", "packax_forward_tangent_v1",
-};
-inline constexpr int kTargets = 6;
 
 // Host time spent in the execute stage, since the process began or the times were last reset.
 struct HostTime {
@@ -92,29 +78,32 @@ struct Execute {
   }
 };
 
+// check(stream, buffers), for a target whose operands, results and attributes are the fields of
+// Buffers (generated: signatures.h).
+template <typename Buffers, auto check>
+inline constexpr auto kPacked =
+    [](Stream stream, const auto&... fields) { return check(stream, Buffers{fields...}); };
+
 }  // namespace packax
 
-// Defines the handlers of a target's two stages. Both may be captured in a CUDA graph.
-#define PACKAX_DEFINE_TARGET(name, target, function, signature)                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                            \
-      packax_##name##_initialize, (packax::Initialize<packax::Target::target, function>()), \
-      signature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),              \
-      {xla::ffi::Traits::kCmdBufferCompatible});                                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                            \
-      packax_##name##_execute, (packax::Execute<packax::Target::target, function>()),       \
-      signature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),              \
+// Defines the handlers of a target's two stages, which call `check`. Both may be captured in a CUDA
+// graph.
+#define PACKAX_DEFINE_TARGET(name, Name, check)                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                             \
+      packax_##name##_initialize,                                                            \
+      (packax::Initialize<packax::Target::k##Name,                                           \
+                          packax::kPacked<packax::Name##Buffers, packax::check>>()),         \
+      packax::Name##Signature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()), \
+      {xla::ffi::Traits::kCmdBufferCompatible});                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                             \
+      packax_##name##_execute,                                                               \
+      (packax::Execute<packax::Target::k##Name,                                              \
+                       packax::kPacked<packax::Name##Buffers, packax::check>>()),            \
+      packax::Name##Signature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()), \
       {xla::ffi::Traits::kCmdBufferCompatible})
 
 // The exported stages.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);  // mask.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);  // forward.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);  // backward.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);  // decode.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_tangent_initialize);  // tangent.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_tangent_execute);
+#define PACKAX_DECLARE_TARGET(name, ...)                      \
+  XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_##name##_initialize); \
+  XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_##name##_execute);
+PACKAX_TARGETS(PACKAX_DECLARE_TARGET)

@@ -8,13 +8,7 @@
 namespace packax {
 namespace {
 
-// In the order of TangentSignature.
-struct TangentBuffers : AttentionBuffers {
-  ffi::AnyBuffer out, lse, tq, tk, tv;
-  ffi::Result<ffi::AnyBuffer> tout, tlse;
-};
-
-ffi::Error CheckTangent(Stream stream, TangentBuffers b) {
+ffi::Error CheckTangent(Stream stream, ForwardTangentBuffers b) {
   TangentOperands o = {};
   PACKAX_TRY(ReadAttention(b, &o));
   PACKAX_CHECK(!o.lse_in_two(), kUnimplemented)
@@ -35,33 +29,12 @@ ffi::Error CheckTangent(Stream stream, TangentBuffers b) {
   PACKAX_TRY(ExpectSums("tlse", *b.tlse, o));
   if (o.batch == 0) return ffi::Error::Success();
 
+  Read(b, &o);
   o.out = RowsOf("out", b.out, o, o.v_dim);
-  o.lse = b.lse.untyped_data();
-  o.tq = b.tq.untyped_data();
-  o.tk = b.tk.untyped_data();
-  o.tv = b.tv.untyped_data();
-  o.tout = b.tout->untyped_data();
-  o.tlse = b.tlse->untyped_data();
   return RunTangent(stream, o);
-}
-
-constexpr auto Tangent = [](Stream stream, const auto&... buffers) {
-  return CheckTangent(stream, {buffers...});
-};
-
-template <typename Binding>
-auto TangentSignature(Binding&& binding) {
-  return AttentionSignature(std::forward<Binding>(binding))
-      .template Arg<ffi::AnyBuffer>()   // out: (batch, q_len, heads, v_dim)
-      .template Arg<ffi::AnyBuffer>()   // lse: (batch, heads, q_len) float32
-      .template Arg<ffi::AnyBuffer>()   // tq: like query; or absent
-      .template Arg<ffi::AnyBuffer>()   // tk: like key; or absent
-      .template Arg<ffi::AnyBuffer>()   // tv: like value; or absent
-      .template Ret<ffi::AnyBuffer>()   // tout: like out
-      .template Ret<ffi::AnyBuffer>();  // tlse: like lse
 }
 
 }  // namespace
 }  // namespace packax
 
-PACKAX_DEFINE_TARGET(forward_tangent, kForwardTangent, packax::Tangent, packax::TangentSignature);
+PACKAX_DEFINE_TARGET(forward_tangent, ForwardTangent, CheckTangent);

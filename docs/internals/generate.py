@@ -3,14 +3,13 @@
     python docs/internals/generate.py ffi.md        # or kernels.md
 
 The site shows the lists at the end of these pages (docs/site_hooks.py). The operands, results and
-attributes of the FFI targets are those that csrc/ffi binds; the arguments of the kernels are those
-that csrc/kernels declares, typed by csrc/aot/table.py.
+attributes of the FFI targets are those of the package's core/schema.py; the arguments of the
+kernels are those that csrc/kernels declares, typed by csrc/aot/table.py.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -20,61 +19,27 @@ CSRC = HERE.parents[1] / "csrc"
 sys.path.insert(0, str(CSRC / "aot"))
 
 import table  # noqa: E402
+from emit import schema  # noqa: E402
 
-BINDING = re.compile(r"\.(?:template )?(Arg|Ret|Attr)<([^()]*)>\((?:\"(\w+)\")?\)+;?\s*(.*)")
-KINDS = {"Arg": "operand", "Ret": "result", "Attr": "attribute"}
 C_TYPES = {"float": "f32", "int32_t": "i32", "int64_t": "i64", "std::string_view": "string"}
 
 
-def signatures(text: str) -> dict[str, tuple[str | None, list[tuple[str, str, str]]]]:
-    """Function -> (the signature that it goes on from, its own (kind, name, what))."""
-    found = {}
-    for name, body in re.findall(r"auto (\w*Signature)\(.*?\) \{\n(.*?)\n\}", text, re.S):
-        rows: list[tuple[str, str, str]] = []
-        for line in body.splitlines():
-            bound = BINDING.search(line)
-            comment = re.fullmatch(r"\s*//(.*)", line)
-            if bound:
-                kind, type_, attribute, after = bound.groups()
-                note = after.removeprefix("//").strip()
-                label, _, what = note.partition(":")
-                if kind == "Attr":
-                    label, what = attribute, ", ".join(filter(None, (C_TYPES[type_], note)))
-                rows.append((KINDS[kind], label.strip(), what.strip()))
-            elif comment and rows:  # goes on with the line before
-                kind, label, what = rows[-1]
-                rows[-1] = kind, label, f"{what} {comment[1].strip()}"
-        base = re.search(r"return (\w+Signature)\(", body)
-        found[name] = base[1] if base else None, rows
-    return found
-
-
 def targets() -> str:
-    names = re.findall(r'"(packax_\w+_v\d+)"', (CSRC / "ffi" / "stages.h").read_text())
-    shared = signatures((CSRC / "ffi" / "attention.h").read_text())
-    parts = []
-    for path in sorted((CSRC / "ffi").glob("*.cc")):
-        text = path.read_text()
-        known = shared | signatures(text)
-        for target, signature in re.findall(
-            r"^PACKAX_DEFINE_TARGET\((\w+), .*packax::(\w+)\);", text, re.M
-        ):
-            base, rows = known[signature]
-            if base is not None:
-                rows = [*known[base][1], *rows]
-            number = next(i for i, name in enumerate(names) if name.startswith(f"packax_{target}_"))
-            parts.append((number, path.name, rows))
-    assert [number for number, *_ in sorted(parts)] == list(range(len(names)))
     lines = []
-    for number, source, rows in sorted(parts):
-        lines += [f"### {names[number]}", "", f"Bound in `csrc/ffi/{source}`.", ""]
-        lines += ["| | name | shape and type |", "|---|---|---|"]
-        for kind in KINDS.values():
-            for this, name, what in rows:
-                if this == kind:
-                    first, *more = textwrap.wrap(what, 60)
-                    lines.append(f"| {kind} | `{name}` | {first} |")
-                    lines += [f"| | | {rest} |" for rest in more]
+    for name, target in schema.TARGETS.items():
+        base = schema.SHARED if target.of_attention else schema.Target(())
+        rows = [("operand", x.name, x.shape) for x in (*base.operands, *target.operands)]
+        rows += [("result", x.name, x.shape) for x in target.results]
+        rows += [
+            ("attribute", x.name, f"{C_TYPES[x.type]}: {x.values}")
+            for x in (*base.attributes, *target.attributes)
+        ]
+        lines += [f"### {schema.SYMBOLS[name]}", ""]
+        lines += ["| | name | shape and dtype, or values |", "|---|---|---|"]
+        for kind, label, what in rows:
+            first, *more = textwrap.wrap(what, 60)
+            lines.append(f"| {kind} | `{label}` | {first} |")
+            lines += [f"| | | {rest} |" for rest in more]
         lines.append("")
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ def test_same_input_same_output(tmp_path):
             write(tmp_path / folder, names[i], **arch(archs[i]))
         emit.emit(tmp_path / folder, tmp_path / f"{folder}-out")
     files = sorted(p.name for p in (tmp_path / "one-out").iterdir())
-    assert files == ["args.h", "build.h", "cubins.S", "table.inc"]
+    assert files == ["args.h", "build.h", "cubins.S", "signatures.h", "table.inc"]
     for name in files:
         text = (tmp_path / "one-out" / name).read_text()
         assert text == (tmp_path / "two-out" / name).read_text()

@@ -32,8 +32,8 @@ from lowered import (
     step,
     text_of,
 )
-from packax._src.core.spec import LINEAR_BIAS
-from packax._src.ops import ffi, lowering, primitives
+from packax._src.core.schema import OPERAND_NAMES, SYMBOLS
+from packax._src.ops import ffi, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -73,8 +73,11 @@ def test_two_limits_of_positions():
     assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
 
 
+ALIBI = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
+
+
 def options_of(function, *args):
-    """For each attention call: attributes except mask_mode and scale, the operands of LINEAR_BIAS,
+    """For each attention call: attributes except mask_mode and scale, the operands of ALiBi,
     and the last results. The forward's counter is checked and dropped."""
     found = []
     for call in calls(text_of(function, *args)):
@@ -90,7 +93,7 @@ def options_of(function, *args):
             assert results.pop(3) == ABSENT  # dbias
         else:
             assert operands["q_order_192"] == ORDER_192 and results.pop() == "1xi32"
-        params = [operands[name] for name in LINEAR_BIAS]
+        params = [operands[name] for name in ALIBI]
         found.append((attributes, params, results[3 if backward else 2 :]))
     return found
 
@@ -153,9 +156,10 @@ def test_fallback_backward():
 
 def test_operands_that_no_kernel_reads(monkeypatch):
     """An option that is not passed on would give wrong numbers."""
-    monkeypatch.setattr(ffi, "LINEAR_BIAS", ("scales", "q_bias_pos", "kv_bias_pos"))
+    names = tuple(x for x in OPERAND_NAMES["forward"] if x != "slopes")
+    monkeypatch.setitem(ffi.OPERAND_NAMES, "forward", names)
     bias = packax.alibi(np.ones(8))
-    with pytest.raises(AssertionError, match=r"packax_forward_v1 does not take \['slopes'\]"):
+    with pytest.raises(NotImplementedError, match="no forward kernel takes slopes: implementation"):
         text_of(lambda *x: step(*x, MASK, bias=bias), *abstract())
 
 
@@ -173,7 +177,7 @@ def test_block_sparse(extra):
     for call in found:
         operands = by_name(call)
         assert [operands["block_mask"], operands["q_block_lists"]] == [bits, lists]
-        assert [operands[name] for name in LINEAR_BIAS] == params
+        assert [operands[name] for name in ALIBI] == params
         assert operands.get("kv_block_lists", lists) == lists
         attributes = call[1]
         assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
@@ -356,7 +360,7 @@ def test_the_extension_s_targets_are_those_called():
     registered = set(extension.registrations())
     if not registered:
         pytest.skip("a stand-in without targets")
-    assert registered == set(lowering.TARGETS)
+    assert registered == set(SYMBOLS.values())
 
 
 def test_primitives_are_named_as_documented():

@@ -1,10 +1,10 @@
 """The lists that docs/internals/generate.py generates from the sources are complete."""
 
 import importlib.util
-import re
 
 import pytest
-from paths import DOCS, ROOT
+from packax._src.core.schema import SYMBOLS
+from paths import DOCS
 
 FILE = DOCS / "internals" / "generate.py"
 spec = importlib.util.spec_from_file_location("generate_docs", FILE)
@@ -19,9 +19,7 @@ def test_the_page_says_where_its_list_goes(name):
 
 def test_every_target_is_listed():
     text = generate.targets()
-    names = re.findall(r'"(packax_\w+_v\d+)"', (ROOT / "csrc/ffi/stages.h").read_text())
-    assert names
-    for name in names:
+    for name in SYMBOLS.values():
         section = text.partition(f"### {name}\n")[2].partition("###")[0]
         assert "| operand | `" in section, name
         assert "| result | `" in section, name
@@ -39,30 +37,3 @@ def test_every_kernel_has_a_grid():
     grids = text[text.index("## Grids") : text.index("## Arguments")]
     for kernel in generate.table.KERNELS:
         assert f"`{kernel}`" in grids, kernel
-
-
-def test_a_binding_is_read_as_it_stands():
-    """A signature that extends another one, comments of two lines, attributes."""
-    text = """auto BaseSignature(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len)
-      .template Arg<ffi::Buffer<ffi::S32>>()  // ids: like query,
-                                              // with padding
-      .template Attr<float>("scale");
-}
-
-auto MoreSignature(Binding&& binding) {
-  return BaseSignature(std::forward<Binding>(binding)
-                           .template Ret<ffi::AnyBuffer>());  // out: like query
-}
-"""
-    found = generate.signatures(text)
-    assert found["BaseSignature"] == (
-        None,
-        [
-            ("operand", "query", "(batch, q_len)"),
-            ("operand", "ids", "like query, with padding"),
-            ("attribute", "scale", "f32"),
-        ],
-    )
-    assert found["MoreSignature"] == ("BaseSignature", [("result", "out", "like query")])

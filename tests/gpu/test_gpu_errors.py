@@ -8,7 +8,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_runs import build, packed, tensors
-from packax._src.ops.ffi import call_names
+from packax._src.core.schema import OPERAND_NAMES
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
@@ -21,7 +21,7 @@ def forward_call(**changes):
     unread = dict.fromkeys(("q_pos", "kv_pos"), mask.kv_start)
     operands = {"query": x.query, "key": x.key, "value": x.value} | unread
     operands |= mask.operands("forward")
-    operands = {name: operands.get(name, jnp.zeros(0)) for name in call_names("forward")}
+    operands = {name: operands.get(name, jnp.zeros(0)) for name in OPERAND_NAMES["forward"]}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
     attributes = {
         "scale": np.float32(0.1),

@@ -173,8 +173,8 @@ def test_what_has_no_kernel(request, where, make, text):
 @pytest.mark.parametrize("make,result", [(forward, "out"), (backward, "dq")])
 def test_other_heads_elsewhere(shared_machine, make, result):
     call = some_heads(make)(shared_machine)
-    init = call.operands[f"{result}_init"]
-    call.operands[f"{result}_init"] = replace(init, address=0x7700)
+    init = call.operands["init"]
+    call.operands["init"] = replace(init, address=0x7700)
     assert refusal(shared_machine, call).message == (
         f"{call.target}: {result}_init is at 0x7700 and {result} at {init.address:#x}, "
         "expected one place for both"
@@ -185,8 +185,8 @@ def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
     """An init without a result, whose memory it would share, is rejected."""
     call = backward(shared_machine, Sizes(heads=4), algorithm="sm90_separate", needs_grad=2)
     call = of_head_group(call, 6, 12, is_first_group=1)
-    assert call.results["dq"].shape == call.operands["dq_init"].shape == (0,)
-    call.operands["dq_init"] = replace(call.operands["dout"], address=call.results["dq"].address)
+    assert call.results["dq"].shape == call.operands["init"].shape == (0,)
+    call.operands["init"] = replace(call.operands["dout"], address=call.results["dq"].address)
     failure = refusal(shared_machine, call)
     assert failure.code == "InvalidArgument"
     assert failure.message.startswith(f"{call.target}: dq_init is at ")

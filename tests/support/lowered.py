@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from packax._src.ops.ffi import call_names, common_names
+from packax._src.core.schema import OPERAND_NAMES, SYMBOLS, TARGETS
 from stand_in import StandIn
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -97,9 +97,8 @@ def calls(text):
 def by_name(call):
     """The operand types of an attention call from calls(), by operand name."""
     target, _, operands, _ = call
-    if target == "packax_forward_tangent_v1":
-        return dict(zip((*common_names(), "out", "lse", "tq", "tk", "tv"), operands, strict=True))
-    return dict(zip(call_names(target.split("_")[1]), operands, strict=True))
+    name = next(x for x in TARGETS if SYMBOLS[x] == target)
+    return dict(zip(OPERAND_NAMES[name], operands, strict=True))
 
 
 def step(query, key, value, mask, **kwargs):

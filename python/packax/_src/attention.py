@@ -254,12 +254,13 @@ def flash_attention(
         built = built.without_halos()
     if scores.bias is not None:
         check_bias_with(built)
-    fixed = NonDiffOperands(positions)
+    fixed = NonDiffOperands(*positions)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _empty_result(query, key, value, bool(return_lse), bool(return_max_logits))
     if threshold:
         fixed = fixed._replace(
-            streams=streams_of(dropout_key, query, layout), rows=rows_of(built, rows, layout)
+            dropout_streams=streams_of(dropout_key, query, layout),
+            dropout_rows=rows_of(built, rows, layout),
         )
     scores, query, key, value, built, fixed = vary_together(scores, query, key, value, built, fixed)
     spec = AttentionSpec(

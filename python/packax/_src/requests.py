@@ -247,7 +247,7 @@ def validate_score_params(
     sequences.
     """
     real = accumulator(query.dtype)
-    scores = ScoreParams(per_head("sinks", "logit", sinks, query, layout))
+    scores = ScoreParams(sinks=per_head("sinks", "logit", sinks, query, layout))
     if isinstance(scale, jax.Array):
         scores = scores._replace(scales=_reshard(scale.astype(real)[None], layout, ()))
     if bias is None:

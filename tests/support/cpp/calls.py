@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from cpp.call_frame import Array
+from packax._src.core.schema import OPERAND_NAMES, OPERANDS, SYMBOLS
 
 
 @dataclass
@@ -32,15 +33,7 @@ class Call:
         return {name: a.address for name, a in {**self.operands, **self.results}.items()}
 
 
-_SHARED = "query key value kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
-_SHARED += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_streams dropout_rows "
-_PER_PASS = {
-    "packax_forward_v1": "q_order_192 out_init",
-    "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_init",
-    "packax_forward_tangent_v1": "out lse tq tk tv",
-}
-ORDER = {target: (_SHARED + more).split() for target, more in _PER_PASS.items()}
-"""The operands of a call in order, as in docs/internals/ffi.md."""
+ORDER = {SYMBOLS[x]: OPERAND_NAMES[x] for x in ("forward", "backward", "forward_tangent")}
 
 
 def make_call(target, operands, results, attributes):
@@ -81,10 +74,7 @@ class Sizes:
 
 
 ABSENT = Array("float32", (0,))
-OPTIONS = dict.fromkeys(
-    ("block_mask", "q_block_lists", "kv_block_lists", "scales", "slopes", "q_bias_pos",
-    "kv_bias_pos", "bias", "dropout_streams", "dropout_rows"), ABSENT,
-)  # fmt: skip
+OPTIONS = {x.name: ABSENT for x in OPERANDS if x.optional or ("H" in x.axes and x.name != "sinks")}
 
 
 def options(direction, **present):
@@ -92,7 +82,7 @@ def options(direction, **present):
     operands = {**OPTIONS, **present}
     if direction == "forward":
         del operands["kv_block_lists"]
-    return {**operands, "out_init" if direction == "forward" else "dq_init": ABSENT}
+    return {**operands, "init": ABSENT}
 
 
 def attributes(scale, mask_mode, soft_cap=0.0, **more):
@@ -190,7 +180,7 @@ def of_head_group(plain, first, row_heads, is_first_group=0):
     operands, results = widened(plain.operands), widened(plain.results)
     result = "out" if "out" in results else "dq"
     if not is_first_group:
-        operands[f"{result}_init"] = results[result]
+        operands["init"] = results[result]
     group = {"first_head": ("int32", first), "heads": ("int32", heads)}
     return Call(plain.target, operands, results, {**plain.attributes, **group})
 
@@ -405,9 +395,7 @@ def tangent(m, s=Sizes(), has=(1, 1, 1), of=None):
     out, lse = f.results["out"], f.results["lse"]
     names = zip(("tq", "tk", "tv"), ("query", "key", "value"), has, strict=True)
     tangents = {name: f.operands[primal] if h else ABSENT for name, primal, h in names}
-    operands = {
-        name: x for name, x in f.operands.items() if name not in ("q_order_192", "out_init")
-    }
+    operands = {name: x for name, x in f.operands.items() if name not in ("q_order_192", "init")}
     operands |= {"out": out, "lse": lse, **tangents}
     results = {"tout": out, "tlse": lse}
     return make_call("packax_forward_tangent_v1", operands, results, f.attributes)

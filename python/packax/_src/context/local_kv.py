@@ -32,6 +32,7 @@ from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
 from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
 from packax._src.core.mask import AttentionMask
+from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec
 
 
@@ -183,15 +184,16 @@ def _parts(
             halves=halves,
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
-        own_fixed = fixed
-        if fixed.positions:
-            rows, keys = fixed.positions
-            if halo is None:
-                keys = _select_keys(spec, mask, of, keys, place.rows)
-            else:
-                of_rank = numbers(halo, **with_halos)
-                keys = take_each(keys, index(halo, stretch, of_rank))
-            own_fixed = fixed._replace(positions=(place.take(rows), keys))
+        named = [(name, x) for name, x in fixed._asdict().items() if x is not None]
+        own_fixed = fixed._replace(
+            **{name: place.take(x) for name, x in named if "r" in ROWS[name].axes}
+        )
+        keys = fixed.kv_bias_pos
+        if keys is not None and halo is not None:
+            keys = take_each(keys, index(halo, stretch, numbers(halo, **with_halos)))
+        elif keys is not None:
+            keys = _select_keys(spec, mask, of, keys, place.rows)
+        own_fixed = own_fixed._replace(kv_bias_pos=keys)
         own_results = (
             None if x is None else place.take(x, 1 if x.ndim == 4 else 2) for x in results
         )

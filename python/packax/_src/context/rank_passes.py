@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import KVGatherPipeline
 from packax._src.core.mask import AttentionMask
-from packax._src.core.spec import OF_HEADS, AttentionSpec, Operands
+from packax._src.core.schema import ROWS
+from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import head_groups
 from packax._src.ops.primitives import score_operands
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
@@ -126,7 +127,9 @@ def _score_operands(
 ) -> dict[str, jax.Array]:
     """`score_operands` for the heads of the group."""
     return {
-        name: groups.rows(x, group, 1) if name in OF_HEADS and x.shape[1] > 1 else x
+        name: groups.rows(x, group, 1)
+        if ROWS[name].axes[1:2] in ("h", "H") and x.shape[1] > 1
+        else x
         for name, x in score_operands(spec, scores, fixed).items()
     }
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from packax._src.core.arguments import NotAnArray, PublicNames
 from packax._src.core.pages import page
+from packax._src.core.schema import OPERANDS
 from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import ONE_BLOCK, MaskMode
 
@@ -31,43 +31,39 @@ _BUILT_FROM = (  # indexed by mask_mode
 
 Axes = tuple[str, ...]
 Pass = Literal["forward", "backward"]
-BATCH, HEADS, RANK, WHOLE = "batch", "heads", "rank", "whole"
-"""The kinds of array axes: the batch (size 1 if all batch rows share the array), the query heads
-(size 1 if all heads share it), an axis divided among the ranks, an axis complete on every rank."""
 
 
 class Field(NamedTuple):
-    """An array of a mask."""
+    """An array of a mask. `axes` and `passes` are as in schema.py."""
 
     name: str
-    axes: tuple[str, ...]
-    passes: tuple[Pass, ...]  # the passes that read it
+    axes: str
+    passes: str = ""
 
     @property
     def block_sparse(self) -> bool:
         """Whether only masks with block lists (block_sparse(...) and trees) have it."""
-        return HEADS in self.axes
+        return "H" in self.axes
 
-    def axes_at(self, mask_mode: MaskMode) -> tuple[str, ...]:
-        """The kinds of the axes. With both position limits, q_pos has an axis for them."""
+    def axes_at(self, mask_mode: MaskMode) -> str:
+        """The letters of the axes. With both position limits, q_pos has an axis for them."""
         two_limits = self.name == "q_pos" and mask_mode == MaskMode.BOTH_LIMITS
-        return (BATCH, WHOLE, RANK) if two_limits else self.axes
+        return "B.r" if two_limits else self.axes
 
     def dims(
         self, mask_mode: MaskMode, batch: Axes, context: Axes, heads: Axes = ()
     ) -> tuple[Axes, ...]:
         """The mesh axes of each array axis, without trailing axes that are never sharded."""
-        axes = self.axes_at(mask_mode)
-        over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
-        last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
-        return tuple(over[axis] for axis in axes[: last + 1])
+        over = {"B": batch, "H": heads, "r": context, ".": ()}
+        return tuple(over[axis] for axis in self.axes_at(mask_mode).rstrip("."))
 
 
-def _array(*axes: str, only: Pass | None = None) -> dict[str, Any]:
-    return {"axes": axes, "passes": ("forward", "backward") if only is None else (only,)}
-
-
-_OF_NO_PASS = {"passes": ()}
+FIELDS = {x.name: Field(x.name, x.axes, x.passes) for x in OPERANDS if x.fold == "mask"}
+# For context parallelism, in the order of the arrays of AttentionMask. No kernel reads these.
+FIELDS |= {
+    name: Field(name, axes)
+    for name, axes in (("kv_plan", "B.."), ("plan_mismatch", "B"), ("halos_suffice", "B"))
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -86,38 +82,32 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     public = ("as_array", "vmap_axes")
 
     # Arrays, in the order of `Operands`.
-    kv_start: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
-    kv_end: jax.Array = field(metadata=_array(BATCH, RANK))
-    q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK))
-    kv_ids: jax.Array | None = field(metadata=_array(BATCH, WHOLE))
-    q_pos: jax.Array | None = field(metadata=_array(BATCH, RANK))
-    kv_pos: jax.Array | None = field(metadata=_array(BATCH, WHOLE))
-    q_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK))  # (Bm, 5, blocks of 64)
-    q_order: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, tiles of 128 rows)
-    q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
-    kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
-    kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
+    kv_start: jax.Array  # (Bm, Sq)
+    kv_end: jax.Array
+    q_ids: jax.Array | None
+    kv_ids: jax.Array | None
+    q_pos: jax.Array | None
+    kv_pos: jax.Array | None
+    q_blocks: jax.Array  # (Bm, 5, blocks of 64)
+    q_order: jax.Array  # (Bm, tiles of 128 rows)
+    q_order_192: jax.Array
+    kv_blocks: jax.Array
+    kv_order: jax.Array
     # For block_sparse(...): the block mask as bits, (Bp, H, NQ, words), and each tile's block list.
-    block_mask: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
-    q_block_lists: jax.Array | None = field(
-        default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE)
-    )
-    kv_block_lists: jax.Array | None = field(
-        default=None, metadata=_array(BATCH, HEADS, WHOLE, RANK, only="backward")
-    )
+    block_mask: jax.Array | None = None
+    q_block_lists: jax.Array | None = None
+    kv_block_lists: jax.Array | None = None
     # If a plan permutes the keys: their order and its inverse, (Bp, 2, chunks). No kernel reads it.
-    kv_plan: jax.Array | None = field(
-        default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
-    )
+    kv_plan: jax.Array | None = None
     # The parts of the mask, for local plans and halos. With a local plan, a shared part has the
     # rows and keys of documents that are split over all ranks, or over the ranks of a host. The
     # private part has all rows of the rank, and the rank's keys.
     shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
     # (B,), 1: the plan was made from other segment ids, so results are NaN. None: known to match.
-    plan_mismatch: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
+    plan_mismatch: jax.Array | None = None
     # (1,), 1: ranks fetch halos; 0: they gather all keys. None: decided statically by `halo`.
-    halos_suffice: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
+    halos_suffice: jax.Array | None = None
 
     q_len: int
     kv_len: int
@@ -264,7 +254,9 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     def operands(self, direction: Pass) -> dict[str, jax.Array]:
         """The arrays that this pass reads, by name, in the order of `FIELDS`."""
         arrays = {
-            name: getattr(self, name) for name, field in FIELDS.items() if direction in field.passes
+            name: getattr(self, name)
+            for name, field in FIELDS.items()
+            if direction[0] in field.passes
         }
         # In self-attention, None stands for the ids and positions of the rows.
         for name, row_name in (("kv_ids", "q_ids"), ("kv_pos", "q_pos")):
@@ -297,9 +289,6 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
 
 
 _PARTS = ("shared_parts", "private_part")
-FIELDS: dict[str, Field] = {
-    x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
-}
 jax.tree_util.register_dataclass(
     AttentionMask,
     data_fields=[*FIELDS, *_PARTS],

@@ -5,14 +5,16 @@ Also the sizes and dtypes that all layers share. Sizes may be symbolic dimension
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from packax._src.core.schema import OPERANDS
 from packax._src.core.sharding import HeadGroups, Layout
 
 BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
@@ -66,28 +68,10 @@ def is_exact(precision: jax.lax.Precision) -> bool:
 
 # --- A call
 
-DIFFERENTIABLE = ("query", "key", "value", "sinks", "scales", "slopes", "bias")
+DIFFERENTIABLE = ("query", "key", "value", *(x.name for x in OPERANDS if x.gradient))
 """The operands that may have a gradient, in the order of their gradients."""
-TENSORS = {
-    "query": "bsh.",
-    "key": "bkg.",
-    "value": "bkg.",
-    "out": "b.h.",
-    "lse": "bh",
-    "dout": "b.h.",
-    "dlse": "bh",
-}
-"""The operands that always have a batch axis, and the letters of their axes (partitioning.py)."""
-OF_HEADS = (
-    *("block_mask", "q_block_lists", "kv_block_lists"),
-    *("slopes", "bias", "dropout_streams", "sinks"),
-)
-"""The operands whose axis 1 is the query heads, or has size 1."""
-LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
-ARRAYS = ("bias", "dropout_streams", "dropout_rows")
-OPTIONAL_OPERANDS = (*LINEAR_BIAS, *ARRAYS)
-"""Operands that change scores and probabilities. Slopes are accompanied by scales. Slopes without
-positions mean that positions are indices. The two dropout operands come together."""
+OPTIONAL_OPERANDS = tuple(x.name for x in OPERANDS if x.optional)
+"""Operands that change scores and probabilities."""
 
 
 class MaskMode(enum.IntEnum):
@@ -148,49 +132,19 @@ class AttentionSpec:
         )
 
 
-class Operands(NamedTuple):
+_namedtuple: Any = collections.namedtuple  # mypy knows fields that are literals only
+_Fields: Any = _namedtuple(
+    "_Fields", [x.name for x in OPERANDS], defaults=[None] * (len(OPERANDS) - 3)
+)
+
+
+class Operands(_Fields):
     """The operands of forward_p, backward_p and decode_p by name, or a value for each of them (its
     aval, MLIR value or letters). None: absent. A primitive takes the present ones, in this order.
+    schema.py lists their shapes; lse is (B, H, Sq, 2) with `lse_in_two`.
     """
 
-    query: Any  # (B, Sq, H, Dqk)
-    key: Any  # (B, Skv, Hkv, Dqk)
-    value: Any  # (B, Skv, Hkv, Dv)
-    # Only for the backward: the results of the forward, and their cotangents. dlse may be absent.
-    out: Any = None  # (B, Sq, H, Dv)
-    lse: Any = None  # (B, H, Sq), or (B, H, Sq, 2) with `lse_in_two`
-    dout: Any = None
-    dlse: Any = None  # (B, H, Sq)
-    # The arrays of the mask, as in core/mask.py.
-    kv_start: Any = None
-    kv_end: Any = None
-    q_ids: Any = None
-    kv_ids: Any = None
-    q_pos: Any = None
-    kv_pos: Any = None
-    q_blocks: Any = None
-    q_order: Any = None
-    q_order_192: Any = None
-    kv_blocks: Any = None
-    kv_order: Any = None
-    block_mask: Any = None
-    q_block_lists: Any = None
-    kv_block_lists: Any = None
-    # OPTIONAL_OPERANDS; Bp is 1 or B.
-    scales: Any = None  # (1 or B,): replaces AttentionSpec.scale
-    slopes: Any = None  # (Bp, H)
-    q_bias_pos: Any = None  # (Bp, Sq)
-    kv_bias_pos: Any = None  # (Bp, Skv)
-    bias: Any = None  # (a divisor of B, 1 or H, 1 or Sq, Skv)
-    dropout_streams: Any = None  # (B, H, 4) uint32; with dropout_rows,
-    dropout_rows: Any = None  # (1 or B, Sq) int32, the counters of dropout.py
-    # If a call computes only some query heads (head_groups.py): out or dq with the other heads.
-    init: Any = None
-    # Only for decode_p, whose key and value are caches, (B, Skv, Hkv, D) or (pages, keys, Hkv, D).
-    block_table: Any = None  # (B, blocks): the pages of each sequence
-    key_scale: Any = None  # for a cache in FP8: (1, Hkv), (B, Hkv) or (pages, Hkv)
-    value_scale: Any = None
-    sinks: Any = None  # (1, H)
+    __slots__ = ()
 
     @staticmethod
     def of(names: Iterable[str], values: Iterable[Any]) -> Operands:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from packax._src.core.mask import FIELDS
+from packax._src.core.schema import ROWS
 from packax._src.core.sharding import vary_together
-from packax._src.core.spec import TENSORS, accumulator, is_symbolic
+from packax._src.core.spec import accumulator, is_symbolic
 
 P = jax.sharding.PartitionSpec
 
@@ -87,21 +87,12 @@ def batch_mask(primitive: Primitive, sharded: bool, operands, dims, **params):
     return folding.unfold(primitive.bind(*folded, **params))
 
 
-_TOGETHER = {
-    **dict.fromkeys(FIELDS, "mask"),
-    **dict.fromkeys(("slopes", "q_bias_pos", "kv_bias_pos"), "slopes"),
-    **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
-    **dict.fromkeys((*TENSORS, "init"), "tensors"),
-}
-"""The group of each operand. Operands of a group all have the batch, or all have a batch of 1
-(biases: any divisor of the batch). Tensors and dropout_streams always have the batch."""
-
-
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
     """The rule for attention primitives.
 
-    `names` are the names of the operands. In the primitives of tangents.py, they are followed by
-    the tangents of the operands `tangents`, which are folded in the same way.
+    `names` are the names of the operands: schema.py says which have the batch, and which either all
+    have the batch or all a batch of 1. In the primitives of tangents.py, they are followed by the
+    tangents of the operands `tangents`, which are folded in the same way.
     """
     every = [*names, *params.get("tangents", ())]
     values = list(zip(operands, dims, strict=True))
@@ -110,14 +101,12 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     folding = batching_rule(operands, dims)
     groups: dict[str, list[int]] = {}
     for n, name in enumerate(every):
-        groups.setdefault(_TOGETHER[name], []).append(n)
+        groups.setdefault(ROWS[name].fold or name, []).append(n)
     folded: list[Any] = [None] * len(operands)
     for group, numbers in groups.items():
         of_group = [values[n] for n in numbers]
-        if group == "tensors":
+        if group in ROWS and ROWS[group].axes[0] == "b":
             group_folded = [folding.fold(x, d) for x, d in of_group]
-        elif group == "dropout_streams":  # dropout bits differ between batch rows
-            group_folded = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
         elif group == "bias":
             group_folded = _fold_biases(folding, of_group, batch, bias_grad)
         else:

@@ -21,13 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax._src.core.mask import FIELDS, Pass
+from packax._src.core.mask import Pass
+from packax._src.core.schema import OPERAND_NAMES, SYMBOLS
 from packax._src.core.spec import (
-    ARRAYS,
     BLOCK,
     INT_MAX,
-    LINEAR_BIAS,
-    TENSORS,
     AttentionSpec,
     Operands,
     ceil_div,
@@ -213,6 +211,8 @@ def has_tangent_kernel(of: Operands, spec: AttentionSpec, tangents: tuple[str, .
     """Whether this build has a kernel for these tangents of the forward."""
     if ext is None or of.lse_in_two or not set(tangents).issubset(TANGENTS):
         return False
+    if not set(of.names).issubset(OPERAND_NAMES["forward_tangent"]):
+        return False
     exact = is_exact(spec.precision)
     return _all_found([_TANGENT_KERNEL], of.query, of.value, True, exact)
 
@@ -228,6 +228,11 @@ def require_kernels(
 ) -> None:
     """Raises if this build has no kernels for the call. C++ checks for the GPU that runs it."""
     require_extension()
+    unread = [x for x in of.names if x not in OPERAND_NAMES[direction]]
+    if unread:
+        raise NotImplementedError(
+            f'no {direction} kernel takes {" and ".join(unread)}: implementation="xla" does'
+        )
     query, value, with_bias = of.query, of.value, of.lse_in_two
     if direction == "backward" and choose_algorithm(of, spec, for_export) != "portable":
         return
@@ -364,22 +369,6 @@ def in_order(
 # --- Attention
 
 
-def common_names() -> tuple[str, ...]:
-    """The names of the operands that the calls of all passes have, in order."""
-    of_mask = (name for name, field in FIELDS.items() if len(field.passes) > 1)
-    return (*tuple(TENSORS)[:3], *of_mask, *LINEAR_BIAS, *ARRAYS)
-
-
-def call_names(direction: Pass) -> tuple[str, ...]:
-    """The names of all operands of a call: first the ones that both passes have, then the others.
-
-    `init` is out or dq.
-    """
-    own = (name for name, field in FIELDS.items() if field.passes == (direction,))
-    of_backward = tuple(TENSORS)[3:] if direction == "backward" else ()
-    return (*common_names(), *of_backward, *own, "init")
-
-
 class HeadGroup(NamedTuple):
     """The query heads that a call computes; `heads` 0: all."""
 
@@ -394,9 +383,7 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
     """The results of forward_p."""
     avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    names = call_names("forward")
-    workspace = (*row_max, COUNTER)
-    return _call(ctx, "packax_forward_v1", names, avals, values, spec, group, workspace)
+    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER))
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
@@ -419,8 +406,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     dbias = others.pop() if spec.bias_grad else ABSENT
     call_results = _call(
         ctx.replace(avals_out=[*tensors, dbias, *(others or [ABSENT])]),
-        "packax_backward_v1",
-        call_names("backward"),
+        "backward",
         avals,
         values,
         spec,
@@ -444,18 +430,16 @@ def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[s
     given = zip(tangents, zip(ctx.avals_in[count:], operands[count:], strict=True), strict=True)
     by_name = dict(given)
     more = [by_name.get(name, (ABSENT, None)) for name in TANGENTS]
-    call_names = (*common_names(), "out", "lse")
-    return _call(
-        ctx, "packax_forward_tangent_v1", call_names, avals, values, spec, _ALL_HEADS, (), more
-    )  # fmt: skip
+    return _call(ctx, "forward_tangent", avals, values, spec, _ALL_HEADS, (), more)
 
 
 def _call(
-    ctx, target: str, names: tuple[str, ...], avals: Operands, values: Operands,
-    spec: AttentionSpec, group: HeadGroup, workspace, more=(), **attributes: Any,
+    ctx, target: str, avals: Operands, values: Operands, spec: AttentionSpec, group: HeadGroup,
+    workspace, more=(), **attributes: Any,
 ):  # fmt: skip
-    """`names`: the operands of the call. `more`: further operands, as pairs of aval and value
-    (None: absent)."""
+    """`more`: the last operands of the target, pairs of aval and value (None: absent)."""
+    names = OPERAND_NAMES[target]
+    names = names[: len(names) - len(more)]
     bias_of_indices = avals.bias_of_indices
     if bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need arrays
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):
@@ -471,20 +455,17 @@ def _call(
         for x in (avals, values)
     )
     q_block, kv_block = spec.block_size or (0, 0)
-    present = values.names
-    unknown = [x for x in present if x not in names]
-    assert not unknown, f"{target} does not take {unknown}: no kernel would read them"
     avals_in, buffers = in_order(ctx, names, avals, values)
     for aval, value in more:
         avals_in.append(aval)
         buffers.append(zeros(ctx, ABSENT) if value is None else value)
     return ffi_call(
         ctx.replace(avals_in=avals_in),
-        target,
+        SYMBOLS[target],
         buffers,
         workspace,
         # The first result reuses the memory of `init`, so that the other heads are not copied.
-        {names.index("init"): 0} if "init" in present else None,
+        {names.index("init"): 0} if values.init is not None else None,
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
         dropout_threshold=np.int64(spec.dropout_threshold),

@@ -18,6 +18,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax._src.core.mask import Pass
+from packax._src.core.schema import OPERAND_NAMES, SYMBOLS, TARGETS
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
     BLOCK,
@@ -55,11 +56,6 @@ if ffi.ext is not None:
     for _name, _stages in ffi.ext.registrations().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
 
-TARGETS = (
-    *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
-    *("packax_decode_v1", "packax_forward_tangent_v1"),
-)
-
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=)` needs for programs with packax's kernels.
@@ -76,7 +72,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
         ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
         ... )(*shapes)
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+    return [jax.export.DisabledSafetyCheck.custom_call(SYMBOLS[x]) for x in TARGETS]
 
 
 def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
@@ -209,7 +205,7 @@ def _documents_cuda(ctx, *operands, compare_positions, implementation):
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
     return ffi_call(
         ctx,
-        "packax_documents_v1",
+        SYMBOLS["documents"],
         operands,
         (workspace,),
         compare_positions=np.int32(compare_positions),
@@ -220,7 +216,7 @@ def _blocks_cuda(ctx, *operands, kv_len, implementation):
     batch = ctx.avals_in[0].shape[0]
     if not _takes_mask_kernels(ctx, "blocks_rows", implementation, batch, kv_len):
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
-    return ffi_call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
+    return ffi_call(ctx, SYMBOLS["blocks"], operands, kv_len=np.int64(kv_len))
 
 
 register(documents_p, partition_rules.documents, without_kernels(_documents_xla), _documents_cuda)
@@ -242,10 +238,6 @@ def _xla_decode(*operands, spec, names):
 
 
 _decode_xla = lower_xla(_xla_decode, _STATIC)
-_DECODE_OPERANDS = (
-    *("query", "key", "value", "kv_start", "kv_end"),
-    *("block_table", "key_scale", "value_scale", "sinks"),
-)
 
 
 def _decode_cuda(ctx, *operands, spec, names):
@@ -255,10 +247,10 @@ def _decode_cuda(ctx, *operands, spec, names):
     float32_products = is_exact(spec.precision)
     require_decode_kernel(of.query, of.value, float32_products)
     workspace = decode_workspace(of)
-    avals, buffers = ffi.in_order(ctx, _DECODE_OPERANDS, of, Operands.of(names, operands))
+    avals, buffers = ffi.in_order(ctx, OPERAND_NAMES["decode"], of, Operands.of(names, operands))
     return ffi_call(
         ctx.replace(avals_in=avals),
-        "packax_decode_v1",
+        SYMBOLS["decode"],
         buffers,
         tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
         scale=np.float32(spec.scale),

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.spec import OF_HEADS, TENSORS, Operands
+from packax._src.core.schema import ROWS
+from packax._src.core.spec import Operands
 from packax._src.ops.merge import merged
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS
@@ -89,20 +90,17 @@ _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
     """Letters by name. Broadcast axes of the mask and of optional operands are not sharded."""
     batch, _, heads, _ = avals[0].shape
-    letters = {}
-    for name, x in zip(names, avals, strict=True):
-        if name in TENSORS:
-            letters[name] = TENSORS[name].ljust(x.ndim, ".")
-        elif name == "bias" and x.shape[0] not in (1, batch):
-            letters[name] = "e" + _of_heads(x, batch, heads)[1:]
-        else:
-            letters[name] = _of_heads(x, batch, heads) if name in OF_HEADS else _of_batch(x, batch)
-    return letters
 
+    whole = {"B": batch, "E": batch, "H": heads}
 
-def _of_batch(x: Any, batch: int) -> str:
-    return ("b" if x.shape[0] == batch else ".") + "." * (x.ndim - 1)
+    def letter(axis: str, size: Any) -> str:
+        if axis == "E" and size not in (1, batch):
+            return "e"
+        if axis in whole:
+            axis = "." if size != whole[axis] else "h" if axis == "H" else "b"
+        return "." if axis in "rR" else axis
 
-
-def _of_heads(x: Any, batch: int, heads: int) -> str:
-    return _of_batch(x, batch)[:1] + ("h" if x.shape[1] == heads else ".") + "." * (x.ndim - 2)
+    return {
+        name: "".join(map(letter, ROWS[name].axes.ljust(x.ndim, "."), x.shape))
+        for name, x in zip(names, avals, strict=True)
+    }

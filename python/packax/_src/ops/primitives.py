@@ -25,6 +25,7 @@ from jax.interpreters import ad
 
 from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask
+from packax._src.core.schema import ROWS
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
     BLOCK,
@@ -239,24 +240,17 @@ def score_operands(
     spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands
 ) -> dict[str, jax.Array]:
     """The operands that change scores and probabilities, by their names in `Operands`."""
-    operands: dict[str, jax.Array] = {}
-    if scores.scales is not None or scores.slopes is not None:
-        real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
-        operands["scales"] = (
-            jnp.full((1,), spec.scale, real) if scores.scales is None else scores.scales
+    arrays = {**scores._asdict(), **fixed._asdict(), "sinks": None}  # sinks: see forward_pass
+    operands = {name: x for name, x in arrays.items() if x is not None}
+    if scores.slopes is not None and scores.scales is None:
+        operands["scales"] = jnp.full((1,), spec.scale, scores.slopes.dtype)
+    for name, x in operands.items():  # of equal batch, if they are folded together
+        fold = ROWS[name].fold
+        batch = max(
+            (y.shape[0] for n, y in operands.items() if fold == ROWS[n].fold != ""), default=1
         )
-    if scores.slopes is not None:
-        operands["slopes"] = scores.slopes
-        if fixed.positions:
-            batch = max(x.shape[0] for x in fixed.positions)
-            named = (scores.slopes, *fixed.positions)
-            for name, x in zip(("slopes", "q_bias_pos", "kv_bias_pos"), named, strict=True):
-                operands[name] = jnp.broadcast_to(x, (batch, x.shape[1]))
-    if scores.bias is not None:
-        operands["bias"] = scores.bias
-    if fixed.streams is not None:
-        operands["dropout_streams"] = fixed.streams
-        operands["dropout_rows"] = fixed.rows
+        if batch > x.shape[0]:
+            operands[name] = jnp.broadcast_to(x, (batch, *x.shape[1:]))
     return operands
 
 

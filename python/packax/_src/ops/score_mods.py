@@ -10,14 +10,16 @@ are exact when given out' and lse'. The gradient of the sink is the sum over row
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from packax._src.core.schema import OPERANDS, ROWS
 from packax._src.core.sharding import Layout
 from packax._src.ops import row_sums
 from packax._src.ops.merge import merged
@@ -73,49 +75,53 @@ def alibi(
     return Alibi(slopes, positions, kv_positions)
 
 
-class ScoreParams(NamedTuple):
-    """Differentiable operands other than query, key and value; None: absent."""
+class _Named:
+    """Operands by name; None: absent."""
 
-    sinks: Any = None  # (H,)
-    scales: Any = None  # (1,)
-    slopes: Any = None  # (1, H)
-    bias: Any = None  # (a divisor of B, 1 or H, 1 or Sq, Skv)
+    __slots__ = ()
 
-    def specs(self, layout: Layout) -> ScoreParams:
+    def specs(self: Any, layout: Layout) -> Any:
         """The PartitionSpecs for the shard_map of context/shard.py."""
-        return ScoreParams(
-            None if self.sinks is None else layout.spec(layout.heads),
-            None if self.scales is None else layout.spec(()),
-            None if self.slopes is None else layout.spec((), layout.heads),
-            None if self.bias is None else layout.spec(*bias_dims(layout, self.bias)),
+        return self._make(
+            None if x is None else layout.spec(*mesh_dims(layout, name, x))
+            for name, x in self._asdict().items()
         )
+
+
+_namedtuple: Any = collections.namedtuple  # mypy knows fields that are literals only
+
+
+def _fields(gradient: bool) -> Any:
+    rows = [x.name for x in OPERANDS if x.gradient == gradient and (gradient or x.optional)]
+    return _namedtuple("_Fields", rows, defaults=[None] * len(rows))
+
+
+class ScoreParams(_Named, _fields(True)):  # type: ignore[misc]
+    """Differentiable operands other than query, key and value: those of schema.py, with sinks
+    (H,), scales (1,) and slopes (1, H)."""
+
+    __slots__ = ()
+
+
+class NonDiffOperands(_Named, _fields(False)):  # type: ignore[misc]
+    """Arrays of a request that have no gradient: those of schema.py."""
+
+    __slots__ = ()
+
+
+def mesh_dims(layout: Layout, name: str, x: Any) -> tuple[Any, ...]:
+    """The mesh axes of each axis of an operand; none for axes of size 1 that are broadcast."""
+    axes = ROWS[name].axes[-x.ndim :]
+    dims = {"b": layout.batch, "h": layout.heads, "r": layout.context, ".": ()}
+    return tuple(
+        () if axis.isupper() and size == 1 else dims[axis.lower().replace("e", "b")]
+        for axis, size in zip(axes.rstrip("."), x.shape, strict=False)
+    )
 
 
 def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
-    """The mesh axes of batch, heads and rows of a bias; none for axes of size 1."""
-    dims = (layout.batch, layout.heads, layout.context)
-    return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], dims, strict=True))
-
-
-class NonDiffOperands(NamedTuple):
-    """Arrays of a request that have no gradient; None: absent."""
-
-    positions: tuple[Any, ...] = ()  # for ALiBi: of rows and of keys, (1 or B, length)
-    streams: Any = None  # for dropout (ops/dropout.py): (B, H, 4)
-    rows: Any = None  # for dropout: (1 or B, Sq)
-
-    def specs(self, layout: Layout) -> NonDiffOperands:
-        """The PartitionSpecs, as in `ScoreParams.specs`."""
-
-        def of_length(x: Any, dims: Any) -> Any:
-            return layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
-
-        both = zip(self.positions, (layout.context, ()), strict=False)
-        return NonDiffOperands(
-            tuple(of_length(x, dims) for x, dims in both),
-            None if self.streams is None else layout.spec(layout.batch, layout.heads),
-            None if self.rows is None else of_length(self.rows, layout.context),
-        )
+    """The mesh axes of batch, heads and rows of a bias."""
+    return mesh_dims(layout, "bias", bias)
 
 
 def summed(
