@@ -9,6 +9,7 @@ padded head dim, and results that keep the padding.
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -213,6 +214,33 @@ def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monk
         assert ffi.takes_fallback("forward", of, spec) == fallback
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
     assert ffi.takes_fallback("forward", of, spec, for_export=True)
+
+
+def test_a_gradient_that_only_another_gpu_has(extension, monkeypatch):
+    """An exported program may run on that GPU, the program of this process may not."""
+    tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
+    of = Operands(**dict.fromkeys(Operands._fields) | tensors)
+    spec = AttentionSpec(scale=1.0, needs_grad=("key",))
+    rows = with_sm90(dims=((96, 96),), kernels=("backward_dkdv_sm90",))[-1:]
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    ffi.require_kernels("backward", of, spec, for_export=True)
+    with pytest.raises(NotImplementedError, match=r"no backward kernel for bfloat16 .* 96/96"):
+        ffi.require_kernels("backward", of, spec)
+
+
+def test_lowering_says_whether_it_exports(extension, monkeypatch):
+    asked = []
+
+    def require(direction, of, spec, for_export=False):
+        asked.append(for_export)
+
+    monkeypatch.setattr(ffi, "require_kernels", require)
+    text_of(lambda *x: step(*x, MASK), *abstract())
+    typed = jax.jit(lambda *x: step(*x, MASK))
+    checks = packax.export_checks()
+    jax.export.export(typed, platforms=["cuda"], disabled_checks=checks)(*abstract())
+    assert asked == [False, True]
 
 
 def test_of_other_dtypes(hopper):

@@ -35,6 +35,7 @@ from maxtext_reference import (
     tensors,
 )
 from packax.integrations import maxtext
+from packax.integrations.maxtext import masks
 from tiers import some
 
 
@@ -378,3 +379,9 @@ def test_the_mask_of_an_indexer_while_decoding_and_of_a_chunk():
             op().generate_attention_mask(q, k, ids, "train", **options)
     with pytest.raises(ValueError, match='attention_type must be that of the op, "global", "glo'):
         op().generate_attention_mask(q, k, ids, "train", attention_type="chunk")
+
+
+@pytest.mark.parametrize("kind", ["local_sliding", "chunk", "block_diffusion"])
+def test_a_type_without_its_size(kind):
+    with pytest.raises(ValueError, match=f"attention_type '{kind}' needs a size, but it is None"):
+        masks.interval_of(kind, None)
