@@ -109,8 +109,11 @@ def test_equals_one_process(number, launcher, alone, tmp_path):
         # The first half of the processes has the first half of fsdp.
         first = 2 * (process // (number // 2))
         assert got["rows"].tolist() == [first, first + 1]
-        refused = str(got["refused"])
-        assert re.search("processes 0 and 1 hold the same part.*process_rows", refused), refused
+        differ, local = map(str, got["refused"])
+        assert re.search("processes 0 and 1 hold the same part.*process_rows", differ), differ
+        assert re.search(r"batch\[0\] must be .* but is an array of this process alone", local), (
+            local
+        )
 
 
 @pytest.mark.exhaustive

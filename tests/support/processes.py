@@ -90,11 +90,16 @@ def main(out: str) -> None:
         axes = ("context", "fsdp", "tensor")
         spread = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
         all_of_them = np.arange(BATCH)
-    refused = ""
-    try:  # rows chosen by process, not by the mesh
-        packax.context.check_same_rows(fed((all_of_them + jax.process_index()) % BATCH, spread))
-    except ValueError as error:
-        refused = str(error)
+    refused = []
+    # Rows chosen by process, not by the mesh; and arrays that each process has for itself.
+    for wrong in (
+        fed((all_of_them + jax.process_index()) % BATCH, spread),
+        [jnp.zeros(3)],
+    ):
+        try:
+            packax.context.check_same_rows(wrong)
+        except ValueError as error:
+            refused.append(str(error))
     arrays = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
     np.savez(out, loss=np.float32(value), rows=rows, refused=refused, **arrays)
 
