@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator
 
 from archs import ARCHS, ASSEMBLERS, Arch, find_arch, one_set, served_by
@@ -159,28 +158,33 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "decode_combine": "portable.decode",
 }
 
-# module -> the function of all its kernels, if it is not named after the kernel
+# module -> its functions. Modules that are not listed have a function for each kernel.
 FUNCTIONS = {
-    "portable.bwd_dbias": "backward_dbias",
-    "portable.sum_dbias": "sum_dbias",
-    "portable.dbias_of_pairs": "backward_dq_of_dbias",
-    "sm90.fwd": "forward_sm90",
-    "sm90.bwd": "backward_sm90",
-    "sm90.bwd_dq": "backward_dq_sm90",
-    "sm90.bwd_dkdv_d192": "backward_dkdv_sm90",
-    "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
-    "sm90.shared_dbias": "backward_shared_dbias",
-    "sm80.fwd": "forward",
+    "portable.fwd": ("forward",),
+    "portable.bwd": ("backward_delta", "backward_dkdv"),
+    "portable.bwd_dq": ("backward_dq",),
+    "portable.bwd_dbias": ("backward_dbias",),
+    "portable.sum_dbias": ("sum_dbias",),
+    "portable.dbias_of_pairs": ("backward_dq_of_dbias",),
+    "portable.tangent": ("forward_tangent",),
+    "portable.decode": ("decode", "decode_combine"),
+    "sm90.fwd": ("forward_sm90",),
+    "sm90.bwd": ("backward_sm90",),
+    "sm90.bwd_dq": ("backward_dq_sm90",),
+    "sm90.bwd_dkdv_d192": ("backward_dkdv_sm90",),
+    "sm90.bwd_dkdv_d256": ("backward_dkdv_sm90",),
+    "sm90.bwd_prepost": ("backward_preprocess", "backward_postprocess"),
+    "sm90.shared_dbias": ("backward_shared_dbias",),
+    "sm80.fwd": ("forward",),
+    "sm80.bwd": ("backward_sm80", "backward_postprocess_sm80"),
 }
 
 
 def function(kernel: str, module: str) -> str:
-    """The name of a kernel's function in a module. Kernels with options, fallback kernels
-    and tall kernels use the plain kernel's function, with more arguments or another tile."""
-    return FUNCTIONS.get(
-        module,
-        re.sub("(_tall)?(_fallback|_bias|_dbias|_fp8|_soft_cap)?(_alone|_pages)?$", "", kernel),
-    )
+    """The name of a kernel's function in a module: the only one, or the longest that begins the
+    kernel's name. Kernels with options use the plain kernel's function, with more arguments."""
+    names = FUNCTIONS.get(module, (kernel,))
+    return max(names, key=lambda x: len(x) if kernel.startswith(x) else 0)
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:

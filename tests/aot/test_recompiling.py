@@ -153,7 +153,7 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
         ("FLOATS", ("scale",), set(table.KERNELS)),
         ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
         ("SERIALISED", (*table.SERIALISED, "forward"), {"forward"}),
-        ("FUNCTIONS", table.FUNCTIONS | {"mask.segments": "documents_init"},
+        ("FUNCTIONS", table.FUNCTIONS | {"mask.segments": ("documents_init",)},
             {"documents_runs", "documents_rows"}),
         ("absent_from_decode", lambda _: (),
             {k for k in table.KERNELS if table.absent_from_decode(k)}),

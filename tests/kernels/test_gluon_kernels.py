@@ -60,7 +60,7 @@ def forward(p: Problem, changed: dict[str, int], shape: str = "") -> None:
     if p.bias is not None:
         lse = np.full((*lse.shape, 2), np.nan, np.float32)
         extra["bias"] = planes(p.bias)
-    launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
+    launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"][0], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "out": rows_of(out), "lse": lse, **extra,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
