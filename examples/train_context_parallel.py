@@ -4,7 +4,7 @@
     python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
 
 In every step, a plan for the documents is made on the device (with --plan local, on the host before
-the step), and the batch is permuted by it. One mask is built and sharded like the query rows, and
+the step), and the batch is permuted by it. One mask is built and sharded like the queries, and
 all layers use it. Parameters are sharded over the fsdp and tensor axes, rows of the batch over
 fsdp, and the sequence over context. The first loss is compared with that of the same step on one
 device. Needs packax, optax and tqdm.
