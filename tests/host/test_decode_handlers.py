@@ -19,7 +19,6 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 AT_ONCE = 2 * MULTIPROCESSORS  # programs, as in csrc/launch/decode_shares.cc
-I32, F32 = "int32", "float32"
 
 
 def f32(x):

@@ -28,7 +28,6 @@ from paths import EXAMPLES
 from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 96, 8, 4, 8
-AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 CONTEXT = ((BATCH_AXES, "context", None, None), (BATCH_AXES, None, None, None))
 BOTH = ((BATCH_AXES, "context", "tensor", None), (BATCH_AXES, None, "tensor", None))
