@@ -20,7 +20,6 @@ from sm80.common import (
     columns_of_tile,
     copy_chunks,
     copy_layout,
-    plain,
     swizzled,
     tile_offsets,
     times_shared,
@@ -48,12 +47,11 @@ def registers_asm(operation, n, threads):
     """Assembly that applies `operation` to each of a thread's n registers and its cell in global
     memory. Cells of the same register number are contiguous over the threads. The operands are the
     registers and a pointer to the first cell."""
-    n = plain(n)
     t = [
         f"{{ .reg .u64 p; .reg .u32 t; mov.u32 t, %tid.x; mul.wide.u32 p, t, 4; add.u64 p, p, ${n};"
     ]
     for i in range(n):
-        t.append(operation.format(cell=f"[p+{i * plain(threads) * 4}]", register=f"${i}"))
+        t.append(operation.format(cell=f"[p+{i * threads * 4}]", register=f"${i}"))
     return " ".join(t) + " }"
 
 
@@ -64,7 +62,7 @@ def add_asm(n, threads):
 
 @gluon.constexpr_function
 def add_constraints(n):
-    return ",".join(["f"] * plain(n) + ["l", "~{memory}"])
+    return ",".join(["f"] * n + ["l", "~{memory}"])
 
 
 @gluon.jit
@@ -306,7 +304,7 @@ def load_asm(n, threads):
 
 @gluon.constexpr_function
 def load_constraints(n):
-    return ",".join(["=f"] * plain(n) + ["l", "~{memory}"])
+    return ",".join(["=f"] * n + ["l", "~{memory}"])
 
 
 @gluon.jit

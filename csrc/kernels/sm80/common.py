@@ -6,33 +6,24 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 
 @gluon.constexpr_function
-def plain(n):
-    """The int in a constexpr, which may be nested."""
-    while hasattr(n, "value"):
-        n = n.value
-    return int(n)
-
-
-@gluon.constexpr_function
 def accumulator(warps, warps_n=1):
     """The accumulator layout of mma.sync, with `warps_n` warps along columns and the rest along
     rows."""
-    n = plain(warps_n)
-    return gl.NVMMADistributedLayout([2, 0], [plain(warps) // n, n], [16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [warps // warps_n, warps_n], [16, 8])
 
 
 @gluon.constexpr_function
 def copy_layout(columns, warps):
     """The layout of copies: 16 bytes per thread, and up to 128 contiguous bytes of a row."""
-    lanes = min(plain(columns) // 8, 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [plain(warps), 1], [1, 0])
+    lanes = min(columns // 8, 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def swizzled(columns):
     """A swizzled layout for rows of 64 bytes or of multiples of 128, from which 8 x 8 matrices are
     read without bank conflicts."""
-    narrow = plain(columns) < 64
+    narrow = columns < 64
     return gl.SwizzledSharedLayout(8, 2 if narrow else 1, 4 if narrow else 8, [1, 0])
 
 
@@ -48,13 +39,13 @@ def tile_offsets(row_stride, ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.c
 def chunk_of(dim):
     """Columns of a chunk of a tile: the largest power of two that divides `dim`, so that 192 is
     three chunks of 64."""
-    return plain(dim) & -plain(dim)
+    return dim & -dim
 
 
 @gluon.constexpr_function
 def chunks_of(dim):
     """The number of chunks of a tile."""
-    return plain(dim) // (plain(dim) & -plain(dim))
+    return dim // (dim & -dim)
 
 
 @gluon.jit

@@ -18,8 +18,6 @@ def biased_asm(n):
 
     Distances are float32, so they are exact up to 2^24.
     """
-    while hasattr(n, "value"):
-        n = n.value
     rows, start, scale, slope = 2 * n, 2 * n + 2, 2 * n + 3, 2 * n + 4
     t = [
         "{ .reg .u32 q; .reg .s32 d; .reg .f32 far<2>, a; mov.u32 q, %tid.x;"
@@ -39,8 +37,6 @@ def biased_asm(n):
 
 @gluon.constexpr_function
 def biased_constraints(n):
-    while hasattr(n, "value"):
-        n = n.value
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r", "r", "r", "f", "f"])
 
 

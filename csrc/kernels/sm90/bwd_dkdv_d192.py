@@ -65,8 +65,6 @@ def p_asm(half):
 
     Operands: 16 packed P; 32 scores, scale2, shared address of lse2.
     """
-    while hasattr(half, "value"):
-        half = half.value
     t = [f"{{ .reg .f32 l<2>, e<4>; {first_column(49)}"]
     for o in range(8):
         t.append(f"ld.shared.v2.f32 {{l0, l1}}, [a+{32 * o}]; neg.f32 l0, l0; neg.f32 l1, l1;")
@@ -84,8 +82,6 @@ def ds_asm(half):
 
     Operands: 16 packed dS; 32 dP, 16 packed P, shared address of delta.
     """
-    while hasattr(half, "value"):
-        half = half.value
     t = [f"{{ .reg .f32 d<2>, x<2>, e<2>; .reg .b16 h<2>; {first_column(64)}"]
     for o in range(8):
         t.append(f"ld.shared.v2.f32 {{d0, d1}}, [a+{32 * o}];")

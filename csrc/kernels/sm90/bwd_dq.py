@@ -68,7 +68,6 @@ class DqArgs(RowTileArgs):
 @gluon.constexpr_function
 def value_stages(v_dim, block_n, stages):
     """Stages of the ring of values: as many as for keys if there is room."""
-    v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
     return 1 if v_dim == 256 and block_n == 64 else stages
 
 

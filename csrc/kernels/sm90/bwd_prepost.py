@@ -76,18 +76,14 @@ def backward_preprocess(
 
 @gluon.constexpr_function
 def power_of_two(n):
-    while hasattr(n, "value"):
-        n = n.value
-    return 1 << (int(n) - 1).bit_length()
+    return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
 def sum_shape(columns):
     """Shape of dq_sum's floats for 64 rows. Axes, outermost first: group of 32 columns, group of 16
     rows, octet of columns, row, pair of columns, row + 8, column."""
-    while hasattr(columns, "value"):
-        columns = columns.value
-    return [int(columns) // 32, 4, 4, 8, 4, 2, 2]
+    return [columns // 32, 4, 4, 8, 4, 2, 2]
 
 
 SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # axes of rows, then axes of columns

@@ -19,14 +19,12 @@ def row_bits_asm(n):
 
     Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
     """
-    while hasattr(n, "value"):
-        n = n.value
     t = [
         "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p;"
         " mov.u32 q, %tid.x; and.b32 q, q, 3;"
         "shl.b32 q, q, 3; add.u32 a, $4, q; add.u32 b, $5, q; mov.b32 $0, 0; mov.b32 $1, 0;"
     ]
-    for o in range(int(n) // 8):
+    for o in range(n // 8):
         t.append(
             f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, "
             f"[b+{32 * o}];"

@@ -20,20 +20,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 @gluon.constexpr_function
 def accumulator(n):
     """Layout of an accumulator of one warp group: 64 rows, n columns."""
-    while hasattr(n, "value"):
-        n = n.value
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(n), 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
 
 @gluon.constexpr_function
 def named_barrier(kind, i, threads):
-    while hasattr(i, "value"):
-        i = i.value
-    while hasattr(kind, "value"):
-        kind = kind.value
-    while hasattr(threads, "value"):
-        threads = threads.value
-    return f"bar.{kind} {8 + int(i)}, {int(threads)};"  # Triton uses the low numbers
+    return f"bar.{kind} {8 + i}, {threads};"  # Triton uses the low numbers
 
 
 @gluon.jit
@@ -182,10 +174,6 @@ def element_bits_asm(n, compare):
     The loop is not unrolled, because only segment-checked tiles take this path and it must not cost
     other tiles a register.
     """
-    while hasattr(n, "value"):
-        n = n.value
-    while hasattr(compare, "value"):
-        compare = compare.value
     t = [
         "{ .reg .u64 p; .reg .u32 q; .reg .s32 x, c, last; .reg .b32 bit;"
         " .reg .pred in, a; mov.u32 q, %tid.x; and.b32 q, q, 3;"

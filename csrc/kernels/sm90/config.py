@@ -7,7 +7,7 @@ class Constants:
     """Constants that are read as attributes: `config.QK_DIM`."""
 
     def __init__(self, named):
-        self.__dict__.update({k: getattr(x, "value", x) for k, x in named.items()})
+        self.__dict__.update(named)
 
     def __eq__(self, other):
         return isinstance(other, Constants) and vars(self) == vars(other)

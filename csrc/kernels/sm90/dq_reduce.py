@@ -65,20 +65,14 @@ def arrive_asm():
 @gluon.constexpr_function
 def bulk_add_asm(size):
     """Adds `size` bytes of shared memory to global memory with the copy engine."""
-    while hasattr(size, "value"):
-        size = size.value
     add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
-    return by_first_thread(f"{add} [$0], [$1], {int(size)}", "cp.async.bulk.commit_group")
+    return by_first_thread(f"{add} [$0], [$1], {size}", "cp.async.bulk.commit_group")
 
 
 @gluon.constexpr_function
 def registers_constraints(n, letter="f"):
     """Constraints of `n` registers and an address in shared memory."""
-    while hasattr(n, "value"):
-        n = n.value
-    while hasattr(letter, "value"):
-        letter = letter.value
-    return ",".join([letter] * int(n) + ["r", "~{memory}"])
+    return ",".join([letter] * n + ["r", "~{memory}"])
 
 
 # t: the swizzled offset of a thread's row of an 8 x 8 matrix: one of its warp's 16 keys (128 bytes

@@ -43,9 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 def query_slots(chunks):
     """Chunks reserved for a warp group's queries, rounded up to a power of two: the output may use
     the same memory."""
-    while hasattr(chunks, "value"):
-        chunks = chunks.value
-    return 1 << (int(chunks) - 1).bit_length()
+    return 1 << (chunks - 1).bit_length()
 
 
 @gluon.aggregate

@@ -25,8 +25,6 @@ def plane_of_bias(axes, b, head, heads):
 @gluon.constexpr_function
 def bytes_of_bias(bias, query):
     """Bytes of an element of the bias, 0 without one. It has the query's dtype or float32."""
-    while hasattr(bias, "value"):
-        bias = bias.value
     if bias is None:
         return 0
     return 2 if bias.dtype == query.dtype else 4

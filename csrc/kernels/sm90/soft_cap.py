@@ -33,8 +33,6 @@ def hex_float(x):
 def tanh_asm(n):
     """Replaces one thread's scores with tanh(s * k), in place. Operands: n results, n tied scores,
     k. Each warp votes on its branch, so all its lanes must be active."""
-    while hasattr(n, "value"):
-        n = n.value
     y = [f"${i}" for i in range(n)]
     coefficients = [hex_float(c) for c in POLYNOMIAL.value]
     two_log2e, half = hex_float(TWO_LOG2E.value), hex_float(0.5)
@@ -64,8 +62,6 @@ def tanh_asm(n):
 
 @gluon.constexpr_function
 def tanh_constraints(n):
-    while hasattr(n, "value"):
-        n = n.value
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"])
 
 

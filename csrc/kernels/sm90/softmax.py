@@ -82,15 +82,7 @@ def softmax_asm(n, half, growth, natural):
     than this, in base 2. `natural`: the maximum is not scaled, and only differences from it are
     multiplied by the scale, so that no large score overflows.
     """
-    while hasattr(n, "value"):
-        n = n.value
-    while hasattr(growth, "value"):
-        growth = growth.value
-    while hasattr(natural, "value"):
-        natural = natural.value
     growth = {0: "0f00000000", 8: "0f41000000"}[growth]
-    while hasattr(half, "value"):
-        half = half.value
     (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
     t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>; .reg .pred q;"]
     t += row_maxima([f"${s + i}" for i in range(n)])
@@ -117,8 +109,6 @@ def softmax_asm(n, half, growth, natural):
 
 @gluon.constexpr_function
 def half_name(dtype):
-    while hasattr(dtype, "value"):
-        dtype = dtype.value
     return "bf16" if dtype == gl.bfloat16 else "f16"
 
 
@@ -158,8 +148,6 @@ def unpack(p, N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
 def rescale_asm(n):
     """acc *= alpha, skipped by warps in which every alpha is 1. Operands: n results, n tied acc,
     alpha (2)."""
-    while hasattr(n, "value"):
-        n = n.value
     t = [
         f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000;"
         f" setp.neu.or.f32 p, ${2 * n + 1}, 0f3F800000, p;"
@@ -171,14 +159,11 @@ def rescale_asm(n):
 
 @gluon.constexpr_function
 def rescale_constraints(n):
-    while hasattr(n, "value"):
-        n = n.value
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f", "f"])
 
 
 @gluon.constexpr_function
 def accumulator_types(columns, chunks):
-    columns, chunks = (int(getattr(x, "value", x)) for x in (columns, chunks))
     return (gl.distributed_type(gl.float32, [64, columns], accumulator(columns)),) * chunks
 
 
