@@ -50,7 +50,6 @@ from tiles_sm90 import (
     LIKE_PLAIN,
     ONE_ASSEMBLER,
     SM90_TILES,
-    SPLIT_HEAD_DIM,
     TWO_ASSEMBLERS,
     UNDER_12_9,
     Dims,
@@ -103,14 +102,14 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "forward_sm90_bias": "sm90.fwd",
     "forward_sm90_float32_bias": "sm90.fwd",
     "backward_preprocess_dbias": "sm90.bwd_prepost",
-    "backward_dkdv_sm90_bias": "sm90.bwd_dkdv_d256",
-    "backward_dkdv_sm90_float32_bias": "sm90.bwd_dkdv_d256",
+    "backward_dkdv_sm90_bias": "sm90.bwd",
+    "backward_dkdv_sm90_float32_bias": "sm90.bwd",
     "backward_dq_sm90_bias": "sm90.bwd_dq",
     "backward_dq_sm90_float32_bias": "sm90.bwd_dq",
     "backward_shared_dbias": "sm90.shared_dbias",
     "backward_shared_float32_dbias": "sm90.shared_dbias",
     "backward_sum_dbias": "portable.sum_dbias",
-    "backward_dkdv_sm90_dbias": "sm90.bwd_dkdv_d256",
+    "backward_dkdv_sm90_dbias": "sm90.bwd",
     "forward_sm90_max_logits": "sm90.fwd",
     "forward_sm90_low_occupancy": "sm90.fwd",
     "forward_sm90_short": "sm90.fwd",
@@ -118,7 +117,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "forward_sm90_block_lists": "sm90.fwd",
     "backward_dkdv_sm90_block_lists": "sm90.bwd",
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
-    "backward_dkdv_sm90_parts": "sm90.bwd_dkdv_parts",
+    "backward_dkdv_sm90_parts": "sm90.bwd",
     "backward_dq_sm90_parts": "sm90.bwd_dq_parts",
     "backward_sm80": "sm80.bwd",
     "forward_sm80_soft_cap": "sm80.fwd",
@@ -171,8 +170,6 @@ FUNCTIONS = {
     "sm90.fwd": ("forward_sm90",),
     "sm90.bwd": ("backward_sm90",),
     "sm90.bwd_dq": ("backward_dq_sm90",),
-    "sm90.bwd_dkdv_d192": ("backward_dkdv_sm90",),
-    "sm90.bwd_dkdv_d256": ("backward_dkdv_sm90",),
     "sm90.bwd_prepost": ("backward_preprocess", "backward_postprocess"),
     "sm90.shared_dbias": ("backward_shared_dbias",),
     "sm80.fwd": ("forward",),
@@ -200,10 +197,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 
 # A kernel with a NaN constant of its dtype, and modules whose inline PTX depends on the 16-bit
 # dtype.
-OF_ONE_DTYPE = {
-    *("decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"),
-    *("sm90.bwd_dkdv_parts", "sm90.bwd_dq_parts"),
-}
+OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dq_parts"}
 
 WITHOUT_PRODUCTS = ("backward_delta", "backward_delta_fallback", "decode_combine", *MASK_KERNELS)
 
@@ -245,10 +239,9 @@ class Variant:
     @property
     def source(self) -> str:
         """The module in csrc/kernels."""
-        module = KERNELS[self.kernel]
         if (self.arch.tiles, self.qk_dim, self.v_dim) in SM80_FORWARD.get(self.kernel, ()):
             return "sm80.fwd"
-        return SPLIT_HEAD_DIM.get((self.kernel, self.row), (module, 0))[0]
+        return KERNELS[self.kernel]
 
     @property
     def spills(self) -> int:
@@ -485,15 +478,9 @@ def sm90(
     # rows per program; keys for kernels of dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
-        "backward_sm90": 128,
-        "backward_dkdv_sm90": SPLIT_HEAD_DIM.get((kernel, row), ("", 128))[1],
         "backward_dq_sm90": 128,
-        **dict.fromkeys(
-            (f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")), 64
-        ),
         **dict.fromkeys(("backward_shared_dbias", "backward_shared_float32_dbias"), 64),
         "backward_sum_dbias": tile.get("ELEMENTS", 0),
-        "backward_dkdv_sm90_parts": 64,
         "backward_dq_sm90_parts": 64,
     }
     return Variant(
@@ -503,7 +490,7 @@ def sm90(
         qk_dim,
         v_dim,
         tuple(constants.items()),
-        block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("ROWS", 0)),
+        block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("KEYS") or tile.get("ROWS", 0)),
         4,  # warps of the default partition; other partitions add theirs
         assembler,
         registers,

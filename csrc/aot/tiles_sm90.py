@@ -84,6 +84,8 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "backward_sm90": {
         dim: {
             "QK_CHUNK": chunk,
+            "KEYS": 128,
+            "PARTS": 1,
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
@@ -128,13 +130,9 @@ SM90_TILES["backward_dkdv_sm90"] = {
     dim: SM90_TILES["backward_sm90"][dim] | {"DQ": 0, "SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
-SM90_TILES["backward_dkdv_sm90"] |= {  # for the files in SPLIT_HEAD_DIM
-    dim: {
-        "QK_CHUNK": 64,
-        "CONSUMER_REGISTERS": 240,
-        "PRODUCER_REGISTERS": 24,
-        "REMATERIALIZE": int(dim == 192),
-    }
+SM90_TILES["backward_dkdv_sm90"] |= {
+    dim: SM90_TILES["backward_dkdv_sm90"][64]
+    | {"QK_CHUNK": 64, "KEYS": 128 if dim == 192 else 64, "REMATERIALIZE": int(dim == 192)}
     for dim in (192, 256, (192, 192))
 }
 
@@ -312,23 +310,12 @@ LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY
 # dims at which the accumulators of 64 keys or rows do not fit in one warp group.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers
 SM90_TILES |= {
-    "backward_dkdv_sm90_parts": {
-        512: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-    },
+    "backward_dkdv_sm90_parts": {512: SM90_TILES["backward_dkdv_sm90"][256] | {"PARTS": 2}},
     "backward_dq_sm90_parts": {
         512: {"QK_CHUNK": 64, "BLOCK_N": 32, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
     },
 }
 PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
-# (kernel, head dims) -> the module of a different kernel for these head dims, and its keys
-SPLIT_HEAD_DIM: dict[tuple[str, Dims], tuple[str, int]] = {
-    ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
-    ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
-    ("backward_dkdv_sm90", (192, 192)): ("sm90.bwd_dkdv_d256", 64),
-    ("backward_dkdv_sm90_soft_cap", 256): ("sm90.bwd_dkdv_d256", 64),
-    ("backward_dkdv_sm90_block_lists", 192): ("sm90.bwd_dkdv_d192", 128),
-    ("backward_dkdv_sm90_block_lists", 256): ("sm90.bwd_dkdv_d256", 64),
-}
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
 # (docs/experiments.md), and drivers of CUDA 12 use 12.9.

@@ -365,7 +365,7 @@ constexpr Steps<B> Separate() {
 }
 
 // A program computes half of the columns of dK and dV for a tile of keys
-// (csrc/kernels/sm90/bwd_dkdv_parts.py).
+// (csrc/kernels/sm90/bwd.py).
 Grid KeyTilesOfParts(const B& o, int64_t block) {
   return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block, 2})};
 }

@@ -450,21 +450,12 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     assert list(kinds)[: len(pointers)] == pointers, "pointers come first"
 
 
-@pytest.mark.parametrize("kernel,row", sorted(table.SPLIT_HEAD_DIM, key=str), ids=str)
-def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, row: table.Dims) -> None:
-    """The arguments have the same order, as C++ uses one struct for both; constants may differ."""
-    source, block = table.SPLIT_HEAD_DIM[kernel, row]
-    assert source != table.KERNELS[kernel]
-    passed = [n for n in arguments_of(kernel) if not n.isupper()]
-    assert [n for n in arguments_of(kernel, source) if not n.isupper()] == passed
-    built = [v for v in ALL if v.kernel == kernel]
-    for v in built:
-        assert (v.source == source and v.block == block) or v.row != row
-        taken = [n for n in arguments_of(kernel, v.source) if n.isupper()]
-        assert sorted(taken) == sorted(n for n, _ in v.constants), v.name
-    assert row in {v.row for v in built if v.source == source}
-    others = {v.source for v in built if (kernel, v.row) not in table.SPLIT_HEAD_DIM}
-    assert others == {table.KERNELS[kernel]}
+@pytest.mark.parametrize("kernel", sorted({v.kernel for v in ALL if v.source == "sm90.bwd"}))
+def test_every_constant_of_the_backward_for_hopper_is_given(kernel: str) -> None:
+    taken = sorted(n for n in arguments_of(kernel) if n.isupper())
+    for v in ALL:
+        if v.kernel == kernel:
+            assert sorted(n for n, _ in v.constants) == taken, v.name
 
 
 def test_narrowing_names_what_is_accepted() -> None:

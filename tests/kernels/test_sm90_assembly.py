@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
 import ml_dtypes
-from sm90 import bwd_dkdv_d192, bwd_prepost, dq_reduce
+from sm90 import bwd_chunked_consumer, bwd_prepost, dq_reduce
 
 ROW, COLUMN = 16, 8  # rows of a warp, columns of eight accumulator registers
 OPERATIONS = {
@@ -180,18 +180,18 @@ def test_p_and_ds_of_the_tile_of_keys(name):
     for thread in range(256, 384):
         places = accumulator(thread, 32)
         scores = {16 + i: as_bits(s[at]) for i, at in enumerate(places)}
-        p_pairs = compute(bwd_dkdv_d192.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0},
+        p_pairs = compute(bwd_chunked_consumer.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0},
             lse)  # fmt: skip
         tile(p_pairs, thread, half, p)
         operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
         operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}
-        pairs = compute(bwd_dkdv_d192.ds_asm(name), thread, operands, delta)
+        pairs = compute(bwd_chunked_consumer.ds_asm(name), thread, operands, delta)
         # As in sm90/common.range_bits_asm: for each of two keys, two bits per octet of rows.
         bits = [0, 0]
         for i, at in enumerate(places):
             bits[i // 2 % 2] |= int(attended[at]) << (i // 4 * 2 + i % 2)
         operands = {16 + i: pair for i, pair in enumerate(pairs)} | {32: bits[0], 33: bits[1]}
-        tile(compute(bwd_dkdv_d192.clear_bits_asm(), thread, operands), thread, half, ds)
+        tile(compute(bwd_chunked_consumer.clear_bits_asm(), thread, operands), thread, half, ds)
     # In float32 the last bit of a sum may differ, which changes a few roundings.
     for got, want in ((p, want_p), (ds, want_ds)):
         error = np.abs(got.astype(np.float32) - want.astype(np.float32))

@@ -240,8 +240,24 @@ class PairBias:
 
 
 @gluon.aggregate
+class Rest:
+    """Columns that only S or dP reads, in kernels that compute gradients in parts. left_s: those of
+    the keys or values. tiles_s: those of a block of rows, with a single stage. last_s: the last
+    chunk of the keys, which is read into registers before P overwrites it."""
+
+    left_s: Buffer
+    last_s: Buffer
+    tiles_s: Buffer
+    full: Buffer
+    empty: Buffer
+
+
+@gluon.aggregate
 class KeyTileArgs:
-    """Arguments of the kernels whose programs compute dK and dV of one tile of keys."""
+    """Arguments of backward_sm90, whose programs compute dK and dV of one tile of keys. p and ds:
+    P and dS of a block of rows; P is multiplied by the derivative of a soft cap. dq_s: buffers for
+    dQ on its way to the sum. part: which of config.PARTS parts of a head's columns the program
+    computes. q_rest, do_rest: columns of the other part."""
 
     maps: Maps
     row_stats: RowStats
@@ -252,3 +268,13 @@ class KeyTileArgs:
     tile: KeyTile
     q_range: StepRange
     scalars: KernelScalars
+    dq_sum: Number
+    slopes: Number
+    p: Exchange
+    blocks: BlockMask
+    ds: Exchange
+    dq_s: Buffer
+    part: Number
+    q_rest: Rest
+    do_rest: Rest
+    bias: PairBias | gl.constexpr

@@ -2,7 +2,6 @@
 dQ."""
 
 from sm90.alibi import add_alibi
-from sm90.args import BlockMask, Buffer, Exchange, KeyTileArgs, Number
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
 from sm90.common import (
@@ -38,18 +37,6 @@ def ping_pong_wait(W: gl.constexpr):
 @gluon.jit
 def ping_pong_pass(W: gl.constexpr):
     gl.inline_asm(named_barrier("arrive", 5 - W, 256), "~{memory}", ())
-
-
-@gluon.aggregate
-class BackwardArgs(KeyTileArgs):
-    """ds: dS of a block of rows, if this kernel computes dQ. dq_s: buffers for dQ on its way to the
-    sum."""
-
-    dq_sum: Number
-    slopes: Number
-    blocks: BlockMask
-    ds: Exchange
-    dq_s: Buffer
 
 
 @gluon.jit
@@ -170,7 +157,7 @@ def step(
 
 
 @gluon.jit
-def consume(W: gl.constexpr, args, config: gl.constexpr):
+def consume_half(W: gl.constexpr, args, config: gl.constexpr):
     shared = args.shared
     ds_shared = args.ds
     tile = args.tile

@@ -24,9 +24,8 @@ from sm90.common import (
 )
 from sm90.config import constants
 from sm90.gradient_store import store_tiles
-from sm90.parts import PARTS, load_columns
 from sm90.pipeline import apply_mask, mask_of_batch_row, next_stage
-from sm90.tiles import barriers, init_barriers
+from sm90.tiles import barriers, init_barriers, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = gl.constexpr(64)  # per program
+PARTS = gl.constexpr(2)  # of the columns of dQ, one per warp group
 
 
 @gluon.aggregate

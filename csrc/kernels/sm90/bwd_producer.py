@@ -2,12 +2,14 @@
 producer warp, and the mask of a block of rows."""
 
 from sm90.args import KeyTile, KeyTileMask, RowStats, StepRange
+from sm90.block_lists import list_of_keys
 from sm90.common import element_bits, opaque, place_of_tile, position_row, split
 from sm90.lse_by_mma import FAR, LANES, load_row_stats, lse_scale, store_parts
-from sm90.tiles import load_chunks, load_line
+from sm90.row_producer import plane_of_bias
+from sm90.tiles import allocate_lines, load_chunks, load_columns, load_line
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ROWS = gl.constexpr(64)  # per block, where no other size is given
 
@@ -75,21 +77,25 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
 
 
 @gluon.jit
-def tile_of_program(mask, kv_order, scalars, KEYS: gl.constexpr):
-    """This program's tile of keys, the blocks of rows that attend to it (full blocks are not
-    masked), and the mask's arrays from its batch row on."""
+def tile_of_program(
+    mask, kv_order, scalars, KEYS: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr
+):
+    """This program's tile of keys and part of its columns, the blocks of BLOCK rows that attend to
+    it (full blocks are not masked), and the mask's arrays from its batch row on."""
     q_len = scalars.q_len
     kv_len = scalars.kv_len
     group = scalars.heads // scalars.kv_heads
+    nth = gl.program_id(0)
+    part = nth % PARTS
     _, kv_head, b, mask_b, first_key = place_of_tile(
-        gl.program_id(0), kv_order, scalars.batch, scalars.mask_batch, (kv_len + 127) // 128, 1,
+        nth // PARTS, kv_order, scalars.batch, scalars.mask_batch, (kv_len + 127) // 128, 1,
         scalars.kv_heads, KEYS, 128 // KEYS,
     )  # fmt: skip
     if KEYS == 128:
         start, end, full_lo, full_hi = row_range(mask.kv_blocks, mask_b, first_key, kv_len)
     else:
         start, end, full_lo, full_hi = row_range_64(mask.kv_blocks, mask_b, first_key, kv_len)
-    steps, full_begin, full_end = split(start, end, full_lo, full_hi, ROWS)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK)
     row_blocks = (q_len + 63) // 64
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
@@ -104,7 +110,7 @@ def tile_of_program(mask, kv_order, scalars, KEYS: gl.constexpr):
     padded = row_blocks * 64
     tile = KeyTile(mask_b, b, first_key, kv_head, group, bh, mask_b * padded, padded)
     q_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
-    return tile, q_range, mask
+    return tile, part, q_range, mask
 
 
 @gluon.jit
@@ -159,7 +165,7 @@ def mask_bits(keys, row, stage, args):
 
 
 @gluon.jit
-def row_of(n, in_partial, q_range, BLOCK: gl.constexpr = ROWS):
+def row_of(n, in_partial, q_range, BLOCK: gl.constexpr):
     """First row of a head's n-th partial block, or of its n-th full block."""
     nth = gl.where(in_partial, q_range.nth_partial(n), q_range.full_begin + n)
     return q_range.start + nth * BLOCK
@@ -176,53 +182,61 @@ def next_block(n, g, in_partial, q_range, group):
 
 
 @gluon.jit
-def allocate_row_stats(BLOCK: gl.constexpr = ROWS):
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+def allocate_row_stats(BLOCK: gl.constexpr):
     return RowStats(
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK], line),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK], line),
-        gl.allocate_shared_memory(gl.int32, [2, BLOCK], line),
-        gl.allocate_shared_memory(gl.int32, [2, BLOCK], line),
+        allocate_lines(gl.float32, 2, BLOCK),
+        allocate_lines(gl.float32, 2, BLOCK),
+        allocate_lines(gl.int32, 2, BLOCK),
+        allocate_lines(gl.int32, 2, BLOCK),
     )
 
 
 @gluon.jit
 def load_keys(args, config: gl.constexpr):
-    """Loads the tile of keys and its values, 64 keys at a time."""
+    """Loads the tile of keys and its values, 64 keys at a time, and in parts the rest of their
+    columns."""
     maps = args.maps
     shared = args.shared
     tile = args.tile
     QK_DIM: gl.constexpr = config.QK_DIM
-    V_DIM: gl.constexpr = config.V_DIM
     HALVES: gl.constexpr = config.HALVES
-    CHUNKS: gl.constexpr = QK_DIM // config.QK_CHUNK
-    V_CHUNKS: gl.constexpr = V_DIM // config.V_CHUNK
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    head = tile.kv_head * config.PARTS + args.part
     for w in gl.static_range(HALVES):
         at = tile.first_key + w * 64
         full = shared.kv_full.index(w)
-        mbarrier.expect(full, 64 * (QK_DIM + V_DIM) * 2)
-        load_chunks(maps.key, tile.b, at, tile.kv_head, full, shared.k_s, 0, CHUNKS, w)
-        load_chunks(maps.value, tile.b, at, tile.kv_head, full, shared.v_s, w * V_CHUNKS, V_CHUNKS)
+        mbarrier.expect(full, config.PARTS * 64 * (QK_DIM + config.V_DIM) * 2)
+        load_chunks(maps.key, tile.b, at, head, full, shared.k_s, 0, CHUNKS, w)
+        if config.PARTS > 1:
+            rest_head = tile.kv_head * config.PARTS + 1 - args.part
+            rest = args.q_rest
+            column = rest_head * QK_DIM
+            load_columns(maps.key, tile.b, at, column, full, rest.left_s, 0, CHUNKS - 1)
+            column += (CHUNKS - 1) * config.QK_CHUNK
+            load_columns(maps.key, tile.b, at, column, full, rest.last_s, 0, 1)
+        load_chunks(maps.value, tile.b, at, head, full, shared.v_s, w * V_CHUNKS, V_CHUNKS)
+        if config.PARTS > 1:
+            left_s = args.do_rest.left_s
+            load_chunks(maps.value, tile.b, at, rest_head, full, left_s, 0, V_CHUNKS)
 
 
 @gluon.jit
 def load_queries(args, head, row, stat, stage, phase, lse, config: gl.constexpr):
     """Loads a block of query rows and its row statistics, which begin at `stat`. With LSE_BY_MMA,
     stores LSE in parts."""
-    maps = args.maps
     shared = args.shared
     tile = args.tile
     row_stats = args.row_stats
-    QK_DIM: gl.constexpr = config.QK_DIM
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     BLOCK: gl.constexpr = shared.q_s.shape[1]
-    CHUNKS: gl.constexpr = QK_DIM // config.QK_CHUNK
+    CHUNKS: gl.constexpr = config.CHUNKS
     mbarrier.wait(shared.q_empty.index(stage), phase ^ 1)
     full = shared.q_full.index(stage)
     if LSE_BY_MMA:
         store_parts(lse, shared.lse_parts.index(stage))
-    mbarrier.expect(full, BLOCK * QK_DIM * 2 + BLOCK * (8 if LSE_BY_MMA else 12))
-    load_chunks(maps.query, tile.b, row, head, full, shared.q_s, stage * CHUNKS, CHUNKS)
+    mbarrier.expect(full, BLOCK * config.QK_DIM * 2 + BLOCK * (8 if LSE_BY_MMA else 12))
+    load_chunks(args.maps.query, tile.b, row, head, full, shared.q_s, stage * CHUNKS, CHUNKS)
     if not LSE_BY_MMA:
         load_line(row_stats.lse2, shared.row_stats.lse2.index(stage), stat, full)
     load_line(row_stats.lo, shared.row_stats.lo.index(stage), tile.mask_row + row, full)
@@ -234,52 +248,126 @@ def load_dout(args, head, row, stat, stage, phase, delta, config: gl.constexpr):
     """Loads the cotangents and delta of the same rows. With LSE_BY_MMA, stores delta in parts."""
     shared = args.shared
     tile = args.tile
-    V_DIM: gl.constexpr = config.V_DIM
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     BLOCK: gl.constexpr = shared.do_s.shape[1]
-    V_CHUNKS: gl.constexpr = V_DIM // config.V_CHUNK
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
     mbarrier.wait(shared.do_empty.index(stage), phase ^ 1)
     full = shared.do_full.index(stage)
     if LSE_BY_MMA:
         store_parts(delta, shared.delta_parts.index(stage))
-    mbarrier.expect(full, BLOCK * V_DIM * 2 + (0 if LSE_BY_MMA else BLOCK * 4))
+    mbarrier.expect(full, BLOCK * config.V_DIM * 2 + (0 if LSE_BY_MMA else BLOCK * 4))
     load_chunks(args.maps.dout, tile.b, row, head, full, shared.do_s, stage * V_CHUNKS, V_CHUNKS)
     if not LSE_BY_MMA:
         load_line(args.row_stats.delta, shared.row_stats.delta.index(stage), stat, full)
 
 
 @gluon.jit
+def load_rest(source, b, row, head, rest, stage, DIM: gl.constexpr, CHUNKS: gl.constexpr):
+    """Loads the rest of the columns of a block. They have a single stage, whose phase flips with
+    every block."""
+    mbarrier.wait(rest.empty.index(0), stage ^ 1)
+    full = rest.full.index(0)
+    mbarrier.expect(full, rest.tiles_s.shape[1] * DIM * 2)
+    load_chunks(source, b, row, head, full, rest.tiles_s, 0, CHUNKS)
+
+
+@gluon.jit
+def stage_of_bias(bias, nth):
+    """Stage and phase of the tile of the nth block, of whose number the two lowest bits count."""
+    if bias.tiles_s.shape[0] == 1:
+        stage, phase = nth * 0, nth & 1
+    else:
+        stage, phase = nth & 1, (nth >> 1) & 1
+    return stage, phase
+
+
+@gluon.jit
+def load_bias(args, head, row, stat, nth, config: gl.constexpr):
+    """Loads the bias of the nth block, and the largest logits of its rows."""
+    bias = args.bias
+    tile = args.tile
+    BLOCK: gl.constexpr = bias.tiles_s.shape[1]
+    KEYS: gl.constexpr = bias.tiles_s.shape[2]
+    stage, phase = stage_of_bias(bias, nth)
+    mbarrier.wait(bias.empty.index(stage), phase ^ 1)
+    full = bias.full.index(stage)
+    mbarrier.expect(full, BLOCK * KEYS * config.BIAS_BYTES + BLOCK * 4)
+    layout: gl.constexpr = bias.map.layout
+    tile_s = bias.tiles_s.index(stage).reinterpret(bias.map.dtype, [1, BLOCK, KEYS], layout)
+    plane = plane_of_bias(bias.axes, tile.b, head, args.scalars.heads)
+    tma.async_load(bias.map, [plane, row, tile.first_key], full, tile_s)
+    load_line(bias.top, bias.top_s.index(stage), stat, full)
+
+
+@gluon.jit
 def produce(args, config: gl.constexpr):
+    """Loads the tile of keys and then blocks of rows: those of every head's list, or partial blocks
+    of every head and then full blocks. One extra block follows: the consumers start its scores (for
+    a tile of 64 keys also its dP) and drop them."""
+    load_keys(args, config)
+    if config.BLOCK_LISTS:
+        load_listed_blocks(args, config)
+    else:
+        load_blocks(args, config)
+
+
+@gluon.jit
+def load_listed_blocks(args, config: gl.constexpr):
+    tile = args.tile
+    i = 0
+    for g in range(0, tile.group):
+        listed, partial, full_count = list_of_keys(args.blocks, args.scalars, tile, g)
+        block = gl.load(listed)
+        for n in range(0, partial + full_count):
+            row = block * ROWS
+            # the list is read one step ahead
+            block = gl.load(listed + gl.minimum(n + 1, partial + full_count - 1))
+            stage = i % 2
+            phase = (i // 2) & 1
+            stat = (tile.bh + g) * tile.padded + row
+            head = tile.kv_head * tile.group + g
+            load_queries(args, head, row, stat, stage, phase, (), config)
+            load_dout(args, head, row, stat, stage, phase, (), config)
+            i += 1
+    if i > 0:
+        stage = i % 2
+        phase = (i // 2) & 1
+        stat = tile.bh * tile.padded
+        load_queries(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)
+        if config.HALVES == 1:
+            load_dout(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)
+
+
+@gluon.jit
+def load_blocks(args, config: gl.constexpr):
     shared = args.shared
     tile = args.tile
     q_range = args.q_range
     group = tile.group
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
-    load_keys(args, config)
+    BLOCK: gl.constexpr = shared.q_s.shape[1]
     total = q_range.steps * group
     g = 0
     n = 0
     if LSE_BY_MMA:
         inverse_scale = 1.0 / lse_scale(args.scalars.scale)
         if total > 0:
-            first = row_of(0, q_range.partial > 0, q_range)
+            first = row_of(0, q_range.partial > 0, q_range, BLOCK)
             load_row_stats(args, tile.bh * tile.padded + first, 0)
-    # partial blocks of every head, then full blocks of every head, then one extra block: the
-    # consumers start its scores (for a tile of 64 keys also its dP) and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
         in_partial = i < q_range.partial * group
-        row = row_of(n, in_partial, q_range)
+        row = row_of(n, in_partial, q_range, BLOCK)
         stat = (tile.bh + g) * tile.padded + row
-        head = tile.kv_head * group + g
+        head = (tile.kv_head * group + g) * config.PARTS + args.part
         lse = ()
         delta = ()
         if LSE_BY_MMA:  # row statistics are loaded one block ahead
             if i < total:
                 next_n, next_g = next_block(n, g, in_partial, q_range, group)
                 following = (tile.bh + next_g) * tile.padded + row_of(
-                    next_n, i + 1 < q_range.partial * group, q_range
+                    next_n, i + 1 < q_range.partial * group, q_range, BLOCK
                 )
                 load_row_stats(args, following, stage ^ 1)
             mbarrier.wait(shared.row_stats_full.index(stage), phase)
@@ -287,6 +375,19 @@ def produce(args, config: gl.constexpr):
             lse = gl.where(lse > FAR, FAR, lse)  # a NaN stays
             delta = shared.row_stats.delta.index(stage).load(LANES)
         load_queries(args, head, row, stat, stage, phase, lse, config)
-        if i < total + 2 - config.HALVES:
+        if args.bias is not None and i < total:
+            load_bias(args, head, row, stat, i, config)
+        # always true for a tile of 64 keys, but not every kernel gained without the test
+        if args.bias is not None or config.PARTS > 1 or i < total + 2 - config.HALVES:
             load_dout(args, head, row, stat, stage, phase, delta, config)
+        if config.PARTS > 1:
+            rest = (tile.kv_head * group + g) * config.PARTS + 1 - args.part
+            q_rest = args.q_rest
+            load_rest(
+                args.maps.query, tile.b, row, rest, q_rest, stage, config.QK_DIM, config.CHUNKS
+            )
+            do_rest = args.do_rest
+            load_rest(
+                args.maps.dout, tile.b, row, rest, do_rest, stage, config.V_DIM, config.V_CHUNKS
+            )
         n, g = next_block(n, g, in_partial, q_range, group)

@@ -6,10 +6,9 @@ While one computes exponentials, the products of the other run. The next scores 
 the last product of a step. Head dims are divided into chunks of columns, as in sm90/fwd.py.
 """
 
-from sm90.args import BlockMask, Buffer, Exchange, HeadMask, KeyTileArgs, Number, PairBias
+from sm90.args import HeadMask, Number
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
-from sm90.bwd_bias_producer import stage_of_bias
-from sm90.bwd_producer import mask_bits
+from sm90.bwd_producer import mask_bits, stage_of_bias
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
 from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
 from sm90.dbias_store import clear_rows, end_store, start_store
@@ -25,33 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 KEYS = gl.constexpr(64)  # per program
-
-
-@gluon.aggregate
-class Rest:
-    """Columns that only S or dP reads. left_s: those of the keys or values. tiles_s: those of a
-    block of rows, with a single stage. last_s: the last chunk of the keys, which is read into
-    registers before P overwrites it."""
-
-    left_s: Buffer
-    last_s: Buffer
-    tiles_s: Buffer
-    full: Buffer
-    empty: Buffer
-
-
-@gluon.aggregate
-class SplitArgs(KeyTileArgs):
-    """p: P of a block of rows, times the derivative of a soft cap. part: which of config.PARTS
-    parts of a head's columns of dK and dV the program computes. q_rest, do_rest: columns of the
-    other part. blocks: None without block lists. bias: None without a bias."""
-
-    p: Exchange
-    blocks: BlockMask | gl.constexpr
-    part: Number
-    q_rest: Rest | gl.constexpr
-    do_rest: Rest | gl.constexpr
-    bias: PairBias | gl.constexpr
 
 
 @gluon.aggregate
@@ -124,7 +96,7 @@ def add_blocks(add: gl.constexpr, sums, s, fixed, args, config: gl.constexpr):
     q_range = args.q_range
     stage = 0
     phase = 0
-    if args.blocks is None:  # partial blocks of every head, then full blocks
+    if not config.BLOCK_LISTS:  # partial blocks of every head, then full blocks
         for part in gl.static_range(2):
             count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
             n = 0
@@ -172,7 +144,7 @@ def add_to_values(
     partial blocks. `listed` is None without block lists."""
     keys, scale2, last = fixed
     shared = args.shared
-    rest = args.q_rest
+    rest = args.q_rest if config.PARTS > 1 else None
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
@@ -220,7 +192,7 @@ def consume_scores(args, config: gl.constexpr):
     """Computes S, P and dV."""
     shared = args.shared
     tile = args.tile
-    rest = args.q_rest
+    rest = args.q_rest if config.PARTS > 1 else None
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNK: gl.constexpr = config.V_CHUNK
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
@@ -269,7 +241,7 @@ def add_to_keys(
     """`add` of add_blocks for dP and dK, as add_to_values."""
     keys = fixed[0]
     shared = args.shared
-    rest = args.do_rest
+    rest = args.do_rest if config.PARTS > 1 else None
     DBIAS: gl.constexpr = args.bias is not None and args.bias.gradient is not None
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
@@ -316,7 +288,7 @@ def consume_gradients(args, config: gl.constexpr):
     """Computes dP, dS and dK."""
     shared = args.shared
     tile = args.tile
-    rest = args.do_rest
+    rest = args.do_rest if config.PARTS > 1 else None
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS

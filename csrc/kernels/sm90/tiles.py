@@ -6,6 +6,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
+def allocate_tiles(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """N tiles in shared memory, in the layout of TMA and wgmma."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [N, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def allocate_lines(dtype: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
+    """N lines of 32-bit numbers in shared memory."""
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return gl.allocate_shared_memory(dtype, [N, SIZE], line)
+
+
+@gluon.jit
 def barriers(N: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
 
@@ -21,11 +35,11 @@ def init_barriers(N: gl.constexpr, rings, arrivals):
 
 
 @gluon.jit
-def load_chunks(
-    source, b, row, head, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
+def load_columns(
+    source, b, row, column, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
 ):
-    """Loads the columns of a head into chunks (chunked_mma.py) of tiles_s, from index `first` on.
-    With HALF, loads only the HALF-th 64 rows of each chunk."""
+    """Loads the columns from `column` on into chunks (chunked_mma.py) of tiles_s, from index
+    `first` on. With HALF, loads only the HALF-th 64 rows of each chunk."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     for c in gl.static_range(CHUNKS):
@@ -33,8 +47,16 @@ def load_chunks(
         chunk = chunk.reinterpret(source.dtype, [1, ROWS, COLUMNS], source.layout)
         if HALF is not None:
             chunk = chunk.slice(HALF * 64, 64, dim=1)
-        at = [b, row, head * (CHUNKS * COLUMNS) + c * COLUMNS]
-        tma.async_load(source, at, full, chunk)
+        tma.async_load(source, [b, row, column + c * COLUMNS], full, chunk)
+
+
+@gluon.jit
+def load_chunks(
+    source, b, row, head, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
+):
+    """Loads the columns of a head, as load_columns does."""
+    column = head * (CHUNKS * tiles_s.shape[2])
+    load_columns(source, b, row, column, full, tiles_s, first, CHUNKS, HALF)
 
 
 @gluon.jit

@@ -1,41 +1,20 @@
-"""dK and dV on Hopper in Gluon for head dims whose sums almost fill a warp group's registers
-(192/128): the same results as `backward_sm90` of sm90/bwd.py without dQ.
+"""Consumer warp group of programs of 128 keys whose sums almost fill its registers (192/128): dK and
+dV of 64 keys.
 
-A program computes 128 keys of one key/value head. It has two warp groups of 64 keys each and the
-producer warp of sm90/bwd_producer.py. Of a thread's 240 registers, dK and dV take 160, S or dP 32,
-and P or dS in 16 bits 16. To stay within the limit, one loop handles masked and other blocks, and
-branches only where no product is in flight. dP starts after S has been used, dS is computed from
-the rounded P (docs/guide/numerics.md), and the next scores start when only the last chunk of dK is
-in flight. The softmax of one warp group runs during the products of the other. Queries, keys and dK
-are divided into chunks of QK_CHUNK columns.
+Of a thread's 240 registers, dK and dV take 160, S or dP 32, and P or dS in 16 bits 16. To stay
+within the limit, one loop handles masked and other blocks, and branches only where no product is in
+flight. dP starts after S has been used, dS is computed from the rounded P
+(docs/guide/numerics.md), and the next scores start when only the last chunk of dK is in flight. The
+softmax of one warp group runs during the products of the other. Queries, keys and dK are divided
+into chunks of QK_CHUNK columns.
 """
 
-from sm90.args import (
-    BlockMask,
-    KernelScalars,
-    KeyTileArgs,
-    KeyTileMask,
-    KeyTileShared,
-    Maps,
-    RowStats,
-    StepRange,
-)
-from sm90.block_lists import bits_of_rows, blocks_of_lists, list_of_keys, mask_of_head
-from sm90.bwd_listed_producer import produce_listed
-from sm90.bwd_producer import (
-    ROWS,
-    allocate_row_stats,
-    mask_bits,
-    produce,
-    rows_of_half,
-    tile_of_program,
-)
+from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
+from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
 from sm90.chunked_mma import add_products, half_of_keys, scores, wait_products, zeros
 from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
-from sm90.config import constants
 from sm90.gradient_store import store_half
 from sm90.softmax import half_name, unpack
-from sm90.tiles import barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,11 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-
-@gluon.aggregate
-class DkdvArgs(KeyTileArgs):
-    blocks: BlockMask
 
 
 @gluon.constexpr_function
@@ -202,7 +176,7 @@ def skip_blocks(stage, phase, k, shared, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def consume(W: gl.constexpr, args, config: gl.constexpr):
+def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
     shared = args.shared
     tile = args.tile
     q_range = args.q_range
@@ -266,64 +240,3 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 n = gl.where(n == q_range.partial, 0, n)
     gl.barrier()  # dK and dV overwrite this warp group's keys and values
     store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS)
-
-
-@gluon.jit
-def backward_dkdv_sm90(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, block_mask, kv_block_lists,
-    scale, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
-):  # fmt: skip
-    """As bwd.backward_sm90 without dQ. Block lists may be None."""
-    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS, HALVES=2,
-        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False, BLOCK_LISTS=block_mask is not None,
-    )  # fmt: skip
-    dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    qk_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([ROWS, V_DIM], dtype)
-    shared = KeyTileShared(
-        q_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
-        k_s=gl.allocate_shared_memory(dtype, [CHUNKS, 128, QK_CHUNK], qk_tile),
-        v_s=gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
-        do_s=gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
-        row_stats=allocate_row_stats(),
-        lse_parts=None, delta_parts=None, row_stats_full=None,
-        kv_full=barriers(2), q_full=barriers(2), q_empty=barriers(2),
-        do_full=barriers(2), do_empty=barriers(2),
-    )  # fmt: skip
-    init_barriers(
-        2,
-        (shared.kv_full, shared.q_full, shared.do_full, shared.q_empty, shared.do_empty),
-        (1, 1, 1, 8, 8),
-    )
-
-    scalars = KernelScalars(
-        mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, None
-    )
-    mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
-    tile, q_range, mask = tile_of_program(mask, kv_order, scalars, 128)
-    blocks = BlockMask(
-        block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
-    )
-    if config.BLOCK_LISTS:
-        q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
-    args = DkdvArgs(
-        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
-        dk=dk, dv=dv, mask=mask, shared=shared,
-        tile=tile, q_range=q_range, scalars=scalars, blocks=blocks,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume, (0, args, config)),
-            (consume, (1, args, config)),
-            (produce_listed if config.BLOCK_LISTS else produce, (args, config)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
