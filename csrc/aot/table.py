@@ -89,9 +89,9 @@ PREPROCESS_ROWS = 32
 KERNELS = {  # kernel -> module in csrc/kernels
     "forward": "portable.fwd",
     "forward_sm90": "sm90.fwd",
-    "backward_preprocess": "sm90.bwd_prepost",
+    "backward_preprocess": "common.bwd_preprocess",
     "backward_sm90": "sm90.bwd",
-    "backward_postprocess": "sm90.bwd_prepost",
+    "backward_postprocess": "sm90.bwd_postprocess",
     "backward_dkdv_sm90": "sm90.bwd",
     "backward_dq_sm90": "sm90.bwd_dq",
     "forward_sm90_soft_cap": "sm90.fwd",
@@ -101,7 +101,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "forward_sm90_alibi": "sm90.fwd",
     "forward_sm90_bias": "sm90.fwd",
     "forward_sm90_float32_bias": "sm90.fwd",
-    "backward_preprocess_dbias": "sm90.bwd_prepost",
+    "backward_preprocess_dbias": "common.bwd_preprocess",
     "backward_dkdv_sm90_bias": "sm90.bwd",
     "backward_dkdv_sm90_float32_bias": "sm90.bwd",
     "backward_dq_sm90_bias": "sm90.bwd_dq",
@@ -159,6 +159,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
 
 # module -> its functions. Modules that are not listed have a function for each kernel.
 FUNCTIONS = {
+    "common.bwd_preprocess": ("backward_preprocess",),
     "portable.fwd": ("forward",),
     "portable.bwd": ("backward_delta", "backward_dkdv"),
     "portable.bwd_dq": ("backward_dq",),
@@ -170,7 +171,7 @@ FUNCTIONS = {
     "sm90.fwd": ("forward_sm90",),
     "sm90.bwd": ("backward_sm90",),
     "sm90.bwd_dq": ("backward_dq_sm90",),
-    "sm90.bwd_prepost": ("backward_preprocess", "backward_postprocess"),
+    "sm90.bwd_postprocess": ("backward_postprocess",),
     "sm90.shared_dbias": ("backward_shared_dbias",),
     "sm80.fwd": ("forward",),
     "sm80.bwd": ("backward_sm80", "backward_postprocess_sm80"),

@@ -20,6 +20,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - QK_CHUNK: columns of a tile of queries or keys, a power of two. table.py derives V_CHUNK, the
 #   same for values.
 # - V_PARTS: the number of parts of the value columns. A tile is computed once for each part.
+# - KEYS: keys of a program of dK and dV. PARTS: the number of parts of its columns, each of which a
+#   program computes (sm90/bwd.py).
 # - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
 # - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
 #   always do.
@@ -38,48 +40,22 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "QK_CHUNK": chunk,
             "WARP_GROUPS": groups,
             "BLOCK_N": keys,
-            "STAGES": 2,
+            "STAGES": stages,
             "OUT_IN_QUERY": out_in_query,
-            "V_PARTS": 1,
+            "V_PARTS": parts,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
-            "REMATERIALIZE": int(dim > 64),
+            "REMATERIALIZE": int(dim != 64),
             "SCHEDULER": 0,
         }
-        for dim, chunk, groups, keys, out_in_query in (
-            (64, 64, 3, 128, 0),
-            (128, 128, 2, 128, 0),
-            (192, 64, 2, 128, 1),
-            (256, 256, 2, 64, 1),
+        for dim, chunk, groups, keys, stages, out_in_query, parts in (
+            (64, 64, 3, 128, 2, 0, 1),
+            (128, 128, 2, 128, 2, 0, 1),
+            (192, 64, 2, 128, 2, 1, 1),
+            (256, 256, 2, 64, 2, 1, 1),
+            ((192, 192), 64, 2, 64, 3, 1, 1),
+            (512, 256, 2, 32, 2, 1, 2),
         )
-    }
-    | {
-        (192, 192): {
-            "QK_CHUNK": 64,
-            "WARP_GROUPS": 2,
-            "BLOCK_N": 64,
-            "STAGES": 3,
-            "OUT_IN_QUERY": 1,
-            "V_PARTS": 1,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": 1,
-            "SCHEDULER": 0,
-        }
-    }
-    | {
-        512: {
-            "QK_CHUNK": 256,
-            "WARP_GROUPS": 2,
-            "BLOCK_N": 32,
-            "STAGES": 2,
-            "OUT_IN_QUERY": 1,
-            "V_PARTS": 2,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": 1,
-            "SCHEDULER": 0,
-        }
     },
     "backward_sm90": {
         dim: {

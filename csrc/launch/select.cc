@@ -169,7 +169,7 @@ constexpr bool Always(const Operands&, const Device&) {
 
 // --- Attention: options and grids of both passes.
 
-constexpr float kLargestCap = 1024;     // up to which tanh may err by 4e-7 (sm90/soft_cap.py)
+constexpr float kLargestCap = 1024;     // up to which tanh may err by 4e-7 (common/soft_cap.py)
 constexpr int64_t kElementsAtOnce = 8;  // 16 bytes of a 16-bit dtype
 
 // Whether the call has exactly these options, with values that their dedicated kernels support

@@ -63,8 +63,11 @@ def recompiled(monkeypatch, tmp_path, request):
 @pytest.mark.parametrize(
     "file,kernels",
     some([
-        # also through softmax
-        ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS, "sm80.fwd", "sm80.bwd"]),
+        (
+            "common.kv_ranges",
+            [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS, "sm80.fwd", "sm80.bwd"],
+        ),
+        ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),  # also through softmax
         ("sm90.args", [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),
         ("sm80.common", ["sm80.fwd", "sm80.bwd"]),
         ("sm80.bwd", ["sm80.bwd"]),
@@ -80,12 +83,12 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # through the producer
         ("sm90.dq_reduce", ["sm90.bwd"]),
-        ("sm90.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm80.fwd", "sm80.bwd"]),
+        ("common.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm80.fwd", "sm80.bwd"]),
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dq_parts",
             *SHARED_DBIAS]),
-        ("sm90.bwd_prepost", ["backward_preprocess", "backward_preprocess_dbias",
-            "backward_postprocess"]),
+        ("common.bwd_preprocess", ["backward_preprocess", "backward_preprocess_dbias"]),
+        ("sm90.bwd_postprocess", ["backward_postprocess"]),
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *OF_DBIAS, *DECODE, "portable.tangent"]),
         ("portable.decode", DECODE),
         ("portable.fp8", DECODE),
@@ -102,9 +105,9 @@ def recompiled(monkeypatch, tmp_path, request):
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
         ("sm90.bwd_split_consumer", ["sm90.bwd"]),
-        ("sm90.gradient_store", ["sm90.bwd", "sm90.bwd_dq_parts"]),
+        ("sm90.tile_store", [*FORWARDS, *ROWS, "sm90.bwd"]),
         ("portable.dbias_of_pairs", ["portable.bwd", *OF_DBIAS]),
-    ], *(0, 1, 3, 4, 12, 17, 20, 23, 30, 31)),
+    ], *(0, 2, 4, 5, 13, 18, 22, 25, 32, 33)),
 )  # fmt: skip
 def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
     """`kernels`: kernel names, or the file name where a kernel has a second file."""

@@ -2,7 +2,8 @@
 left with long tiles.
 
 Guards against an order of tiles and heads in which the last head's long tiles run alone, and
-against a difference between Hopper's order (sm90/common.place_of_tile) and the portable kernels'.
+against a difference between the order in Gluon (common/kv_ranges.place_of_tile) and that of the
+portable kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tiers import once_each
 
 
 def walk_of_sm90():
-    """sm90.common.place_of_tile as a Python function, because Gluon has no interpreter."""
-    source = (KERNEL_DIR / "sm90/common.py").read_text()
+    """common.kv_ranges.place_of_tile as a Python function, because Gluon has no interpreter."""
+    source = (KERNEL_DIR / "common/kv_ranges.py").read_text()
     module = ast.parse(source)
     names = ("scheduler_phases", "place_of_tile")
     parts = [x for x in module.body if getattr(x, "name", "") in names]
@@ -37,7 +38,7 @@ def walk_of_sm90():
         constexpr=int,
     )
     space = {"gl": words}
-    exec(compile(ast.Module([constant, *parts], []), "sm90/common.py", "exec"), space)
+    exec(compile(ast.Module([constant, *parts], []), "common/kv_ranges.py", "exec"), space)
     return space["place_of_tile"]
 
 

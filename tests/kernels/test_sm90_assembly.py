@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
 import ml_dtypes
-from sm90 import bwd_chunked_consumer, bwd_prepost, dq_reduce
+from sm90 import bwd_chunked_consumer, bwd_postprocess, dq_reduce
 
 ROW, COLUMN = 16, 8  # rows of a warp, columns of eight accumulator registers
 OPERATIONS = {
@@ -67,7 +67,7 @@ def accumulator(thread, registers):
 
 def rows_of_sum(columns):
     """For each float of the sum, the (row, column) that backward_postprocess reads it as."""
-    shape, axes = bwd_prepost.sum_shape(columns), bwd_prepost.SUM_TO_ROWS.value
+    shape, axes = bwd_postprocess.sum_shape(columns), bwd_postprocess.SUM_TO_ROWS.value
     index = np.arange(64 * columns).reshape([int(n) for n in getattr(shape, "value", shape)])
     index = index.transpose(axes).reshape(64, columns)
     found = np.empty((64 * columns, 2), int)
@@ -180,8 +180,8 @@ def test_p_and_ds_of_the_tile_of_keys(name):
     for thread in range(256, 384):
         places = accumulator(thread, 32)
         scores = {16 + i: as_bits(s[at]) for i, at in enumerate(places)}
-        p_pairs = compute(bwd_chunked_consumer.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0},
-            lse)  # fmt: skip
+        operands = scores | {48: as_bits(scale), 49: 0}
+        p_pairs = compute(bwd_chunked_consumer.p_asm(name), thread, operands, lse)
         tile(p_pairs, thread, half, p)
         operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
         operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}

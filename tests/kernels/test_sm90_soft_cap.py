@@ -17,7 +17,7 @@ from tiers import some
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-from sm90 import soft_cap
+from common import soft_cap
 
 NEAR, FAR = 3e-7, 4e-7  # error bounds of the polynomial and of the exponential
 

@@ -9,10 +9,21 @@ shared memory, so each product has a separate warp layout: S_WARPS warps share t
 ds^T, KV_WARPS the keys of dK and dV, and DQ_WARPS the rows of dQ. The more square a warp's part of
 a result, the less it reads from shared memory. V_REGISTERS keeps values in registers. dQ is
 accumulated in global memory in the order of the accumulator's registers, which
-`backward_postprocess_sm80` undoes. `backward_preprocess` of sm90/bwd_prepost.py runs first. Head
+`backward_postprocess_sm80` undoes. `backward_preprocess` runs first. Head
 dims that are not powers of two are split into chunks of columns, as in fwd.py.
 """
 
+from common.kv_ranges import (
+    BLOCK,
+    EMPTY_MIN,
+    LOG2E,
+    nth_step,
+    opaque,
+    place_of_tile,
+    position_row,
+    split,
+)
+from common.soft_cap import tanh_of_scores
 from sm80.common import (
     accumulator,
     chunk_of,
@@ -26,17 +37,6 @@ from sm80.common import (
     times_transposed,
     zeros,
 )
-from sm90.common import (
-    BLOCK,
-    EMPTY_MIN,
-    LOG2E,
-    nth_step,
-    opaque,
-    place_of_tile,
-    position_row,
-    split,
-)
-from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

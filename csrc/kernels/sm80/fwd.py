@@ -10,6 +10,17 @@ as often again. Tile sizes are powers of two, so head dims of 96 and 192 are spl
 and 64 columns.
 """
 
+from common.kv_ranges import (
+    LN2,
+    LOG2E,
+    key_range,
+    nth_step,
+    opaque,
+    place_of_tile,
+    position_row,
+    split,
+)
+from common.soft_cap import tanh_of_scores
 from sm80.common import (
     accumulator,
     added_columns,
@@ -24,17 +35,6 @@ from sm80.common import (
     times_transposed,
     zeros,
 )
-from sm90.common import (
-    LN2,
-    LOG2E,
-    key_range,
-    nth_step,
-    opaque,
-    place_of_tile,
-    position_row,
-    split,
-)
-from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -75,7 +75,7 @@ def forward(
 ):  # fmt: skip
     """Rows of query and out are `row_heads` heads apart, and the kernel processes `heads` of them.
     With `soft_cap` (None in kernels without it), scores become tanh, in units of the cap
-    (sm90/soft_cap.py)."""
+    (common/soft_cap.py)."""
     WARPS: gl.constexpr = gl.num_warps()
     CHUNK: gl.constexpr = chunk_of(QK_DIM)
     V_CHUNK: gl.constexpr = chunk_of(V_DIM)

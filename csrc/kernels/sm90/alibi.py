@@ -5,7 +5,7 @@ reads no array and only needs the distances of its rows from its first column. C
 positions, or that need the gradient of the slopes, run on the fallback kernels.
 """
 
-from sm90.soft_cap import hex_float
+from common.soft_cap import hex_float
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

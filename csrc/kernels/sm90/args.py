@@ -3,7 +3,7 @@
 A kernel fills these aggregates once. A field is None in kernels that do not use it.
 """
 
-from sm90.common import nth_step
+from common.kv_ranges import nth_step
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma

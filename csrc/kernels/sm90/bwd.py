@@ -1,11 +1,10 @@
 """Backward attention on Hopper in Gluon. It computes the same gradients as portable/bwd.py, which
 the tests compare it with, in five products instead of seven.
 
-It runs between the two kernels of sm90/bwd_prepost.py. `backward_preprocess` computes delta and the
-base-2 LSE, and clears a float32 dQ. `backward_sm90` sums dK and dV of a tile of keys in registers,
-and adds to dQ with the copy engine's bulk reduction. `backward_postprocess` scales and rounds dQ.
-Without dQ, it computes only dK and dV, for deterministic gradients and for head dims above 128; dQ
-is then in sm90/bwd_dq.py.
+It runs between two small kernels. `backward_preprocess` computes delta and the base-2 LSE, and
+clears a float32 dQ. `backward_sm90` sums dK and dV of a tile of keys in registers, and adds to dQ
+with the copy engine's bulk reduction. `backward_postprocess` scales and rounds dQ. Deterministic
+gradients, and head dims above 128, need no dQ from this kernel: sm90/bwd_dq.py computes it.
 
 A program computes a tile of keys of one key/value head. It has two warp groups, and a producer warp
 (sm90/bwd_producer.py) that streams blocks of query rows of the group's heads. Scores are transposed

@@ -1,5 +1,5 @@
-"""Consumer warp group of programs of 128 keys whose sums almost fill its registers (192/128): dK and
-dV of 64 keys.
+"""Consumer warp group of programs of 128 keys whose sums almost fill its registers (192/128):
+computes dK and dV of 64 keys.
 
 Of a thread's 240 registers, dK and dV take 160, S or dP 32, and P or dS in 16 bits 16. To stay
 within the limit, one loop handles masked and other blocks, and branches only where no product is in
@@ -9,12 +9,13 @@ softmax of one warp group runs during the products of the other. Queries, keys a
 into chunks of QK_CHUNK columns.
 """
 
+from common.kv_ranges import LOG2E
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
 from sm90.chunked_mma import add_products, half_of_keys, scores, wait_products, zeros
-from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
-from sm90.gradient_store import store_half
+from sm90.common import accumulator, rematerialized_zero, select_bits, warp_arrive
 from sm90.softmax import half_name, unpack
+from sm90.tile_store import store_half
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

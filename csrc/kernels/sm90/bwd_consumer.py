@@ -1,21 +1,16 @@
 """Consumer warp group of the kernels of sm90/bwd.py: computes dK and dV of 64 keys, and its part of
 dQ."""
 
+from common.kv_ranges import LOG2E
+from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
-from sm90.common import (
-    LOG2E,
-    accumulator,
-    named_barrier,
-    rematerialized_zero,
-    select_bits,
-    warp_arrive,
-)
+from sm90.chunked_mma import scores
+from sm90.common import accumulator, named_barrier, rematerialized_zero, select_bits, warp_arrive
 from sm90.dq_reduce import add_staged, keys_read, publish_ds
-from sm90.gradient_store import store_half
 from sm90.lse_by_mma import lse_scale, subtract_stats
-from sm90.soft_cap import tanh_of_scores
+from sm90.tile_store import store_half
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,11 +35,10 @@ def ping_pong_pass(W: gl.constexpr):
 
 
 @gluon.jit
-def scores(k, shared, stage, LSE_BY_MMA: gl.constexpr):
+def start_scores(k, shared, stage, LSE_BY_MMA: gl.constexpr):
     """Starts S^T of a block of rows. With LSE_BY_MMA, LSE in units of S is subtracted from it."""
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    q_t = shared.q_s.index(stage).permute((1, 0))
-    s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+    s = scores((k,), shared.q_s, stage, zero, 1)
     return subtract_stats(s, shared.lse_parts.index(stage)) if LSE_BY_MMA else s
 
 
@@ -139,7 +133,7 @@ def step(
         warp_arrive(shared.q_empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.q_full.index(other), phase)
-    s_token = scores(k_left, shared, other, LSE_BY_MMA)
+    s_token = start_scores(k_left, shared, other, LSE_BY_MMA)
     if config.PING_PONG:
         ping_pong_pass(W)
     if DQ == 1:
@@ -191,7 +185,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
         if config.PING_PONG and W == 1:
             ping_pong_pass(1)
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = scores(k, shared, 0, config.LSE_BY_MMA)
+        s = start_scores(k, shared, 0, config.LSE_BY_MMA)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # dS of "block -1" is 0: the first step adds 0 to dQ
             half_s = ds_shared.tiles.index(1).slice(W * 64, 64, dim=0)
@@ -228,21 +222,15 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
                     slope2 = gl.load(args.slopes + tile.kv_head * group + g) * -LOG2E
                 else:
                     slope2 = ()
-                if part == 0 and SKIP:
-                    if (row < live_end) & (row + ROWS > live_start):
-                        dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
-                            keys, (), slope2, True, True, config,
-                        )  # fmt: skip
-                    else:
-                        dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
-                            keys, (), slope2, True, False, config,
-                        )  # fmt: skip
-                else:
+                if part == 1 or not SKIP or (row < live_end) & (row + ROWS > live_start):
                     dk_sum, dv_sum, s, phase = step(
                         W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
                         keys, (), slope2, part == 0, True, config,
+                    )  # fmt: skip
+                else:
+                    dk_sum, dv_sum, s, phase = step(
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
+                        keys, (), slope2, True, False, config,
                     )  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS

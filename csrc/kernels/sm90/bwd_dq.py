@@ -10,6 +10,8 @@ divided into chunks of columns, as in sm90/fwd.py. At head dim 256, with tiles o
 room for two tiles of keys and one of values.
 """
 
+from common.kv_ranges import LOG2E, opaque
+from common.soft_cap import tanh_of_scores
 from sm90.args import (
     BlockMask,
     KernelScalars,
@@ -22,15 +24,7 @@ from sm90.args import (
 )
 from sm90.block_lists import list_of_rows, mask_of_head
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
-from sm90.common import (
-    LOG2E,
-    accumulator,
-    lanes_arrive,
-    opaque,
-    own_steps,
-    rematerialized_zero,
-    warp_arrive,
-)
+from sm90.common import accumulator, lanes_arrive, own_steps, rematerialized_zero, warp_arrive
 from sm90.config import constants
 from sm90.pipeline import (
     apply_mask,
@@ -43,14 +37,13 @@ from sm90.pipeline import (
     stage_of_values,
 )
 from sm90.row_producer import bytes_of_bias, produce
-from sm90.soft_cap import tanh_of_scores
-from sm90.tiles import barriers, init_barriers
+from sm90.tile_store import store_rows
+from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
@@ -212,20 +205,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
         # also true for a NaN, which must reach the result
         attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
-        attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
-        gl.barrier()
-        for c in gl.static_range(CHUNKS):
-            # select, not multiply: a row that attends to nothing may have summed garbage
-            result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum[c] * scale, 0.0)
-            shared.q_s.index(W * CHUNKS + c).store(result.to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        for c in gl.static_range(CHUNKS):
-            dq_tile = shared.q_s.index(W * CHUNKS + c)
-            dq_tile = dq_tile.reinterpret(dtype, [1, 64, QK_CHUNK], dq.layout)
-            column = head * config.QK_DIM + c * QK_CHUNK
-            tma.async_store(dq, [tile.b, tile.row + W * 64, column], dq_tile)
-        tma.store_wait(0)
+        attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout)) != 0
+        row = tile.row + W * 64
+        store_rows(dq, dq_sum, attended, scale, shared.q_s, W * CHUNKS, tile.b, row, head, CHUNKS)
         gl.barrier()
         warp_arrive(shared.q_empty.index(W))
         slot, slot_phase = next_stage(slot, slot_phase, 2)
@@ -262,21 +244,15 @@ def backward_dq_sm90(
     )  # fmt: skip
     gl.static_assert(not (DO_REGISTERS and V_CHUNKS > 1), "cotangents in registers are one tile")
     dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([64, V_CHUNK], dtype)
     bias_s = None
     if config.BIAS:
-        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], bias.dtype)
-        bias_s = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 64, BLOCK_N], bias_tile)
+        bias_s = allocate_tiles(bias.dtype, STAGES * 2, 64, BLOCK_N)
     shared = RowTileShared(
-        q_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
-        do_s=gl.allocate_shared_memory(dtype, [2 * V_CHUNKS, 64, V_CHUNK], v_tile),
-        k_s=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
-        v_s=gl.allocate_shared_memory(dtype, [V_STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
-        bias_s=bias_s,
-        o_s=None, work_s=gl.allocate_shared_memory(gl.int32, [2, 16], line),
+        q_s=allocate_tiles(dtype, 2 * CHUNKS, 64, QK_CHUNK),
+        do_s=allocate_tiles(dtype, 2 * V_CHUNKS, 64, V_CHUNK),
+        k_s=allocate_tiles(dtype, STAGES * CHUNKS, BLOCK_N, QK_CHUNK),
+        v_s=allocate_tiles(dtype, V_STAGES * V_CHUNKS, BLOCK_N, V_CHUNK),
+        bias_s=bias_s, o_s=None, work_s=allocate_lines(gl.int32, 2, 16),
         q_full=barriers(2), q_empty=barriers(2),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
         v_full=barriers(V_STAGES), v_empty=barriers(V_STAGES),

@@ -11,21 +11,14 @@ product is done. The last 64 columns of the queries are in the first warp group'
 tiles of P and dS overwrite them in shared memory.
 """
 
+from common.kv_ranges import LOG2E, key_range, opaque, place_of_tile, split
 from sm90.args import Buffer, KernelScalars, Map, Maps, Mask, Number, StepRange
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
-from sm90.common import (
-    LOG2E,
-    accumulator,
-    key_range,
-    opaque,
-    place_of_tile,
-    split,
-    warp_arrive,
-)
+from sm90.common import accumulator, warp_arrive
 from sm90.config import constants
-from sm90.gradient_store import store_tiles
 from sm90.pipeline import apply_mask, mask_of_batch_row, next_stage
-from sm90.tiles import barriers, init_barriers, load_columns
+from sm90.tile_store import store_rows
+from sm90.tiles import allocate_tiles, barriers, init_barriers, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -162,7 +155,6 @@ def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
     """Stores the W-th part of the columns of dQ through tiles_s, which no other warp group
     reads."""
     tile = args.tile
-    dq = args.dq
     QK_CHUNK: gl.constexpr = config.QK_CHUNK
     PART_CHUNKS: gl.constexpr = config.CHUNKS // PARTS
     layout: gl.constexpr = gl.SliceLayout(1, accumulator(QK_CHUNK))
@@ -171,13 +163,10 @@ def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
     lo = gl.load(args.mask.kv_start + rows, mask=in_bounds, other=0)
     hi = gl.load(args.mask.kv_end + rows, mask=in_bounds, other=0)
     # also true for a NaN, which must reach the result
-    attended = gl.expand_dims((hi > lo) & (lse != float("inf")), 1)
-    gl.barrier()
-    for c in gl.static_range(PART_CHUNKS):
-        # select, not multiply: a row that attends to nothing may have summed garbage
-        result = gl.where(attended, sums[c] * args.scalars.scale, 0.0)
-        tiles_s.index(c).store(result.to(dq.dtype))
-    store_tiles(dq, tiles_s, tile.b, tile.row, tile.head * PARTS + W, PART_CHUNKS)
+    attended = (hi > lo) & (lse != float("inf"))
+    head = tile.head * PARTS + W
+    scale = args.scalars.scale
+    store_rows(args.dq, sums, attended, scale, tiles_s, 0, tile.b, tile.row, head, PART_CHUNKS)
 
 
 @gluon.jit
@@ -334,21 +323,16 @@ def backward_dq_sm90_parts(
         V_CHUNKS=V_CHUNKS, BLOCK_N=BLOCK_N, BLOCK_LISTS=False,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    q_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
-    do_tile: gl.constexpr = get_layout([ROWS, V_CHUNK], dtype)
-    k_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
-    p_tile: gl.constexpr = get_layout([ROWS, BLOCK_N], dtype)
+    p_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
     gl.static_assert(QK_CHUNK == 2 * BLOCK_N, "P and dS take the place of a chunk of queries")
-    last_s = gl.allocate_shared_memory(dtype, [1, ROWS, QK_CHUNK], q_tile)
+    last_s = allocate_tiles(dtype, 1, ROWS, QK_CHUNK)
     passed_s = last_s.reinterpret(dtype, [2, ROWS, BLOCK_N], p_tile)
     shared = DqPartsShared(
-        q_s=gl.allocate_shared_memory(dtype, [CHUNKS - 1, ROWS, QK_CHUNK], q_tile),
+        q_s=allocate_tiles(dtype, CHUNKS - 1, ROWS, QK_CHUNK),
         last_s=last_s, p_s=passed_s.index(0), ds_s=passed_s.index(1),
-        do_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, ROWS, V_CHUNK], do_tile),
-        k_s=gl.allocate_shared_memory(dtype, [2 * CHUNKS, BLOCK_N, QK_CHUNK], k_tile),
-        v_s=gl.allocate_shared_memory(dtype, [PARTS * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile),
+        do_s=allocate_tiles(dtype, PARTS * V_CHUNKS, ROWS, V_CHUNK),
+        k_s=allocate_tiles(dtype, 2 * CHUNKS, BLOCK_N, QK_CHUNK),
+        v_s=allocate_tiles(dtype, PARTS * V_CHUNKS, BLOCK_N, V_CHUNK),
         q_full=barriers(1), k_full=barriers(2), k_empty=barriers(2),
         v_full=barriers(2), v_empty=barriers(2), p_full=barriers(1), ds_full=barriers(1),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Shared by the Hopper backward kernels: a program's tile of keys and its range of rows, the
 producer warp, and the mask of a block of rows."""
 
+from common.kv_ranges import opaque, place_of_tile, position_row, split
 from sm90.args import KeyTile, KeyTileMask, RowStats, StepRange
 from sm90.block_lists import list_of_keys
-from sm90.common import element_bits, opaque, place_of_tile, position_row, split
+from sm90.common import element_bits
 from sm90.lse_by_mma import FAR, LANES, load_row_stats, lse_scale, store_parts
 from sm90.row_producer import plane_of_bias
 from sm90.tiles import allocate_lines, load_chunks, load_columns, load_line

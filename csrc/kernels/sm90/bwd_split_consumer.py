@@ -6,15 +6,16 @@ While one computes exponentials, the products of the other run. The next scores 
 the last product of a step. Head dims are divided into chunks of columns, as in sm90/fwd.py.
 """
 
+from common.kv_ranges import LOG2E, opaque
+from common.soft_cap import tanh_of_scores
 from sm90.args import HeadMask, Number
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import mask_bits, stage_of_bias
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
-from sm90.common import LOG2E, accumulator, opaque, rematerialized_zero, select_bits, warp_arrive
+from sm90.common import accumulator, rematerialized_zero, select_bits, warp_arrive
 from sm90.dbias_store import clear_rows, end_store, start_store
 from sm90.dq_reduce import keys_read
-from sm90.gradient_store import store_gradient
-from sm90.soft_cap import tanh_of_scores
+from sm90.tile_store import store_gradient
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -1,9 +1,9 @@
 """What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and
 blocks of dQ on their way to the float32 sum.
 
-The sum is in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it),
-so that stores have no bank conflicts and write whole lines, and the copy engine adds one contiguous
-range.
+The sum is in the order of the accumulator's registers (`float4s`; sm90/bwd_postprocess.py undoes
+it), so that stores have no bank conflicts and write whole lines, and the copy engine adds one
+contiguous range.
 """
 
 from sm90.bwd_producer import ROWS, next_block

@@ -16,12 +16,12 @@ registers (512), a tile is computed V_PARTS times, each time for another part of
 The scores are computed again each time.
 """
 
+from common.kv_ranges import LOG2E
 from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
-from sm90.common import LOG2E
 from sm90.config import constants
 from sm90.fwd_consumer import ForwardArgs, consume, query_slots
 from sm90.row_producer import bytes_of_bias, load, produce, schedule
-from sm90.tiles import barriers, init_barriers
+from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -64,28 +64,22 @@ def forward_sm90(
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([BLOCK_N, V_CHUNK], dtype)
     bias_s = None
     if config.BIAS:
-        bias_tile: gl.constexpr = get_layout([64, BLOCK_N], bias.dtype)
-        bias_s = gl.allocate_shared_memory(
-            bias.dtype, [STAGES * WARP_GROUPS, 64, BLOCK_N], bias_tile
-        )
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    q_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, BLOCK_N, V_CHUNK], v_tile)
+        bias_s = allocate_tiles(bias.dtype, STAGES * WARP_GROUPS, 64, BLOCK_N)
+    q_s = allocate_tiles(dtype, WARP_GROUPS * SLOTS, 64, QK_CHUNK)
+    k_s = allocate_tiles(dtype, STAGES * CHUNKS, BLOCK_N, QK_CHUNK)
+    v_s = allocate_tiles(dtype, STAGES * V_CHUNKS, BLOCK_N, V_CHUNK)
     if OUT_IN_QUERY:  # no room for a separate output: it overwrites the queries
+        o_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_CHUNK], dtype)
         o_s = q_s.reinterpret(
-            dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_CHUNK, 64, V_CHUNK], v_tile
+            dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_CHUNK, 64, V_CHUNK], o_tile
         )
     else:
-        o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS * V_CHUNKS, 64, V_CHUNK], v_tile)
+        o_s = allocate_tiles(dtype, WARP_GROUPS * V_CHUNKS, 64, V_CHUNK)
     shared = RowTileShared(
         q_s=q_s, do_s=None, k_s=k_s, v_s=v_s, bias_s=bias_s, o_s=o_s,
-        work_s=gl.allocate_shared_memory(gl.int32, [2, 16], line),
+        work_s=allocate_lines(gl.int32, 2, 16),
         q_full=barriers(WARP_GROUPS), q_empty=barriers(WARP_GROUPS),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
         v_full=barriers(STAGES), v_empty=barriers(STAGES),

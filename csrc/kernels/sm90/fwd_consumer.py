@@ -1,13 +1,13 @@
 """Consumer warp group of the Hopper forward (sm90/fwd.py): computes 64 rows of every tile that the
 producer sends."""
 
+from common.kv_ranges import LN2, LOG2E
+from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.args import Map, Number, RowTileArgs
 from sm90.block_lists import list_of_rows, mask_of_head
 from sm90.chunked_mma import add_products, wait_products, zeros
 from sm90.common import (
-    LN2,
-    LOG2E,
     accumulator,
     lanes_arrive,
     named_barrier,
@@ -26,8 +26,8 @@ from sm90.pipeline import (
     receive_tile,
     skip_blocks,
 )
-from sm90.soft_cap import tanh_of_scores
 from sm90.softmax import LEAST, half_name, rescale, softmax, unpack
+from sm90.tile_store import start_store
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -62,7 +62,8 @@ class ForwardArgs(RowTileArgs):
 
 @gluon.jit
 def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    """Starts q k^T."""
+    """Starts q k^T. As chunked_mma.scores, except that the first key tile comes before the queries:
+    at head dim 512, the other order would spill more."""
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
     s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
@@ -230,12 +231,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
             shared.o_s.index(FIRST_O + c).store(outputs[c].to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        for c in gl.static_range(V_CHUNKS):
-            o_tile = shared.o_s.index(FIRST_O + c).reinterpret(dtype, [1, 64, V_CHUNK], out.layout)
-            column = tile.head_part * (config.V_DIM // config.V_PARTS) + c * V_CHUNK
-            tma.async_store(out, [tile.b, tile.row + W * 64, column], o_tile)
+        row = tile.row + W * 64
+        start_store(out, shared.o_s, FIRST_O, tile.b, row, tile.head_part, V_CHUNKS)
         if config.OUT_IN_QUERY:
             tma.store_wait(0)
             gl.barrier()

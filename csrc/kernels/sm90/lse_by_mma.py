@@ -7,7 +7,8 @@ of each sum multiplies a matrix of ones by three bfloat16 parts of each number, 
 its 24 bits. The producer warp computes the parts.
 """
 
-from sm90.common import LOG2E, accumulator
+from common.kv_ranges import LOG2E
+from sm90.common import accumulator
 from sm90.tiles import load_line
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

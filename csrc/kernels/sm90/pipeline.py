@@ -1,17 +1,10 @@
 """Shared by the kernels that loop over tiles of rows (forward, dQ): messages from the producer to
 the consumers, positions in rings of buffers, turns of the warp groups, and the mask of a step."""
 
+from common.kv_ranges import opaque, position_row
 from sm90.args import Mask, RowTile, StepRange
 from sm90.block_lists import bits_of_keys
-from sm90.common import (
-    element_bits,
-    named_barrier,
-    opaque,
-    position_row,
-    range_bits_asm,
-    select_bits,
-    warp_arrive,
-)
+from sm90.common import element_bits, named_barrier, range_bits_asm, select_bits, warp_arrive
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

@@ -5,9 +5,10 @@ SCHEDULER, one more warp, `schedule`, therefore does it, up to two tiles ahead, 
 `load`, only loads.
 """
 
+from common.kv_ranges import key_range, place_of_tile, split
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
-from sm90.common import key_range, lanes_arrive, place_of_tile, split
+from sm90.common import lanes_arrive
 from sm90.pipeline import next_stage, receive_tile, send_tile, stage_of_values
 from sm90.tiles import load_chunks
 from triton.experimental import gluon
@@ -31,22 +32,73 @@ def bytes_of_bias(bias, query):
 
 
 @gluon.jit
-def produce(args, config: gl.constexpr):
-    """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
-    keys and values, and bias tiles with the keys."""
+def send(shared, slot, phase, tile):
+    """Sends a tile to the other warps as soon as `slot` is empty."""
+    mbarrier.wait(shared.work_empty.index(slot), phase ^ 1)
+    send_tile(shared.work_s.index(slot), tile)
+    mbarrier.arrive(shared.work_full.index(slot))
+
+
+@gluon.jit
+def send_stop(shared, slot, phase):
+    """Sends a tile without steps, which stops the other warps."""
+    send(shared, slot, phase, RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
+
+
+@gluon.jit
+def load_rows(args, b, row, head, phase, config: gl.constexpr):
+    """Loads the queries of a tile, and with DOUT its cotangents."""
     maps = args.maps
     shared = args.shared
-    scalars = args.scalars
     QK_DIM: gl.constexpr = config.QK_DIM
-    V_DIM: gl.constexpr = config.V_DIM
+    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    for w in gl.static_range(WARP_GROUPS):
+        mbarrier.wait(shared.q_empty.index(w), phase ^ 1)
+        full = shared.q_full.index(w)
+        mbarrier.expect(full, 64 * (QK_DIM + config.V_DIM if config.DOUT else QK_DIM) * 2)
+        at = row + w * 64
+        load_chunks(maps.query, b, at, head, full, shared.q_s, w * config.SLOTS, CHUNKS)
+        if config.DOUT:
+            load_chunks(maps.dout, b, at, head, full, shared.do_s, w * V_CHUNKS, V_CHUNKS)
+
+
+@gluon.jit
+def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config: gl.constexpr):
+    """Loads the keys and values of a step, and with a bias the tiles of `plane`."""
+    maps = args.maps
+    shared = args.shared
     V_PARTS: gl.constexpr = config.V_PARTS
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    ROWS: gl.constexpr = 64 * WARP_GROUPS
-    BIAS: gl.constexpr = 1 if maps.bias is not None else 0
-    BIAS_BYTES: gl.constexpr = ROWS * BLOCK_N * config.BIAS_BYTES
+    BIAS_TILES: gl.constexpr = config.WARP_GROUPS if config.BIAS_BYTES else 0
+    mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
+    full = shared.k_full.index(stage)
+    mbarrier.expect(full, BLOCK_N * (config.QK_DIM * 2 + BIAS_TILES * 64 * config.BIAS_BYTES))
+    load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
+    for w in gl.static_range(BIAS_TILES):
+        tile_s = shared.bias_s.index(stage * BIAS_TILES + w)
+        tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 64, BLOCK_N], maps.bias.layout)
+        tma.async_load(maps.bias, [plane, row + w * 64, at], full, tile_s)
+    v_stage, v_phase = stage_of_values(stage, phase, config)
+    mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
+    full = shared.v_full.index(v_stage)
+    mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
+    head = kv_head * V_PARTS + v_part
+    load_chunks(maps.value, b, at, head, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS)
+
+
+@gluon.jit
+def produce(args, config: gl.constexpr):
+    """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
+    keys and values, and bias tiles with the keys."""
+    shared = args.shared
+    scalars = args.scalars
+    V_PARTS: gl.constexpr = config.V_PARTS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    ROWS: gl.constexpr = 64 * config.WARP_GROUPS
     group = scalars.heads // scalars.kv_heads
     tiles = (scalars.q_len + ROWS - 1) // ROWS
     total = tiles * scalars.batch * scalars.heads * V_PARTS
@@ -63,12 +115,12 @@ def produce(args, config: gl.constexpr):
         )  # fmt: skip
         v_part = nth % V_PARTS
         plane = 0
-        if BIAS == 1:
+        if config.BIAS_BYTES:
             plane = plane_of_bias(args.bias_axes, b, head, scalars.heads)
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
         )
-        if BIAS == 1:
+        if config.BIAS_BYTES:
             start = start // 8 * 8  # TMA loads begin at multiples of 16 bytes
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
         partial = steps - full_end + full_begin
@@ -77,60 +129,30 @@ def produce(args, config: gl.constexpr):
             steps = partial + full_count
             block = gl.load(listed)
         kv_range = StepRange(start, steps, partial, full_begin, full_end)
+        # not `send`: at head dim 512, numbers computed before the wait would spill more
         mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
         send_tile(
             shared.work_s.index(slot), RowTile(row, head * V_PARTS + v_part, b, kv_range, checked)
         )
         mbarrier.arrive(shared.work_full.index(slot))
-        for w in gl.static_range(WARP_GROUPS):
-            mbarrier.wait(shared.q_empty.index(w), q_phase ^ 1)
-            q_full = shared.q_full.index(w)
-            mbarrier.expect(q_full, 64 * (QK_DIM + V_DIM if config.DOUT else QK_DIM) * 2)
-            load_chunks(
-                maps.query, b, row + w * 64, head, q_full, shared.q_s, w * config.SLOTS,
-                CHUNKS,
-            )  # fmt: skip
-            if config.DOUT:
-                load_chunks(
-                    maps.dout, b, row + w * 64, head, q_full, shared.do_s, w * V_CHUNKS,
-                    V_CHUNKS,
-                )  # fmt: skip
+        load_rows(args, b, row, head, q_phase, config)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
                 at = kv_range.nth(i, BLOCK_N)
-            mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
-            k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2 + BIAS_BYTES)
-            load_chunks(maps.key, b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
-            for w in gl.static_range(WARP_GROUPS * BIAS):
-                tile_s = shared.bias_s.index(stage * WARP_GROUPS + w)
-                tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 64, BLOCK_N], maps.bias.layout)
-                tma.async_load(maps.bias, [plane, row + w * 64, at], k_full, tile_s)
-            v_stage, v_phase = stage_of_values(stage, phase, config)
-            mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
-            v_full = shared.v_full.index(v_stage)
-            mbarrier.expect(v_full, BLOCK_N * (V_DIM // V_PARTS) * 2)
-            kv_head_part = kv_head * V_PARTS + v_part
-            load_chunks(
-                maps.value, b, at, kv_head_part, v_full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS
-            )
+            load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
-    # a tile without steps stops the consumers
-    mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
-    send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
-    mbarrier.arrive(shared.work_full.index(slot))
+    send_stop(shared, slot, slot_phase)
 
 
 @gluon.jit
 def schedule(args, config: gl.constexpr):
     """Draws tiles and sends them to the consumers and to `load`."""
-    shared = args.shared
     scalars = args.scalars
     ROWS: gl.constexpr = 64 * config.WARP_GROUPS
     SUB: gl.constexpr = 2 if ROWS == 64 else 1  # tiles of 64 rows are halves of those of 128
@@ -150,28 +172,17 @@ def schedule(args, config: gl.constexpr):
         )
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, config.BLOCK_N)
         kv_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
-        mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
-        send_tile(shared.work_s.index(slot), RowTile(row, head, b, kv_range, checked))
-        mbarrier.arrive(shared.work_full.index(slot))
+        send(args.shared, slot, slot_phase, RowTile(row, head, b, kv_range, checked))
         nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-    # a tile without steps stops the others
-    mbarrier.wait(shared.work_empty.index(slot), slot_phase ^ 1)
-    send_tile(shared.work_s.index(slot), RowTile(0, 0, 0, StepRange(0, 0, 0, 0, 0), 0))
-    mbarrier.arrive(shared.work_full.index(slot))
+    send_stop(args.shared, slot, slot_phase)
 
 
 @gluon.jit
 def load(args, config: gl.constexpr):
     """Loads the queries, keys and values of the tiles that `schedule` sends."""
     gl.static_assert(config.V_PARTS == 1 and not (config.BLOCK_LISTS or config.BIAS))
-    maps = args.maps
     shared = args.shared
-    QK_DIM: gl.constexpr = config.QK_DIM
-    CHUNKS: gl.constexpr = config.CHUNKS
-    V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
-    BLOCK_N: gl.constexpr = config.BLOCK_N
     group = args.scalars.heads // args.scalars.kv_heads
     stage = 0
     phase = 0
@@ -183,26 +194,10 @@ def load(args, config: gl.constexpr):
         lanes_arrive(shared.work_empty.index(slot))
         kv_range = tile.kv_range
         kv_head = tile.head_part // group
-        for w in gl.static_range(WARP_GROUPS):
-            mbarrier.wait(shared.q_empty.index(w), q_phase ^ 1)
-            q_full = shared.q_full.index(w)
-            mbarrier.expect(q_full, 64 * QK_DIM * 2)
-            load_chunks(
-                maps.query, tile.b, tile.row + w * 64, tile.head_part, q_full, shared.q_s,
-                w * config.SLOTS, CHUNKS,
-            )  # fmt: skip
+        load_rows(args, tile.b, tile.row, tile.head_part, q_phase, config)
         for i in range(0, kv_range.steps):
-            at = kv_range.nth(i, BLOCK_N)
-            mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
-            k_full = shared.k_full.index(stage)
-            mbarrier.expect(k_full, BLOCK_N * QK_DIM * 2)
-            load_chunks(maps.key, tile.b, at, kv_head, k_full, shared.k_s, stage * CHUNKS, CHUNKS)
-            mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
-            v_full = shared.v_full.index(stage)
-            mbarrier.expect(v_full, BLOCK_N * config.V_DIM * 2)
-            load_chunks(
-                maps.value, tile.b, at, kv_head, v_full, shared.v_s, stage * V_CHUNKS, V_CHUNKS
-            )
+            at = kv_range.nth(i, config.BLOCK_N)
+            load_keys(args, tile.b, at, kv_head, 0, tile.row, 0, stage, phase, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1

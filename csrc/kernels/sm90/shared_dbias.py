@@ -13,12 +13,20 @@ There are more multiprocessors than tiles, so the batch rows are divided into `d
 whose float32 sums portable/sum_dbias.py adds.
 """
 
+from common.kv_ranges import LOG2E, key_range
 from sm90.args import KernelScalars, Map, Maps, Mask, Number, RowStats, RowTile, StepRange
 from sm90.chunked_mma import left_chunks, scores
-from sm90.common import LOG2E, accumulator, key_range, select_bits, warp_arrive
+from sm90.common import accumulator, select_bits, warp_arrive
 from sm90.config import constants
 from sm90.pipeline import mask_of_batch_row, next_stage, pair_bits, receive_tile, send_tile
-from sm90.tiles import barriers, init_barriers, load_chunks, load_line
+from sm90.tiles import (
+    allocate_lines,
+    allocate_tiles,
+    barriers,
+    init_barriers,
+    load_chunks,
+    load_line,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -206,19 +214,15 @@ def backward_shared_dbias(
         QK_DIM=QK_DIM, V_DIM=V_DIM, CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, STAGES=STAGES
     )
     dtype: gl.constexpr = query.dtype
-    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
-    v_tile: gl.constexpr = get_layout([64, V_CHUNK], dtype)
-    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     shared = WalkShared(
-        q_s=gl.allocate_shared_memory(dtype, [STAGES * 2 * CHUNKS, 64, QK_CHUNK], qk_tile),
-        do_s=gl.allocate_shared_memory(dtype, [STAGES * 2 * V_CHUNKS, 64, V_CHUNK], v_tile),
-        k_s=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, KEYS, QK_CHUNK], qk_tile),
-        v_s=gl.allocate_shared_memory(dtype, [STAGES * V_CHUNKS, KEYS, V_CHUNK], v_tile),
-        lse2_s=gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], line),
-        delta_s=gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], line),
-        top_s=gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], line),
-        work_s=gl.allocate_shared_memory(gl.int32, [STAGES, 16], line),
+        q_s=allocate_tiles(dtype, STAGES * 2 * CHUNKS, 64, QK_CHUNK),
+        do_s=allocate_tiles(dtype, STAGES * 2 * V_CHUNKS, 64, V_CHUNK),
+        k_s=allocate_tiles(dtype, STAGES * CHUNKS, KEYS, QK_CHUNK),
+        v_s=allocate_tiles(dtype, STAGES * V_CHUNKS, KEYS, V_CHUNK),
+        lse2_s=allocate_lines(gl.float32, STAGES * 2, 64),
+        delta_s=allocate_lines(gl.float32, STAGES * 2, 64),
+        top_s=allocate_lines(gl.float32, STAGES * 2, 64),
+        work_s=allocate_lines(gl.int32, STAGES, 16),
         work_full=barriers(STAGES), empty=barriers(STAGES),
     )  # fmt: skip
     init_barriers(STAGES, (shared.work_full, shared.empty), (1, 8))

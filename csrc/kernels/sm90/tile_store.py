@@ -1,6 +1,5 @@
-"""Stores the gradients of the Hopper backward kernels, in chunks of columns (chunked_mma.py): the
-sums in registers are rounded into shared memory that has been read, and TMA stores them from
-there."""
+"""Stores the results of the Hopper kernels, in chunks of columns (chunked_mma.py): the sums in
+registers are rounded into shared memory that has been read, and TMA stores them from there."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,27 +7,39 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @gluon.jit
-def store_tiles(target, tiles_s, b, row, head, CHUNKS: gl.constexpr):
-    """Stores a head's columns of a gradient, from `row` on, which this warp group has written to
-    tiles_s."""
+def start_store(target, tiles_s, first, b, row, head, CHUNKS: gl.constexpr):
+    """Starts the store of a head's columns, from `row` on, which this warp group has written to
+    chunks of tiles_s, from index `first` on."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     fence_async_shared()
     gl.barrier()
     for c in gl.static_range(CHUNKS):
-        chunk = tiles_s.index(c).reinterpret(target.dtype, [1, ROWS, COLUMNS], target.layout)
+        chunk = tiles_s.index(first + c)
+        chunk = chunk.reinterpret(target.dtype, [1, ROWS, COLUMNS], target.layout)
         tma.async_store(target, [b, row, head * (CHUNKS * COLUMNS) + c * COLUMNS], chunk)
+
+
+@gluon.jit
+def store_rows(target, sums, attended, scale, tiles_s, first, b, row, head, CHUNKS: gl.constexpr):
+    """Stores rows of dQ as store_gradient does, and zeros in rows that attend to nothing."""
+    gl.barrier()
+    for c in gl.static_range(CHUNKS):
+        # select, not multiply: a row that attends to nothing may have summed garbage
+        result = gl.where(gl.expand_dims(attended, 1), sums[c] * scale, 0.0)
+        tiles_s.index(first + c).store(result.to(target.dtype))
+    start_store(target, tiles_s, first, b, row, head, CHUNKS)
     tma.store_wait(0)
 
 
 @gluon.jit
 def store_gradient(target, sums, scale, tiles_s, b, row, head, CHUNKS: gl.constexpr):
-    """Rounds `sums` into tiles_s, multiplied by `scale` unless it is None, and stores them as
-    store_tiles does."""
+    """Rounds `sums` into tiles_s, multiplied by `scale` unless it is None, and stores them."""
     for c in gl.static_range(CHUNKS):
         result = sums[c] if scale is None else sums[c] * scale
         tiles_s.index(c).store(result.to(target.dtype))
-    store_tiles(target, tiles_s, b, row, head, CHUNKS)
+    start_store(target, tiles_s, 0, b, row, head, CHUNKS)
+    tma.store_wait(0)
 
 
 @gluon.jit
