@@ -5,6 +5,7 @@ Unlike other public names, these may change in any release.
 """
 
 from packax._src.core.arguments import as_int32, described
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.sharding import (
     Layout,
@@ -23,6 +24,7 @@ from packax._src.requests import DTYPES, as_array, as_arrays, checked_precision
 
 __all__ = [
     "DTYPES",
+    "ContextMask",
     "Layout",
     "OneForAll",
     "accumulator",

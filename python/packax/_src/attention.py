@@ -1,51 +1,32 @@
-"""`flash_attention`: checks the arguments (requests.py) and fills in defaults."""
+"""`flash_attention`: checks the arguments into one request, places it on the mesh, and runs it."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.autodiff import attention
+from packax._src.context.shard import place_operands
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
     AttentionSharding,
-    checked_head_groups,
-    layout_of,
-    shown,
+    Cut,
+    Layout,
+    check_tensors,
+    layout_of_call,
     vary_together,
-    with_types,
 )
 from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import MaskExpression, batch_of
-from packax._src.ops.dropout import check_key, rows_of, streams_of
-from packax._src.ops.primitives import Implementation, check_implementation
+from packax._src.masks.expressions import MaskExpression
+from packax._src.ops.dropout import rows_of, streams_of
+from packax._src.ops.primitives import Implementation
 from packax._src.ops.row_sums import log_sum_exp
-from packax._src.ops.score_mods import (
-    Alibi,
-    NonDiffOperands,
-    bias_dims,
-    largest,
-)
-from packax._src.requests import (
-    as_tensors,
-    check_axes,
-    check_bias_with,
-    check_flags,
-    check_mask,
-    check_request,
-    checked_precision,
-    checked_rate,
-    checked_scale,
-    checked_soft_cap,
-    refuse_other_arguments,
-    validate_score_params,
-)
+from packax._src.ops.score_mods import Alibi, NonDiffOperands, largest
+from packax._src.requests import Request, as_tensors, check, check_mask, refuse_other_arguments
 
 if TYPE_CHECKING:
 
@@ -205,138 +186,66 @@ def flash_attention(
     """
     refuse_other_arguments("flash_attention", others)
     query, key, value = as_tensors(query=query, key=key, value=value)
-    sharding = _sharding(mask, sharding, query, key, value)
-    layout = None if sharding is None else layout_of(sharding)
-    if gather_head_groups is not None:
-        gather_head_groups = checked_head_groups(gather_head_groups)
-    check_request(query, key, value, layout, gather_head_groups)
-    if layout is not None:
-        query, key, value = layout.place_tensors(query, key, value)
-    check_implementation(implementation)
-    check_flags(
-        return_lse=return_lse, return_max_logits=return_max_logits, deterministic=deterministic
-    )
-    _, rows, _, qk_dim = query.shape
-    q_len, kv_len = rows, key.shape[1]
-    if layout is not None:  # lengths of whole sequences
-        q_len *= layout.outside(layout.context)
-        kv_len *= layout.outside(layout.kv_context)
-    if not isinstance(checkpoint_name, (str, type(None))):
-        raise ValueError(f"checkpoint_name must be None or a string, but is {checkpoint_name!r}")
-    precision = checked_precision(precision)
-    factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
-    soft_cap = checked_soft_cap(soft_cap)
-    check_axes(mask, query.shape, key.shape, q_len, kv_len)
-    if isinstance(mask, MaskExpression):
-        if layout is None:
-            batch_of(mask, query.shape[0], "query")
-        mask = create_attention_mask(
-            mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
-        )
-    built = check_mask(mask, query.shape, key.shape, q_len, kv_len, layout).with_batch()
-    if layout is not None:
-        dims = built.specs(lambda *dims: dims, layout.batch, layout.context, layout.heads)
-        built = jax.tree.map(lambda x, of: layout.place(x, *of), built, dims)
-    if dropout_rate is None and dropout_key is not None:
-        raise ValueError(
-            "dropout_key was given without dropout_rate: pass both, with a rate of 0 for no dropout"
-        )
-    threshold = 0 if dropout_rate is None else checked_rate(dropout_rate)
-    if threshold:
-        check_key(dropout_key)
-
-    if not isinstance(factor, jax.Array):
-        query, factor = _with_positive_scale(query, factor)
-    scores, positions = validate_score_params(
-        query, q_len, kv_len, factor, sinks, bias, layout, for_sm90=not threshold
-    )
-    if scores.bias is not None or threshold:
-        built = built.without_halos()
-    if scores.bias is not None:
-        check_bias_with(built)
-    fixed = NonDiffOperands(*positions)
-    if 0 in query.shape[:2] or 0 in key.shape[:2]:
-        return _empty_result(query, key, value, bool(return_lse), bool(return_max_logits))
-    if threshold:
-        fixed = fixed._replace(
-            dropout_streams=streams_of(dropout_key, query, layout),
-            dropout_rows=rows_of(built, rows, layout),
-        )
-    scores, query, key, value, built, fixed = vary_together(scores, query, key, value, built, fixed)
-    spec = AttentionSpec(
-        scale=1.0 if isinstance(factor, jax.Array) else factor,
-        soft_cap=soft_cap,
-        precision=precision,
-        dropout_threshold=threshold,
-        max_logits=bool(return_max_logits),
-        deterministic=bool(deterministic),
-        implementation=implementation,
-        layout=layout,
-        gather_head_groups=gather_head_groups,
-        bias_dims=() if layout is None or scores.bias is None else bias_dims(layout, scores.bias),
-        checkpoint_name=checkpoint_name,
-    )
-    results = list(attention(spec, (query, key, value, scores), built, fixed))
-    if return_max_logits:
+    built = mask if isinstance(mask, AttentionMask) else None
+    layout = layout_of_call(sharding, built, query, key, value)
+    request = check(
+        query, key, value, mask, Cut() if layout is None else layout.cut,
+        scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias,
+        dropout_rate=dropout_rate, dropout_key=dropout_key,
+        return_lse=return_lse, return_max_logits=return_max_logits,
+        deterministic=deterministic, precision=precision, implementation=implementation,
+        gather_head_groups=gather_head_groups, checkpoint_name=checkpoint_name,
+    )  # fmt: skip
+    placed = place(request, layout)
+    empty = 0 in query.shape[:2] or 0 in key.shape[:2]
+    results = _empty_results(*placed) if empty else attention(*placed)
+    if request.spec.max_logits:
         results[2] = largest(results[2], layout)
-    if return_lse:
+    if request.return_lse:
         results[1] = log_sum_exp(results[1])
     else:
         del results[1]
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _empty_result(
-    query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
-) -> jax.Array | tuple[jax.Array, ...]:
+def place(
+    request: Request, layout: Layout | None
+) -> tuple[AttentionSpec, Any, AttentionMask, NonDiffOperands]:
+    """The operands of `attention` on the mesh of the call, and its mask if it is an expression."""
+    query, key, value, scores = request.inputs
+    spec, mask, q_len, kv_len = request.spec, request.mask, request.q_len, request.kv_len
+    if layout is not None:
+        check_tensors(layout, query, key, spec.gather_head_groups)
+    if isinstance(mask, MaskExpression):
+        mask = create_attention_mask(
+            mask,
+            q_len=q_len,
+            kv_len=kv_len,
+            sharding=None if layout is None else layout.sharding,
+            implementation=spec.implementation,
+        )
+        check_mask(mask, query, key, q_len, kv_len)
+    mask = mask.with_batch()
+    fixed = NonDiffOperands(*request.positions)
+    if spec.dropout_threshold:
+        streams = streams_of(request.dropout_key, query, layout)
+        fixed = fixed._replace(
+            dropout_streams=streams, dropout_rows=rows_of(mask, query.shape[1], layout)
+        )
+    operands = (query, key, value, scores), mask, fixed
+    if layout is not None:
+        spec, operands = place_operands(spec, layout, *operands)
+    return spec, *vary_together(*operands)
+
+
+def _empty_results(spec: AttentionSpec, inputs: Any, *_: Any) -> list[jax.Array]:
     """The results for an empty batch, no queries, or no keys, where no row attends to anything."""
+    query, _, value, _ = inputs
     batch, rows, heads, _ = query.shape
     real = accumulator(query.dtype)
-    results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]
-    if return_lse:
-        results.append(jnp.full((batch, heads, rows), -jnp.inf, real))
-    if return_max_logits:
-        results.append(jnp.full((batch, heads), -jnp.inf, real))
-    results = list(vary_together(*results, query, key, value)[: len(results)])
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """Moves the sign of the scale into query: kernels take the row maximum before they scale.
-
-    With scale 0, all scores and the gradients of query and key are 0, as with a query of zeros. A
-    scale below the smallest normal number is treated in the same way.
-    """
-    real = np.float64 if query.dtype == jnp.float64 else np.float32
-    if abs(scale) < float(np.finfo(real).tiny):
-        return jnp.zeros_like(query), 1.0
-    return (query, scale) if scale > 0 else (-query, -scale)
-
-
-def _sharding(
-    mask: Any, given: Any, query: jax.Array, key: jax.Array, value: jax.Array
-) -> AttentionSharding | None:
-    """The sharding of the argument or of the mask, completed from the types of the tensors."""
-    asked = with_types(given, query, key, value)
-    if not isinstance(mask, AttentionMask):
-        return asked
-    found = asked
-    if mask.sharding is not None:
-        found = with_types(mask.sharding, query, key, value, "mask.sharding")
-    if found is None:
-        return None
-    context = layout_of(found).context
-    if given is None:
-        if context and mask.sharding is None:
-            raise ValueError(
-                f"query is {jax.typeof(query)}: its sequence axis is sharded over "
-                f"{shown(context)}, but mask was built for whole sequences. Build it from ids that "
-                "are sharded as query is (jax.sharding.reshard), or with sharding=, or pass the "
-                "expression as mask"
-            )
-    elif (context and mask.sharding is None) or layout_of(asked) != layout_of(found):
-        raise ValueError(
-            f"sharding must be that of the mask, {mask.sharding}, but is {given}: pass it to "
-            "create_attention_mask only"
-        )
-    return found
+    results = [
+        jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype),
+        jnp.full((batch, heads, rows), -jnp.inf, real),
+        *([jnp.full((batch, heads, 1), -jnp.inf, real)] if spec.max_logits else []),
+    ]
+    return list(vary_together(*results, inputs)[:-1])

@@ -34,6 +34,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from packax._src.context import shard
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import DIFFERENTIABLE, AttentionSpec
@@ -64,7 +65,8 @@ def attention(
 
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
     """The module with the passes: `shard` with ranks or permuted keys, otherwise `primitives`."""
-    return primitives if spec.layout is None and mask.kv_plan is None else shard
+    permuted = isinstance(mask, ContextMask) and mask.kv_plan is not None
+    return shard if permuted or spec.layout is not None else primitives
 
 
 class _Attention(NamedTuple):

@@ -14,7 +14,7 @@ from packax._src.core.sharding import Axes, over_auto_axes, typed_axes
 from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
-from packax._src.requests import as_arrays, check_flags
+from packax._src.requests import as_arrays, flag
 
 
 def decode_shared_prefix(
@@ -78,7 +78,7 @@ def decode_shared_prefix(
         as_integers(name, x)
         for name, x in zip(integers, (kv_lengths, prefix_lengths, block_table), strict=True)
     )
-    check_flags(return_lse=return_lse)
+    return_lse = flag("return_lse", return_lse)
     options: dict[str, Any] = {
         "key_scale": key_scale,
         "value_scale": value_scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -23,15 +22,14 @@ from packax._src.core.spec import (
     is_symbolic,
 )
 from packax._src.ops.partitioning import check_decode_types, require_device_info
-from packax._src.ops.primitives import Implementation, check_implementation, decode_p
+from packax._src.ops.primitives import Implementation, decode_p
 from packax._src.requests import (
     DTYPES,
     as_array,
     as_arrays,
-    check_flags,
-    checked_precision,
+    checked_options,
     checked_scale,
-    checked_soft_cap,
+    flag,
     per_head,
 )
 
@@ -169,34 +167,29 @@ def decode_attention(
     _check_tensors(query, key, value, lengths, table)
     scales = checked_scales(key, key_scale, value_scale, paged=table is not None)
     check_decode_types(query, key, value, paged=table is not None)
-    _, q_len, _, qk_dim = query.shape
-    check_implementation(implementation)
-    check_flags(return_lse=return_lse, causal=causal)
+    q_len = query.shape[1]
+    options = checked_options(soft_cap=soft_cap, precision=precision, implementation=implementation)
+    return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
     if isinstance(scale, (jax.Array, np.ndarray)):
         raise ValueError(
             "scale must be a Python or numpy number, known when tracing, but is "
             f"{described(scale)}: multiply query by it, and pass scale=1.0"
         )
-    factor: Any = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
+    factor: Any = checked_scale(scale, query)
     left, right = _window(window)
     if causal and right:
         raise ValueError(
             f"window={window} lets a query attend to {right} keys after itself, which causal=True "
             f"forbids: pass ({left}, 0), or causal=False"
         )
-    lo, hi = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
-    of_heads = per_head("sinks", "logit", sinks, query, None)
+    lo, hi = _ranges(lengths, kv_starts, left, right, causal, q_len)
+    of_heads = per_head("sinks", "logit", sinks, query)
     if of_heads is not None:
         of_heads = of_heads.astype(accumulator(query.dtype))[None]
     operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(
         block_table=table, key_scale=scales[0], value_scale=scales[1], sinks=of_heads
     )
-    spec = AttentionSpec(
-        scale=factor,
-        soft_cap=checked_soft_cap(soft_cap),
-        precision=checked_precision(precision),
-        implementation=implementation,
-    )
+    spec = AttentionSpec(scale=factor, **options)
     (operands,) = vary_together(operands)
     batch, _, heads, _ = query.shape
     if batch == 0 or q_len == 0:

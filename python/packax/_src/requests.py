@@ -1,11 +1,13 @@
-"""Checks the arguments of `flash_attention`: tensors, axes, mask, score parameters, precision."""
+"""`check`: the arguments of a call, checked, as one `Request`. Knows shapes, and no mesh."""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from packax._src.core.arguments import as_int32, described
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import HeadGroups, Layout, check_tensors
-from packax._src.core.spec import MaskMode, accumulator, is_symbolic
-from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
-from packax._src.ops.dropout import WORDS
-from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
+from packax._src.core.sharding import Axes, Cut, checked_head_groups
+from packax._src.core.spec import AttentionSpec, MaskMode, accumulator, is_symbolic
+from packax._src.masks.expressions import (
+    MaskExpression,
+    batch_of,
+    check_lengths,
+    instead_of_array,
+)
+from packax._src.ops.dropout import WORDS, check_key
+from packax._src.ops.primitives import check_implementation
+from packax._src.ops.score_mods import Alibi, ScoreParams
 
 # The most query heads of any known model, and of any known model with as many key/value heads.
 _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128
@@ -53,20 +62,64 @@ def as_tensors(**given: Any) -> tuple[jax.Array, ...]:
     return arrays
 
 
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ValueError(f"{name} must be True or False, but is {flag!r}")
+class Request(NamedTuple):
+    """A checked call: its arrays as the caller passed them, not placed on a mesh."""
+
+    spec: AttentionSpec
+    inputs: tuple[Any, ...]  # query, key, value, ScoreParams
+    mask: AttentionMask | MaskExpression
+    positions: tuple[jax.Array, ...]  # for ALiBi, of rows and of keys
+    dropout_key: Any
+    return_lse: bool
+    q_len: Any  # of whole sequences, as kv_len
+    kv_len: Any
 
 
-def check_request(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    layout: Layout | None,
-    groups: HeadGroups,
-) -> None:
-    tensors = {"query": query, "key": key, "value": value}
+def check(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, cut: Cut, *,
+    scale: Any, sinks: Any, bias: Any, dropout_key: Any, return_lse: Any, **static: Any,
+) -> Request:  # fmt: skip
+    """The checked arguments of `flash_attention`; `static`: those in `OPTIONS`."""
+    _check_tensors({"query": query, "key": key, "value": value}, cut)
+    options = checked_options(**static)
+    factor = checked_scale(scale, query)
+    q_len, kv_len = query.shape[1] * cut.rows, key.shape[1] * cut.keys
+    if isinstance(mask, MaskExpression):
+        known = _check_expression(mask, query, key, q_len, kv_len)
+    else:
+        check_mask(mask, query, key, q_len, kv_len)
+        known = mask.mask_mode >= MaskMode.IDS
+    if not known:
+        _warn_if_swapped(query.shape, key.shape)
+    threshold = options["dropout_threshold"]
+    if static["dropout_rate"] is None and dropout_key is not None:
+        raise ValueError(
+            "dropout_key was given without dropout_rate: pass both, with a rate of 0 for no dropout"
+        )
+    if threshold:
+        check_key(dropout_key)
+    if not isinstance(factor, jax.Array):
+        query, options["scale"] = _with_positive_scale(query, factor)
+    scores = ScoreParams(sinks=per_head("sinks", "logit", sinks, query))
+    positions: tuple[jax.Array, ...] = ()
+    if isinstance(factor, jax.Array):
+        scores = scores._replace(scales=factor.astype(accumulator(query.dtype))[None])
+    if isinstance(bias, Alibi):
+        # Hopper has kernels for positions that are indices.
+        always = bool(threshold) or scores.scales is not None
+        slopes, positions = _alibi(bias, query, q_len, kv_len, cut.context, always)
+        scores = scores._replace(slopes=slopes)
+    elif bias is not None:
+        scores = scores._replace(bias=_bias_array(bias, query, kv_len))
+    if isinstance(mask, ContextMask):
+        _check_with_plan(mask, scores.bias is not None, bool(threshold))
+    spec, lse = AttentionSpec(**options), flag("return_lse", return_lse)
+    inputs = (query, key, value, scores)
+    return Request(spec, inputs, mask, positions, dropout_key, lse, q_len, kv_len)
+
+
+def _check_tensors(tensors: dict[str, jax.Array], cut: Cut) -> None:
+    query, key, value = tensors.values()
     for name, x in tensors.items():
         if 0 in x.shape[2:]:
             raise ValueError(
@@ -90,12 +143,7 @@ def check_request(
             raise ValueError(
                 f"value must have the {what} of key, {key.shape[axis]}, but has {value.shape[axis]}"
             )
-    heads, kv_heads = query.shape[2], key.shape[2]
-    if layout is not None:
-        heads, kv_heads = (
-            n * layout.outside(axes)
-            for n, axes in ((heads, layout.heads), (kv_heads, layout.kv_heads))
-        )
+    heads, kv_heads = query.shape[2] * cut.heads, key.shape[2] * cut.kv_heads
     if heads % kv_heads:
         raise ValueError(
             f"the heads of query must be a multiple of those of key and value, but there are "
@@ -105,36 +153,35 @@ def check_request(
         raise ValueError(
             f"key must have the head dim of query, {query.shape[3]}, but has {key.shape[3]}"
         )
-    if layout is not None:
-        check_tensors(layout, query, key, groups)
 
 
 def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
     return f". query has shape {query} and key {key}, whose axes are (batch, length, heads, dim)"
 
 
-def check_axes(
-    mask: Any, query: tuple[int, ...], key: tuple[int, ...], q_len: int, kv_len: int
-) -> None:
-    """Raises if the mask expression does not fit the lengths. Warns if the mask does not determine
-    the length, and the axes look like (batch, heads, length, dim)."""
-    known = False
-    if isinstance(mask, MaskExpression):
-        own = check_lengths(mask)
-        if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
-            try:
-                check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
-            except ValueError as error:  # add the shapes to its text
-                raise ValueError(f"{error}{_axes(query, key)}") from None
-        known = own[0] is not None
-    elif isinstance(mask, AttentionMask):
-        known = mask.mask_mode >= MaskMode.IDS
+def _check_expression(
+    mask: MaskExpression, query: jax.Array, key: jax.Array, q_len: Any, kv_len: Any
+) -> bool:
+    """Raises if the expression does not fit query and key. Returns whether it determines the
+    length."""
+    own = check_lengths(mask)
+    if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
+        try:
+            check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
+        except ValueError as error:  # add the shapes to its text
+            raise ValueError(f"{error}{_axes(query.shape, key.shape)}") from None
+    batch_of(mask, query.shape[0], "query")
+    return own[0] is not None
+
+
+def _warn_if_swapped(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """Warns if the axes look like (batch, heads, length, dim)."""
     sizes = (*query[1:3], *key[1:3])
-    if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
+    if not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
         warnings.warn(
             f"query and key may have their lengths and heads swapped{_axes(query, key)}. For the "
             "(batch, heads, length, dim) of PyTorch, pass x.swapaxes(1, 2)",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -161,16 +208,9 @@ def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
     return 0 < keys < rows and rows % keys == 0
 
 
-def check_mask(
-    mask: Any,
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    q_len: int,
-    kv_len: int,
-    layout: Layout | None,
-) -> AttentionMask:
-    """The mask, if it fits query and key."""
-    batch, rows, heads, _ = query
+def check_mask(mask: Any, query: jax.Array, key: jax.Array, q_len: Any, kv_len: Any) -> None:
+    """Raises if the mask does not fit query and key."""
+    batch, rows, heads, _ = query.shape
     if not isinstance(mask, AttentionMask):
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
@@ -180,13 +220,7 @@ def check_mask(
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(
             f"mask was built for {mask.q_len} queries and {mask.kv_len} keys, but query has "
-            f"{q_len} and key {kv_len}{_axes(query, key)}"
-        )
-    shards = 1 if layout is None else layout.size(layout.context)
-    if mask.shards != shards:
-        raise ValueError(
-            f"mask was built for queries in {mask.shards} pieces, but the context axes of its "
-            f"sharding now have size {shards}: build it on the mesh that it is used on"
+            f"{q_len} and key {kv_len}{_axes(query.shape, key.shape)}"
         )
     shape = jnp.shape(mask.kv_start)
     if shape == (rows,) and batch > 1:
@@ -218,54 +252,23 @@ def check_mask(
             f"mask has a block_mask of {jnp.shape(mask.block_mask)[-3]} heads, but query has "
             f"{heads}: pass one map per query head, or one for all"
         )
-    return mask
 
 
-def check_bias_with(mask: AttentionMask) -> None:
-    """Raises if the mask cannot be used with a bias array."""
-    if mask.private_part is not None:
+def _check_with_plan(mask: ContextMask, has_bias: bool, has_dropout: bool) -> None:
+    """Raises if the mask's plan cannot be used with a bias array or with dropout."""
+    if mask.private_part is not None and mask.halo is None and (has_bias or has_dropout):
         raise NotImplementedError(
-            "a bias array cannot be used with a plan of kind 'local': make a plan "
-            "of another kind, such as context_plan(..., kind='balanced')"
+            f"{'a bias array' if has_bias else 'dropout'} cannot be used with a plan of kind "
+            "'local': make a plan of another kind, such as context_plan(..., kind='balanced')"
+        )
+    if has_dropout and mask.permuted and mask.kv_plan is None:
+        raise NotImplementedError(
+            "dropout cannot be used with a plan that permutes only the queries "
+            "(permuted_keys=False): the mask does not store its order"
         )
 
 
-def validate_score_params(
-    query: jax.Array,
-    q_len: int,
-    kv_len: int,
-    scale: float | jax.Array,
-    sinks: Any,
-    bias: Any,
-    layout: Layout | None,
-    for_sm90: bool = True,
-) -> tuple[ScoreParams, tuple[jax.Array, ...]]:
-    """The checked score parameters, and the ALiBi positions of rows and keys, (1 or B, length).
-
-    Positions are omitted if they are the indices, `scale` is not an array, and the rest of the call
-    is `for_sm90`, because Hopper has kernels for that. q_len and kv_len are the lengths of whole
-    sequences.
-    """
-    real = accumulator(query.dtype)
-    scores = ScoreParams(sinks=per_head("sinks", "logit", sinks, query, layout))
-    if isinstance(scale, jax.Array):
-        scores = scores._replace(scales=_reshard(scale.astype(real)[None], layout, ()))
-    if bias is None:
-        return scores, ()
-    if not isinstance(bias, Alibi):
-        return scores._replace(bias=_bias_array(bias, query, kv_len, layout)), ()
-    slopes = per_head("slopes", "slope", bias.slopes, query, layout)
-    if slopes is None:
-        raise ValueError("slopes must be an array of floats, but is None")
-    positions: tuple[jax.Array, ...] = ()
-    _check_sharded_alibi(bias, layout)
-    given = bias.positions is not None or bias.kv_positions is not None
-    if given or scores.scales is not None or not for_sm90:
-        positions = _alibi_positions(bias, query.shape[:2], q_len, kv_len, layout)
-    return scores._replace(slopes=slopes.astype(real)[None]), positions
-
-
-def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
+def _bias_array(bias: Any, query: jax.Array, kv_len: int) -> jax.Array:
     """The checked bias (a divisor of B, 1 or H, 1 or Sq, Skv), in the dtype of query or its
     accumulator."""
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
@@ -288,14 +291,7 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
         xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
         bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
     bias = jnp.asarray(bias)
-    # In float32, so that partial gradients of ranks and head groups are added in float32.
-    groups = bias.shape[0]
-    divided = layout is not None and (1 in bias.shape[:3] or groups != batch)
-    if divided or bias.dtype not in (query.dtype, real):
-        bias = bias.astype(real)
-    if layout is not None and groups not in (1, batch) and groups % layout.size(layout.batch):
-        bias = jnp.repeat(bias, batch // groups, axis=0)  # ranks have no whole number of biases
-    return bias if layout is None else _reshard(bias, layout, *bias_dims(layout, bias))
+    return bias if bias.dtype in (query.dtype, real) else bias.astype(real)
 
 
 def _divides(groups: Any, batch: Any) -> bool:
@@ -306,13 +302,7 @@ def _divides(groups: Any, batch: Any) -> bool:
     return known and groups > 0 and batch % groups == 0
 
 
-def _reshard(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
-    return x if layout is None else layout.place(x, *dims)
-
-
-def per_head(
-    name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
-) -> jax.Array | None:
+def per_head(name: str, what: str, given: Any, query: jax.Array) -> jax.Array | None:
     """A checked float array (H,), or None. On explicit mesh axes it is sharded like the heads."""
     heads = query.shape[2]
     if given is None:
@@ -328,8 +318,6 @@ def per_head(
             f"{name} must have shape ({heads},), one {what} per head of query, but has "
             f"{given.shape}"
         )
-    if layout is not None:
-        return layout.place(given, layout.heads)
     sharding = jax.typeof(query).sharding
     of_heads, own = ((*x.spec, *[None] * 4) for x in (sharding, jax.typeof(given).sharding))
     if own[0] == of_heads[2]:
@@ -337,20 +325,25 @@ def per_head(
     return jax.sharding.reshard(given, NamedSharding(sharding.mesh, P(of_heads[2])))
 
 
-def _check_sharded_alibi(bias: Alibi, layout: Layout | None) -> None:
-    if layout is None or layout.size(layout.context) <= 1:
-        return
-    if bias.positions is None or bias.kv_positions is None:
-        raise ValueError(
-            f"alibi needs positions and kv_positions where the sequence is sharded, here over "
-            f"{layout.context}: a query's index is not its position"
-        )
+def _alibi(
+    bias: Alibi, query: jax.Array, q_len: int, kv_len: int, context: Axes, always: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The slopes (1, H), and the positions of rows and keys, (1 or B, length).
 
-
-def _alibi_positions(
-    bias: Alibi, rows: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
-) -> tuple[jax.Array, ...]:
+    Positions that are the indices are omitted, unless they are `always` needed.
+    """
+    slopes = per_head("slopes", "slope", bias.slopes, query)
+    if slopes is None:
+        raise ValueError("slopes must be an array of floats, but is None")
+    slopes = slopes.astype(accumulator(query.dtype))[None]
     q, kv = bias.positions, bias.kv_positions
+    if context and (q is None or kv is None):
+        raise ValueError(
+            "alibi needs positions and kv_positions where the sequence is sharded, here over "
+            f"{context}: a query's index is not its position"
+        )
+    if q is None and kv is None and not always:
+        return slopes, ()
     if q is not None and kv is None:
         if q_len != kv_len:
             raise ValueError(
@@ -361,22 +354,35 @@ def _alibi_positions(
     q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q
     kv = jnp.arange(kv_len, dtype=jnp.int32) if kv is None else kv
     positions = []
-    batch = rows[0]
-    for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
+    batch, rows = query.shape[:2]
+    for name, x, length in (("positions", q, rows), ("kv_positions", kv, kv_len)):
         shapes = f"({length},), (1, {length}) or ({batch}, {length})"
         x = as_int32(name, x, shapes=shapes)
         if x.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
-        x = jnp.atleast_2d(x)
-        if layout is not None:
-            dims = layout.context if name == "positions" else ()
-            x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)
-        positions.append(x)
-    return tuple(positions)
+        positions.append(jnp.atleast_2d(x))
+    return slopes, tuple(positions)
 
 
-def checked_scale(scale: Any) -> float | jax.Array:
+# --- Options
+
+
+def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """Moves the sign of the scale into query: kernels take the row maximum before they scale.
+
+    With scale 0, all scores and the gradients of query and key are 0, as with a query of zeros. A
+    scale below the smallest normal number is treated in the same way.
+    """
+    real = np.float64 if query.dtype == jnp.float64 else np.float32
+    if abs(scale) < float(np.finfo(real).tiny):
+        return jnp.zeros_like(query), 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)
+
+
+def checked_scale(scale: Any, query: jax.Array) -> float | jax.Array:
     """The checked scale: a number that is finite in float32, or a float array of shape ()."""
+    if scale is None:
+        return 1 / math.sqrt(query.shape[3])
     if isinstance(scale, (jax.Array, np.ndarray)):
         if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
             key = (
@@ -406,6 +412,8 @@ def checked_soft_cap(soft_cap: Any) -> float:
 
 def checked_rate(rate: Any) -> int:
     """The dropout threshold: random 32-bit words below it drop the element; 0: no dropout."""
+    if rate is None:
+        return 0
     number = _number("dropout_rate", rate)
     if not 0 <= number < 1:
         raise ValueError(f"dropout_rate must be at least 0 and less than 1, but is {number}")
@@ -467,6 +475,37 @@ def checked_precision(precision: Any) -> jax.lax.Precision:
         if name.startswith(names) and not name.endswith(_MORE):
             return least
     return Precision.HIGHEST
+
+
+def flag(name: str, flag: Any) -> bool:
+    if not isinstance(flag, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False, but is {flag!r}")
+    return bool(flag)
+
+
+def _checked_name(name: Any) -> str | None:
+    if not isinstance(name, (str, type(None))):
+        raise ValueError(f"checkpoint_name must be None or a string, but is {name!r}")
+    return name
+
+
+OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "soft_cap": ("soft_cap", checked_soft_cap),
+    "precision": ("precision", checked_precision),
+    "dropout_rate": ("dropout_threshold", checked_rate),
+    "return_max_logits": ("max_logits", functools.partial(flag, "return_max_logits")),
+    "deterministic": ("deterministic", functools.partial(flag, "deterministic")),
+    "implementation": ("implementation", check_implementation),
+    "gather_head_groups": ("gather_head_groups", checked_head_groups),
+    "checkpoint_name": ("checkpoint_name", _checked_name),
+}
+"""The static arguments of a call: the field of `AttentionSpec` that each sets, and its check."""
+
+
+def checked_options(**given: Any) -> dict[str, Any]:
+    """The fields of `AttentionSpec` that these arguments set."""
+    rows = ((OPTIONS[name], x) for name, x in given.items())
+    return {field: checked(x) for (field, checked), x in rows}
 
 
 _MASKS = "pass an expression as mask, such as packax.causal() or packax.documents(segment_ids)"

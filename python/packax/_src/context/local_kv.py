@@ -31,7 +31,7 @@ from packax._src.context.fetch_halos import fetch, index, numbers, return_gradie
 from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
 from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
-from packax._src.core.mask import AttentionMask
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec
 
@@ -210,7 +210,7 @@ def _keys_ready(shared: list[_Part]) -> jax.Array | None:
 
 
 def _select_keys(
-    spec: AttentionSpec, mask: AttentionMask, of: AttentionMask, x: jax.Array, number: int
+    spec: AttentionSpec, mask: ContextMask, of: ContextMask, x: jax.Array, number: int
 ) -> Any:
     """The entries of x for the keys of a part; x has an entry for each key, in sequence order."""
     layout = spec.layout
@@ -224,7 +224,7 @@ def _select_keys(
     return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
 
 
-def _in_plans_order(spec: AttentionSpec, mask: AttentionMask, positions: jax.Array) -> jax.Array:
+def _in_plans_order(spec: AttentionSpec, mask: ContextMask, positions: jax.Array) -> jax.Array:
     """Positions of all keys in the plan's order, (batch, ranks, rows per rank)."""
     assert spec.layout is not None and mask.kv_plan is not None
     batch = max(len(positions), len(mask.kv_plan))

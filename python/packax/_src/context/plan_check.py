@@ -11,6 +11,7 @@ import numpy as np
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.arguments import described
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.debug import enabled, report_when_run
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import layout_of
@@ -61,7 +62,7 @@ def check_plan(
         return
     if not isinstance(mask, AttentionMask):
         raise ValueError(f"mask must come from create_attention_mask, but is {described(mask)}")
-    mask = mask.with_batch()
+    mask = ContextMask.of(mask).with_batch()
     if segment_ids is None and positions is None:
         raise ValueError("pass the batch's segment_ids, its positions, or both")
     if plan is not None and not isinstance(plan, ContextPlan):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import KVGatherPipeline
-from packax._src.core.mask import AttentionMask
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import head_groups
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
     query: jax.Array
     scores: ScoreParams
-    mask: AttentionMask
+    mask: ContextMask
     fixed: NonDiffOperands
     # For the backward pass: the forward's results and their cotangents.
     out: Any = None

@@ -9,18 +9,44 @@ runs. rank_passes.py does that if all keys are gathered, local_kv.py if only som
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from packax._src.context import local_kv, rank_passes
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout, vary_together
-from packax._src.core.spec import AttentionSpec
+from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.ops import primitives
-from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
+from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, bias_dims
+
+
+def place_operands(
+    spec: AttentionSpec, layout: Layout, inputs: Any, mask: AttentionMask, fixed: NonDiffOperands
+) -> tuple[AttentionSpec, Any]:
+    """The spec and the operands of a call on this mesh."""
+    query, key, value, scores = inputs
+    bias, dims = scores.bias, ()
+    if bias is not None:
+        groups, batch = bias.shape[0], query.shape[0]
+        if 1 in bias.shape[:3] or groups != batch:
+            # In float32, so that partial gradients of ranks are added in float32.
+            bias = bias.astype(accumulator(query.dtype))
+        if groups not in (1, batch) and groups % layout.size(layout.batch):
+            bias = jnp.repeat(bias, batch // groups, axis=0)  # ranks have no whole number of biases
+        scores, dims = scores._replace(bias=bias), bias_dims(layout, bias)
+    mask = ContextMask.of(mask)
+    if bias is not None or spec.dropout_threshold:
+        mask = mask.without_halos()
+    q_spec, kv_spec, _, score_specs, *others = _specs(layout, scores, mask, fixed)
+    operands = (query, key, value, scores), mask, fixed
+    placed = layout.place_all(operands, ((q_spec, kv_spec, kv_spec, score_specs), *others))
+    return dataclasses.replace(spec, layout=layout, bias_dims=dims), placed
 
 
 # jit, so that outside of jit this is one program, not one per operation and collective.
@@ -82,7 +108,7 @@ def _kernels(direction: str) -> Callable[..., Any]:
     gather_all, gather_some = (getattr(module, direction) for module in (rank_passes, local_kv))
 
     def kernels(spec: AttentionSpec, *operands: Any) -> Any:
-        mask = next(x for x in operands if isinstance(x, AttentionMask))
+        mask = next(x for x in operands if isinstance(x, ContextMask))
         if mask.private_part is None:
             return gather_all(spec, *operands)
         if mask.halos_suffice is None:

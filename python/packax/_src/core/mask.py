@@ -1,4 +1,7 @@
-"""`AttentionMask`, a mask for all layers and both passes, and `FIELDS`, the table of its arrays."""
+"""`AttentionMask`, a mask for all layers and both passes, and `FIELDS`, the table of its arrays.
+
+A mask with a sharding or a context plan is a `ContextMask` (core/context_mask.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.export
@@ -59,11 +62,6 @@ class Field(NamedTuple):
 
 
 FIELDS = {x.name: Field(x.name, x.axes, x.passes) for x in OPERANDS if x.fold == "mask"}
-# For context parallelism, in the order of the arrays of AttentionMask. No kernel reads these.
-FIELDS |= {
-    name: Field(name, axes)
-    for name, axes in (("kv_plan", "B.."), ("plan_mismatch", "B"), ("halos_suffice", "B"))
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -80,6 +78,7 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     """
 
     public = ("as_array", "vmap_axes")
+    arrays: ClassVar[dict[str, Field]] = FIELDS
 
     # Arrays, in the order of `Operands`.
     kv_start: jax.Array  # (Bm, Sq)
@@ -97,30 +96,11 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     block_mask: jax.Array | None = None
     q_block_lists: jax.Array | None = None
     kv_block_lists: jax.Array | None = None
-    # If a plan permutes the keys: their order and its inverse, (Bp, 2, chunks). No kernel reads it.
-    kv_plan: jax.Array | None = None
-    # The parts of the mask, for local plans and halos. With a local plan, a shared part has the
-    # rows and keys of documents that are split over all ranks, or over the ranks of a host. The
-    # private part has all rows of the rank, and the rank's keys.
-    shared_parts: tuple[AttentionMask, ...] = ()
-    private_part: AttentionMask | None = None
-    # (B,), 1: the plan was made from other segment ids, so results are NaN. None: known to match.
-    plan_mismatch: jax.Array | None = None
-    # (1,), 1: ranks fetch halos; 0: they gather all keys. None: decided statically by `halo`.
-    halos_suffice: jax.Array | None = None
 
     q_len: int
     kv_len: int
     mask_mode: MaskMode
-    sharding: AttentionSharding | None = None
-    shards: int = 1  # the pieces into which the context axes of `sharding` cut the rows
-    permuted: bool = False  # whether a plan permuted the rows
     block_size: tuple[int, int] | None = None
-    # For a part: the first context axis of each gather of its keys. (): its keys are not gathered.
-    gathers: tuple[int, ...] | None = None
-    # The fields of context.halo.Halo: which keys next to its chunks a rank fetches. None: no halos.
-    halo: tuple[Any, ...] | None = None
-    fetched: int = 0  # keys that a rank fetches from other ranks in one pass, for logs
     # The expression as text, for `repr`. It is not part of the pytree: masks of windows of several
     # sizes share a compiled program.
     expression: str | None = dataclasses.field(default=None, init=False)
@@ -136,29 +116,29 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
         batch = "no batch axis" if len(shape) < 2 else f"batch {shape[0]}"
         size = 4 * sum(math.prod(x.shape) for x in leaves)
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
-        parts = [self.expression or self._seen_in_arrays()]
-        if self.shards > 1 and self.sharding is not None:
-            parts.append(f"queries in {self.shards} pieces over {self.sharding.query[1]!r}")
-        if self.permuted:
-            parts.append(f"queries{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
-        if self.private_part is not None and self.halo is None:
-            shared = " and ".join(str(x.kv_len) for x in self.shared_parts) or "0"
-            parts.append(f"{shared} keys are attended by more than one rank")
-        if self.fetched:
-            parts.append(f"a rank fetches {self.fetched} keys of others")
         return (
             f"<AttentionMask: {batch}, {self.q_len} queries, {self.kv_len} keys, {held}\n"
-            f" built from {'; '.join(parts)}>"
+            f" built from {'; '.join(self._described())}>"
         )
 
-    def _seen_in_arrays(self) -> str:
-        """What the arrays show of the expression, as text."""
+    def _described(self) -> list[str]:
+        """The expression, or what the arrays show of it, and how the rows are split."""
+        if self.expression is not None:
+            return [self.expression]
         if self.block_size == ONE_BLOCK:
-            return "a tree"
-        text = _BUILT_FROM[self.mask_mode]
-        if self.block_mask is not None:
-            text += f"; block_sparse of blocks {self.block_size}"
-        return text
+            return ["a tree"]
+        blocks = [] if self.block_mask is None else [f"block_sparse of blocks {self.block_size}"]
+        return [_BUILT_FROM[self.mask_mode], *blocks]
+
+    @property
+    def sharding(self) -> AttentionSharding | None:
+        """The sharding with which the mask was built."""
+        return None
+
+    @property
+    def fetched(self) -> int:
+        """The number of keys that a rank fetches from other ranks in one pass, for logs."""
+        return 0
 
     def __hash__(self) -> int:
         raise TypeError(
@@ -231,25 +211,9 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
         restored: dict[str, Any] = {
             name: array[None]
             for name, array in self._arrays()
-            if array.ndim == len(FIELDS[name].axes_at(self.mask_mode)) - 1
+            if array.ndim == len(self.arrays[name].axes_at(self.mask_mode)) - 1
         }
-        restored |= self._of_parts(AttentionMask.with_batch)
         return dataclasses.replace(self, **restored) if restored else self
-
-    def without_halos(self) -> AttentionMask:
-        """The same mask without halos: ranks gather all keys instead."""
-        if self.halo is None:
-            return self
-        all_others = self.kv_len // self.shards * (self.shards - 1)
-        no_parts: dict[str, Any] = {"private_part": None, "shared_parts": (), "halo": None}
-        return dataclasses.replace(self, **no_parts, halos_suffice=None, fetched=all_others)
-
-    def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
-        """The fields of the parts, with the function applied to each part; empty without parts."""
-        if self.private_part is None:
-            return {}
-        shared = tuple(map(function, self.shared_parts))
-        return {"private_part": function(self.private_part), "shared_parts": shared}
 
     def operands(self, direction: Pass) -> dict[str, jax.Array]:
         """The arrays that this pass reads, by name, in the order of `FIELDS`."""
@@ -272,46 +236,18 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
         """
 
         def of(name: str, x: Any) -> Any:
-            own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
-            own_batch = batch if x.shape[0] != 1 else ()
-            if self.gathers is not None:
-                return spec(*dims_of(name, self.gathers, self.mask_mode, own_batch, context))
-            return spec(*FIELDS[name].dims(self.mask_mode, own_batch, context, own_heads))
+            own_heads = heads if self.arrays[name].block_sparse and x.shape[1] > 1 else ()
+            return spec(*self._dims(name, batch if x.shape[0] != 1 else (), context, own_heads))
 
-        specs = {name: of(name, x) for name, x in self._arrays()}
-        specs |= self._of_parts(lambda part: part.specs(spec, batch, context, heads))
-        return dataclasses.replace(self, **specs)
+        return dataclasses.replace(self, **{name: of(name, x) for name, x in self._arrays()})
+
+    def _dims(self, name: str, batch: Axes, context: Axes, heads: Axes) -> tuple[Axes, ...]:
+        return self.arrays[name].dims(self.mask_mode, batch, context, heads)
 
     def _arrays(self) -> list[tuple[str, Any]]:
         """(name, array) for the arrays that are present."""
-        arrays = ((name, getattr(self, name)) for name in FIELDS)
+        arrays = ((name, getattr(self, name)) for name in self.arrays)
         return [(name, x) for name, x in arrays if hasattr(x, "ndim")]
-
-
-_PARTS = ("shared_parts", "private_part")
-jax.tree_util.register_dataclass(
-    AttentionMask,
-    data_fields=[*FIELDS, *_PARTS],
-    meta_fields=[
-        x.name
-        for x in dataclasses.fields(AttentionMask)
-        if x.init and x.name not in (*FIELDS, *_PARTS)
-    ],
-)
-
-
-def dims_of(
-    name: str, gathers: tuple[int, ...], mask_mode: MaskMode, batch: Axes, context: Axes
-) -> tuple[Axes, ...]:
-    """`Field.dims` for an array of a part, whose gathers begin at the context axes `gathers`.
-
-    Key arrays differ between groups of ranks that gather separately, so they are sharded over the
-    axes before the first gather, and over all context axes if nothing is gathered.
-    """
-    like = {"kv_ids": "kv_start", "kv_pos": "kv_start", "kv_plan": "q_blocks"}.get(name)
-    if like is None:
-        return FIELDS[name].dims(mask_mode, batch, context)
-    return FIELDS[like].dims(mask_mode, batch, context[: gathers[0]] if gathers else context)
 
 
 def _serialized(static: Any) -> bytes:
@@ -347,9 +283,18 @@ def _deserialized(static: bytes) -> Any:
     return tuple(map(field, json.loads(static)))
 
 
-jax.export.register_pytree_node_serialization(
-    AttentionMask,
-    serialized_name="packax.AttentionMask",
-    serialize_auxdata=_serialized,
-    deserialize_auxdata=_deserialized,
-)
+def register(mask_type: type[AttentionMask], parts: tuple[str, ...] = ()) -> None:
+    """Makes the class a pytree of its arrays and its parts, also for jax.export."""
+    fields = dataclasses.fields(mask_type)
+    data = [*mask_type.arrays, *parts]
+    static = [x.name for x in fields if x.init and x.name not in data]
+    jax.tree_util.register_dataclass(mask_type, data_fields=data, meta_fields=static)
+    jax.export.register_pytree_node_serialization(
+        mask_type,
+        serialized_name=f"packax.{mask_type.__name__}",
+        serialize_auxdata=_serialized,
+        deserialize_auxdata=_deserialized,
+    )
+
+
+register(AttentionMask)

@@ -10,7 +10,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -72,6 +72,16 @@ class AttentionSharding:
         return mask.specs(spec, *_axes("query", self.query))
 
 
+class Cut(NamedTuple):
+    """The number of pieces into which the caller's shard_map cut each dimension."""
+
+    rows: int = 1
+    keys: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    context: Axes = ()  # the mesh axes over which the sequence is sharded, inside or outside
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A sharding resolved on the mesh of one call. Hashable, so that it can be static."""
@@ -121,6 +131,20 @@ class Layout:
         """The PartitionSpec of `dims`, without mesh axes that the caller's shard_map covers."""
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
+    @property
+    def sharding(self) -> AttentionSharding:
+        return AttentionSharding(
+            spec(self.batch, self.context, self.heads),
+            spec(self.batch, self.kv_context, self.kv_heads),
+            self.mesh,
+        )
+
+    @property
+    def cut(self) -> Cut:
+        dims = (self.context, self.kv_context, self.heads, self.kv_heads)
+        rows, keys, heads, kv_heads = map(self.outside, dims)
+        return Cut(rows, keys, heads, kv_heads, self.several(self.context))
+
     def place(self, x: Any, *dims: Axes) -> Any:
         """x resharded over these mesh axes, as far as they are of type Explicit.
 
@@ -149,10 +173,16 @@ class Layout:
         def placed(*operands: Any) -> Any:
             # Types must agree with in_specs. Where no mesh is set, jnp.zeros_like and other
             # functions that make arrays return unsharded ones.
-            specs = jax.tree.broadcast(in_specs, operands, is_leaf=lambda x: isinstance(x, P))
-            return mapped(*jax.tree.map(self._resharded, operands, specs))
+            return mapped(*self.place_all(operands, in_specs))
 
         return placed
+
+    def place_all(self, arrays: Any, specs: Any) -> Any:
+        """The arrays resharded by these PartitionSpecs if array types include the sharding."""
+        if not self.explicit:
+            return arrays
+        specs = jax.tree.broadcast(specs, arrays, is_leaf=lambda x: isinstance(x, P))
+        return jax.tree.map(self._resharded, arrays, specs)
 
     def _resharded(self, x: Any, dims: P) -> Any:
         # Without a mesh in the context a spec alone has no meaning.
@@ -173,13 +203,6 @@ class Layout:
         size = x.shape[axis] // pieces
         x, first = vary_together(x, jax.lax.axis_index(self.context) * size)
         return jax.lax.dynamic_slice_in_dim(x, first, size, axis=axis)
-
-    def place_tensors(
-        self, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        of_keys = self.batch, self.kv_context, self.kv_heads
-        query = self.place(query, self.batch, self.context, self.heads)
-        return query, self.place(key, *of_keys), self.place(value, *of_keys)
 
     def gathers(
         self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None
@@ -367,6 +390,45 @@ def layout_of(sharding: Any) -> Layout:
         key_value[1],
         key_value[2],
     )
+
+
+def layout_of_call(given: Any, mask: Any, query: Any, key: Any, value: Any) -> Layout | None:
+    """The layout of the argument `sharding` or of the mask's, completed from the types of the
+    tensors; None: neither exists, and no type shards a sequence.
+
+    mask: an AttentionMask, or None if the call builds it.
+    """
+    asked = with_types(given, query, key, value)
+    of_mask = None if mask is None else mask.sharding
+    if of_mask is None:
+        sharding = asked
+    else:
+        sharding = with_types(of_mask, query, key, value, "mask.sharding")
+    if sharding is None:
+        return None
+    layout = layout_of(sharding)
+    if mask is None:
+        return layout
+    whole = layout.context and of_mask is None  # but the sequence is sharded
+    if given is None and whole:
+        raise ValueError(
+            f"query is {jax.typeof(query)}: its sequence axis is sharded over "
+            f"{shown(layout.context)}, but mask was built for whole sequences. Build it from ids "
+            "that are sharded as query is (jax.sharding.reshard), or with sharding=, or pass the "
+            "expression as mask"
+        )
+    if given is not None and (whole or layout_of(asked) != layout):
+        raise ValueError(
+            f"sharding must be that of the mask, {of_mask}, but is {given}: pass it to "
+            "create_attention_mask only"
+        )
+    if of_mask is not None and mask.shards != layout.size(layout.context):
+        raise ValueError(
+            f"mask was built for queries in {mask.shards} pieces, but the context axes of its "
+            f"sharding now have size {layout.size(layout.context)}: build it on the mesh that it "
+            "is used on"
+        )
+    return layout
 
 
 def shown(axes: Axes) -> str:

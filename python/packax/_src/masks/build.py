@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.context.permuted_ids import check_has_plan, check_ids, check_in_order
-from packax._src.core.arguments import Array, described
+from packax._src.core.arguments import described
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
     AttentionSharding,
@@ -32,6 +33,7 @@ from packax._src.core.spec import ONE_BLOCK, MaskMode
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (
+    And,
     MaskExpression,
     batch_of,
     check_lengths,
@@ -39,7 +41,7 @@ from packax._src.masks.expressions import (
     instead_of_array,
     intervals_of,
 )
-from packax._src.masks.halo_mask import halo_parts, halos_of, masks_of, specs_of
+from packax._src.masks.halo_mask import Halos, halo_parts, halos_of, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
 from packax._src.masks.rank_rows import RankRows
@@ -147,12 +149,11 @@ def create_attention_mask(
     for part in expression.walk():
         part.warn_with(document)
     warn_of_offsets(expression, q_len, kv_len)
-    sides: tuple[Array | None, ...] = (None,) * 4
+    sides = Document(None, None, None, None)
     of_plan = None if document is None else made_of(plan, document.q_ids)
     if document is not None:
-        sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
-    sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
-    interval = intervals_of(expression)
+        given = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
+        sides = Document(*(None if x is None else jnp.atleast_2d(x) for x in given))
     ranges = tuple(
         (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
         for part in parts
@@ -170,25 +171,16 @@ def create_attention_mask(
         block_size = ONE_BLOCK
     if layout is None and plan is None and block_size is not None:
         layout = _layout_of_types(expression)
-    build = functools.partial(
-        _build,
-        batch=batch,
-        q_len=q_len,
-        kv_len=kv_len,
-        block_size=block_size,
-        implementation=implementation,
-        sharding=sharding,
-        layout=layout,
-        permuted_keys=bool(permuted_keys),
-        of_plan=of_plan,
-        halos=halos_of(expression, plan, layout, q_len, kv_len, permuted_keys),
-    )
-    operands = (sides, interval, ranges, block_mask, tree, plan)
+    halos = halos_of(expression, plan, layout, q_len, kv_len, permuted_keys)
+    sizes = (batch, q_len, kv_len, block_size, implementation)
+    static = _Static(*sizes, sharding, layout, bool(permuted_keys), of_plan, halos)
+    terms = _Terms(sides, intervals_of(expression), ranges, block_mask, tree)
+    build = functools.partial(_build, static=static)
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
-        shapes = jax.eval_shape(build, *operands)
+        shapes = jax.eval_shape(build, terms, plan)
         mask = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
-        mask = build(*operands)
+        mask = build(terms, plan)
     object.__setattr__(mask, "expression", repr(expression))  # the dataclass is frozen
     return mask
 
@@ -253,33 +245,48 @@ def _check_plan(
         )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("batch", "q_len", "kv_len", "block_size", "implementation"),
-        *("sharding", "layout", "permuted_keys", "of_plan", "halos"),
-    ),
-    inline=True,
-)
-def _build(
-    document, interval, ranges, block_mask, tree, plan, *,
-    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
-    halos,
-) -> AttentionMask:  # fmt: skip
-    """Computes all arrays of the mask.
+class _Terms(NamedTuple):
+    """The arrays of an expression."""
 
-    document: the arrays of `Document`; interval: the And of all intervals; of_plan: see `made_of`.
+    document: Document
+    interval: And  # of all intervals
+    ranges: tuple[tuple[Any, Any], ...]
+    block_mask: Any
+    tree: Any
+
+
+class _Static(NamedTuple):
+    """What a program that builds a mask depends on."""
+
+    batch: int
+    q_len: Any
+    kv_len: Any
+    block_size: tuple[int, int] | None
+    implementation: Implementation | None
+    sharding: AttentionSharding | None
+    layout: Layout | None
+    permuted_keys: bool
+    of_plan: bool | None  # see `made_of`
+    halos: Halos | None
+
+
+@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> AttentionMask:
+    """Computes all arrays of the mask.
 
     A tree narrows the row ranges, and reuses the position check of documents for the rest. The ids
     are those of documents(...), or all equal, and a row attends to a key if row index + 1 <= end of
     the key's subtree. Both sides are stored negated, because kernels check key position <= row
     position. Permuted rows keep the values that they have in the original order.
     """
+    batch, q_len, kv_len, _, implementation, sharding, layout, *_, halos = static
+    block_size: Any = static.block_size
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.is_unsharded:
         structure: Any
-        leaves, structure = jax.tree.flatten((document, interval, ranges, block_mask, tree))
-        document, interval, ranges, block_mask, tree = structure.unflatten(vary_together(*leaves))
+        leaves, structure = jax.tree.flatten(terms)
+        terms = structure.unflatten(vary_together(*leaves))
+    document, interval, ranges, block_mask, tree = terms
     document = Document(*(None if x is None else ranks.keys(x) for x in document))
     with_documents = None if tree is None else document.q_ids is not None
     if tree is None:
@@ -326,12 +333,8 @@ def _build(
         block_size=block_size,
         tree=with_documents,
     )
-    made = (
-        "kv_start",
-        "kv_end",
-        *BLOCK_ARRAYS,
-        *(("q_pos",) if mode >= MaskMode.UPPER_LIMIT else ()),
-    )
+    made = ["kv_start", "kv_end", *BLOCK_ARRAYS]
+    made += ["q_pos"] if mode >= MaskMode.UPPER_LIMIT else []
 
     def specs() -> Any:
         rows, keys = (
@@ -352,40 +355,49 @@ def _build(
     computed: dict[str, Any] = {"q_pos": None}
     numbers = None if halos is None else ranks.chunks()
     computed |= ranks.shard_mapped(arrays, specs)(numbers, row_values, kv_ids, kv_pos, block_mask)
+    parts = computed.pop("parts", None)
+    without_ids = kv_ids is None or shared_ids
+    without_pos = kv_pos is None or mode < MaskMode.UPPER_LIMIT or shared_pos
+    computed |= {
+        "q_ids": row_values.ids,
+        "kv_ids": None if without_ids else ranks.replicated(kv_ids, ranks.mask_batch),
+        "kv_pos": None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "mask_mode": mode,
+        "block_size": block_size,
+    }
+    if sharding is None and plan is None:
+        return AttentionMask(**computed)
+    fields = _context_fields(ranks, static, mode, (document, low, high, ranges), parts)
+    return ContextMask(**computed, **fields)
+
+
+def _context_fields(
+    ranks: RankRows, static: _Static, mode: MaskMode, limits: Any, parts: Any
+) -> dict[str, Any]:
+    """What a sharding or a plan adds to a mask. parts: the arrays of masks for halos."""
+    sharding, layout, permuted_keys, of_plan, halos = static[5:]
+    plan, kv_len = ranks.plan, static.kv_len
+    fields: dict[str, Any] = {"sharding": sharding, "shards": ranks.pieces}
+    fields["permuted"] = plan is not None
+    sources = 1 if layout is None else layout.size(layout.kv_context)
+    fetched: Any = kv_len - kv_len // sources if sources > 1 else 0
     if halos is not None:
-        computed |= masks_of(halos, computed.pop("parts"), mode, q_len, sharding, ranks)
-    if ranks.plan is not None and permuted_keys:
-        orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
-        computed["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
-        if block_size is None and of_plan is not False and keeps_local(ranks, document):
+        fields |= masks_of(halos, parts, mode, static.q_len, sharding, ranks)
+        fetched = halos.halo.fetched if halos.known else fetched
+    if plan is not None and permuted_keys:
+        orders = jnp.stack([plan.order, plan.inverse], axis=1)
+        fields["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
+        local = static.block_size is None and of_plan is not False
+        if local and keeps_local(ranks, limits[0]):
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-                computed |= local_parts(
-                    *(ranks, document, low, high, ranges),
+                fields |= local_parts(
+                    *(ranks, *limits),
                     mode=mode,
-                    implementation=implementation,
+                    implementation=static.implementation,
                     sharding=sharding,
                     checked=bool(of_plan),
                 )
-    fetched: Any = 0
-    if layout is not None and layout.size(layout.kv_context) > 1:
-        fetched = kv_len - kv_len // layout.size(layout.kv_context)
-        if halos is not None:
-            fetched = halos.halo.fetched if halos.known else fetched
-        elif ranks.plan is not None and "private_part" in computed:
-            fetched = ranks.plan.fetched
-    without_ids = kv_ids is None or shared_ids
-    without_pos = kv_pos is None or mode < MaskMode.UPPER_LIMIT or shared_pos
-    return AttentionMask(
-        **computed,
-        q_ids=row_values.ids,
-        kv_ids=None if without_ids else ranks.replicated(kv_ids, ranks.mask_batch),
-        kv_pos=None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
-        q_len=q_len,
-        kv_len=kv_len,
-        mask_mode=mode,
-        sharding=sharding,
-        shards=ranks.pieces,
-        permuted=plan is not None,
-        block_size=block_size,
-        fetched=fetched,
-    )
+            fetched = plan.fetched
+    return fields | {"fetched": fetched}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from packax._src.context.fetch_halos import index, take_each
 from packax._src.context.halo import Halo, Stretch
 from packax._src.context.load_balance import ContextPlan
-from packax._src.core.mask import AttentionMask, dims_of
+from packax._src.core.context_mask import ContextMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import MaskExpression
@@ -119,7 +119,7 @@ def masks_of(
     """The fields `private_part`, `shared_parts` and `halo` of a mask."""
     halo = halos.halo
     private, *shared = (
-        AttentionMask(
+        ContextMask(
             **{"q_ids": None, "kv_ids": None} | arrays,
             q_pos=None,
             kv_pos=None,

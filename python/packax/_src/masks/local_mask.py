@@ -22,7 +22,7 @@ from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.fetch_halos import take_each
 from packax._src.context.load_balance import ContextPlan, checksum
 from packax._src.core.arguments import plus
-from packax._src.core.mask import AttentionMask, dims_of
+from packax._src.core.context_mask import ContextMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import PADDING_SEGMENT_ID, TILE, MaskMode
 from packax._src.masks.rank_rows import RankRows
@@ -122,7 +122,7 @@ def local_parts(
     operands = document, low, high, ranges, plan.order, plan.split
     *made, private = ranks.shard_mapped(of_rank, specs)(*operands)
     build: Any = functools.partial(
-        AttentionMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
+        ContextMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
     )
     unset = dict.fromkeys(("q_pos", "kv_pos"))
     found: dict[str, Any] = {

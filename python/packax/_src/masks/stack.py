@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ import numpy as np
 
 from packax._src.context.halo import Halo
 from packax._src.core.arguments import described
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
 from packax._src.core.spec import MaskMode
 
 _INT32 = np.iinfo(np.int32)
+Mask = TypeVar("Mask", bound=AttentionMask)
 _ALIKE = (
     *("q_len", "kv_len", "sharding", "shards", "permuted", "block_size", "gathers"),
     *("halo", "fetched"),
@@ -89,7 +91,10 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             raise ValueError(
                 f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
             )
-    alike = _with_same_arrays(_with_same_halos(masks))
+    on_ranks = [mask for mask in masks if isinstance(mask, ContextMask)]
+    if len(on_ranks) == len(masks):
+        masks = _with_same_halos(on_ranks)
+    alike = _with_same_arrays(masks)
     structures: list[Any] = [jax.tree.structure(mask) for mask in alike]
     for n, other in enumerate(structures):
         if other != structures[0]:
@@ -110,13 +115,13 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
 
 def _difference(one: AttentionMask, other: AttentionMask) -> str:
     for name in _ALIKE:
-        x, y = getattr(one, name), getattr(other, name)
+        x, y = (getattr(mask, name, None) for mask in (one, other))
         if x != y:
             return f"must have the same {name}, but have {x!r} and {y!r}"
     return "must have the same parts, but only one of them has a plan or a block mask"
 
 
-def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
+def _with_same_arrays(masks: Sequence[Mask]) -> list[Mask]:
     """Adds to all masks the ids and positions of rows and keys that any of them has. A mask without
     ids gets one document, and one without positions gets limits that allow every position."""
     mode = max(mask.mask_mode for mask in masks)
@@ -125,7 +130,7 @@ def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
         masks = [_with_mode(mask, mode) for mask in masks]
     any_kv_ids = any(mask.kv_ids is not None for mask in masks)
     any_kv_pos = any(mask.kv_pos is not None for mask in masks)
-    changed = []
+    changed: list[Any] = []
     for mask in masks:
         changes: dict[str, Any] = {}
         if any_kv_ids and mask.kv_ids is None:
@@ -133,21 +138,17 @@ def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
         if any_kv_pos and mask.kv_pos is None:
             changes["kv_pos"] = mask.q_pos
         changed.append(dataclasses.replace(mask, **changes))
-    if any(mask.private_part is None for mask in changed):
+    parts = [x.parts for x in changed if isinstance(x, ContextMask)]
+    if len(parts) < len(changed) or not all(parts) or len(set(map(len, parts))) > 1:
         return changed
-    private = _with_same_arrays([_part(mask) for mask in changed])
-    if len({len(mask.shared_parts) for mask in changed}) > 1:
-        return changed
-    shared = [
-        _with_same_arrays(list(x)) for x in zip(*(m.shared_parts for m in changed), strict=True)
-    ]
+    alike = zip(*map(_with_same_arrays, zip(*parts, strict=True)), strict=True)
     return [
-        dataclasses.replace(mask, private_part=part, shared_parts=tuple(x[n] for x in shared))
-        for n, (mask, part) in enumerate(zip(changed, private, strict=True))
+        dataclasses.replace(mask, private_part=private, shared_parts=tuple(shared))
+        for mask, (private, *shared) in zip(changed, alike, strict=True)
     ]
 
 
-def _with_same_halos(masks: list[AttentionMask]) -> list[AttentionMask]:
+def _with_same_halos(masks: list[ContextMask]) -> list[ContextMask]:
     """Gives all masks parts for halos of one size: the size that saves the most fetched keys in
     total. A mask without halos, or with another size, gets parts that are never read."""
     sizes = [mask.halo and (mask.halo, _part(mask).mask_mode) for mask in masks]
@@ -163,7 +164,7 @@ def _with_same_halos(masks: list[AttentionMask]) -> list[AttentionMask]:
     every = like.kv_len // like.shards * (like.shards - 1)
     no_rows = jax.tree.map(jnp.zeros_like, (like.private_part, like.shared_parts))
 
-    def changed(mask: AttentionMask, size: Any) -> AttentionMask:
+    def changed(mask: ContextMask, size: Any) -> ContextMask:
         private, shared = no_rows
         suffice = jnp.zeros(1, jnp.int32)
         if size == kept:
@@ -181,12 +182,12 @@ def _with_same_halos(masks: list[AttentionMask]) -> list[AttentionMask]:
     return [changed(mask, size) for mask, size in zip(masks, sizes, strict=True)]
 
 
-def _part(mask: AttentionMask) -> AttentionMask:
+def _part(mask: ContextMask) -> ContextMask:
     assert mask.private_part is not None
     return mask.private_part
 
 
-def _with_mode(mask: AttentionMask, mode: MaskMode) -> AttentionMask:
+def _with_mode(mask: Mask, mode: MaskMode) -> Mask:
     """The same mask in `mode`, which compares at least as much as the mask's mode."""
     own = mask.mask_mode
     if own == mode:

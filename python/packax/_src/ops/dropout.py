@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Axes, Layout
 
@@ -69,32 +70,18 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     if one_for_all:
         index = [jnp.zeros_like(x) for x in index]
     parts = (words[0], words[1], index[0][:, None], index[1][None])
-    streams = jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
-    return streams if layout is None else layout.place(streams, layout.batch, layout.heads)
+    return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
 
 
 def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     """(1 or B, Sq) int32: the sequence index of every query row."""
-    if mask.private_part is not None:
-        raise NotImplementedError(
-            "dropout cannot be used with a plan of kind 'local': make a plan of another kind, such "
-            "as context_plan(..., kind='balanced')"
-        )
     context: Axes = () if layout is None else layout.context
     numbers = _indices(rows, layout, context)[None]
-    if mask.permuted:
-        if mask.kv_plan is None:
-            raise NotImplementedError(
-                "dropout cannot be used with a plan that permutes only the queries "
-                "(permuted_keys=False): the mask does not store its order"
-            )
+    if isinstance(mask, ContextMask) and mask.kv_plan is not None:
         chunk = mask.q_len // mask.kv_plan.shape[2]
         order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)
         numbers = order * chunk + numbers % chunk
-    if layout is None:
-        return numbers
-    batch = () if numbers.shape[0] == 1 else layout.batch
-    return layout.place(numbers, batch, context)
+    return numbers
 
 
 def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:

@@ -59,7 +59,7 @@ Implementation = Literal["cuda", "xla"]
 
 def check_implementation(
     implementation: Any, names: tuple[str, ...] = ("cuda", "xla"), note: str = ""
-) -> None:
+) -> Any:
     known = isinstance(implementation, str) and implementation in names
     if implementation is not None and not known:
         *most, last = (f'"{name}"' for name in names)
@@ -67,6 +67,7 @@ def check_implementation(
             f"implementation must be None, {', '.join(most)} or {last}{note}, but is "
             f"{implementation!r}"
         )
+    return implementation
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | None]) -> Any:

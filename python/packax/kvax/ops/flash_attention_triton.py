@@ -5,14 +5,13 @@ The file has the same name as kvax's; it does not use Triton.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import packax
-from packax.extend import Layout, as_arrays
+from packax.extend import ContextMask, Layout, as_arrays
 from packax.kvax.ops.mask_creator import Tokens, block_sizes, checked_tokens, row_masks_of
 from packax.kvax.utils.common import FlashAttentionParamsConfig
 from packax.kvax.utils.permutation import head_tail_plan
@@ -106,7 +105,8 @@ def flash_attention_triton(
     shards = 1 if layout is None else layout.size(layout.context)
     permuted = bool(permute_tokens_for_load_balance) and shards > 1
     rows = _rows(row_masks, tokens, bool(assume_sequential_positions), permuted)
-    if rows.permuted:  # by a plan, which the mask stores
+    by_plan = isinstance(rows, ContextMask) and rows.permuted
+    if by_plan:
         if not permute_tokens_for_load_balance:
             raise ValueError(
                 "permute_tokens_for_load_balance must be True if the mask was made with a plan: "
@@ -115,8 +115,8 @@ def flash_attention_triton(
         sharding = rows.sharding
     elif permuted:
         assert layout is not None
-        rows = dataclasses.replace(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
-    if sharding is not None and layout is not None and shards > 1 and not rows.permuted:
+        rows = ContextMask.of(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
+    if sharding is not None and layout is not None and shards > 1 and not by_plan:
         # In self-attention, keys are computed on the rank that has the rows of their tokens.
         own = key.shape[1] == query.shape[1] and not layout.explicit
         sharding = gathered(sharding, layout) if own else sharding
@@ -124,7 +124,7 @@ def flash_attention_triton(
         query,
         key,
         value,
-        dataclasses.replace(rows, sharding=sharding),
+        ContextMask.of(rows, sharding=sharding),
         scale=scale,
         checkpoint_name=CHECKPOINT_NAME,
     )
