@@ -20,6 +20,7 @@ import packax
 import philox
 
 Arrays = dict[str, Any]
+BIASES = {"pairs": "bhqk", "keys": "...k", "rows": "b.qk", "heads": ".h.k", "shared": ".hqk"}
 RATE, CAP, BLOCK = 0.25, 2.0, (3, 5)
 IDS = (-1, 0, 1, 2, 7, 1025, 2**31 - 1, -(2**31))
 
@@ -152,7 +153,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "scale": ("default", "negative", "array"),
     "cap": ("none", "soft cap"),
-    "bias": ("none", "alibi", "pairs", "keys", "shared"),
+    "bias": ("none", "alibi", "pairs", "keys", "rows", "heads", "shared"),
     "sinks": ("none", "sinks"),
     "dropout": ("none", "dropout"),
     "mask": ("expression", "built"),
@@ -237,7 +238,7 @@ class Call:
     def names(self) -> list[str]:
         """The arrays of the call; first those that it is differentiable in."""
         optional = {"scale": self.scale == "array", "sinks": self.sinks != "none",
-            "slopes": self.bias == "alibi", "bias": self.bias in ("pairs", "keys", "shared"),
+            "slopes": self.bias == "alibi", "bias": self.bias in BIASES,
             "seed": self.dropout != "none", "offset": self.interval == "offset",
             "lengths": self.interval == "prefix", "spans": self.interval == "spans"}  # fmt: skip
         names = [*TENSORS, *(name for name, given in optional.items() if given)]
@@ -268,7 +269,7 @@ class Call:
         groups, answers = _groups(rng, batch, q_len)
         segments, parents = _trees(rng, batch, q_len)
         lo = rng.integers(-3, kv_len, (batch, q_len))
-        of_bias = {"pairs": "bhqk", "keys": "...k", "shared": ".hqk"}.get(self.bias, "")
+        of_bias = BIASES.get(self.bias, "")
         bias = rng.standard_normal([sizes.get(n, 1) for n in of_bias])
         if of_bias:
             bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
@@ -276,7 +277,7 @@ class Call:
         own = heads if self.selector == "block mask" else 1
         drawn = {
             "scale": np.float32(0.3), "seed": np.int32(seed), "spans": spans,
-            "sinks": rng.standard_normal(heads), "slopes": 2.0 ** -rng.integers(1, 6, heads),
+            "sinks": rng.standard_normal(heads), "slopes": 0.5 ** (1 + rng.permutation(heads)),
             "offset": rng.integers(-3, 6, batch), "lengths": rng.integers(0, q_len, batch),
             "ids": ids[:, :q_len], "positions": places[:, :q_len], "kv_ids": ids[:, :kv_len],
             "kv_positions": places[:, :kv_len], "lo": lo,
@@ -400,14 +401,20 @@ class Call:
             a = a | {"dlse": np.zeros_like(a["dlse"])}
         return {"scale": np.float64(scale)} | {name: a[name] for name in names}
 
-    def wrong(self, got: dict[str, Any], a: Arrays, factor: float | None = None) -> list[str]:
-        """How results differ from the reference. An error of four times that of plain attention is
-        accepted (eight in float32): among many draws, some exceed twice the error by chance."""
+    def references(self, a: Arrays) -> Any:
+        """The results in float64, and those of plain attention in the dtype of the call."""
         options = self.options(a)
-        true, plain = dense.true_and_plain(self.operands(a), self.allowed(a), self.dtype, **options)
-        factor = factor or (8 if self.dtype == "float32" else 4)
+        return dense.true_and_plain(self.operands(a), self.allowed(a), self.dtype, **options)
+
+    @property
+    def factor(self) -> float:
+        """The accepted error, in errors of plain attention: among many draws, some exceed 2."""
+        return 8 if self.dtype == "float32" else 4
+
+    def wrong(self, got: dict[str, Any], a: Arrays) -> list[str]:
+        """How results differ from the reference."""
         got = {name: np.asarray(x) for name, x in got.items()}
-        return dense.close(got, true, plain, factor)
+        return dense.close(got, *self.references(a), self.factor)
 
 
 def _runs(rng: Any, batch: int, length: int) -> np.ndarray:

@@ -136,7 +136,7 @@ def close(got: Results, true: Results, plain: Results, factor: float = 2.0) -> l
     for name in got:
         value, expected, near = got[name], true[name], np.asarray(plain[name], np.float64)
         unit = float(jnp.finfo(value.dtype).eps)
-        value = np.asarray(value, np.float64)
+        value, expected = np.asarray(value, np.float64), np.asarray(expected, np.float64)
         if value.shape != np.shape(expected):
             failures.append(f"{name} has shape {value.shape}, not {np.shape(expected)}")
             continue

@@ -15,7 +15,7 @@ from decode_calls import DecodeCall
 from properties import PROPERTIES, Property
 
 KINDS = (Call, DecodeCall)
-DRAWS = 30  # per chosen call: of so many, the one with most of what is missing
+DRAWS = 50  # per chosen call: of so many, the one with most of what is missing
 
 
 def singles(call: Any) -> set[Any]:
@@ -24,6 +24,11 @@ def singles(call: Any) -> set[Any]:
 
 def pairs(call: Any) -> set[Any]:
     return set(itertools.combinations(call.features(), 2))
+
+
+def others(call: Any) -> int:
+    """How many features are not the first: these make a call expensive to compile."""
+    return sum(value != call.features_of[name][0] for name, value in call.features())
 
 
 def reason(row: Property, call: Any) -> str | None:
@@ -42,7 +47,7 @@ def calls_of(row: Property, kind: Any, seed: int, parts: Any = singles) -> Itera
         drawn = [_draw(rng, kind, wanted) for _ in range(DRAWS)]
         drawn = [call for call in drawn if not reason(row, call)]
         if drawn:
-            best = max(drawn, key=lambda call: len(parts(call) & missing))
+            best = max(drawn, key=lambda call: (len(parts(call) & missing), -others(call)))
             missing -= parts(best)
             yield best
 

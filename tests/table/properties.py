@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import calls
+import dense
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 GARBAGE = 1e4  # finite in float16
+STEP = 1e-5  # of difference quotients
 Reason = Callable[[Call], str | None]
 
 
@@ -58,11 +60,34 @@ def row(
     return add
 
 
-@functools.lru_cache(maxsize=16)  # rows that only change values share a program
-def compiled(call: Call) -> Any:
-    return jax.jit(call.step)
+class Program:
+    """The results and gradients of a call, with the expression or a built mask as an argument, and
+    donated tensors."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.traced = 0
+        self.step = jax.jit(self._step, donate_argnums=0)
+
+    def _step(self, donated: Arrays, others: Arrays, mask: Any) -> dict[str, Any]:
+        self.traced += 1
+        call = self.call
+        return call.step(others | donated, functools.partial(call.attend, mask=mask))
+
+    def __call__(self, a: Arrays) -> dict[str, Any]:
+        call = self.call
+        mask = None if decodes(call) else call.expression(a)
+        if mask is not None and call.mask == "built":
+            lengths = {"q_len": a["query"].shape[1], "kv_len": a["key"].shape[1]}
+            mask = packax.create_attention_mask(mask, **lengths)
+        donated = {name: jnp.asarray(a[name]) for name in ("query", "key", "value")}
+        others = {name: x for name, x in a.items() if name not in donated}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self.step(donated, others, mask)
 
 
+compiled = functools.lru_cache(maxsize=32)(Program)  # for the rows that only change values
 values = functools.partial(row, calls="values")
 
 
@@ -107,7 +132,9 @@ def _(call):
     keys = ~allowed.any(2).reshape(shape[0], -1, group, shape[3]).any(2).swapaxes(1, 2)
     dirty = dict(a)
     for name, idle in (("query", queries), ("dout", queries), ("key", keys), ("value", keys)):
-        dirty[name] = np.where(idle[..., None], GARBAGE, a[name]).astype(a[name].dtype)
+        nan = name == "dout" and "bias" in a  # docs/guide/numerics.md
+        dirty[name] = np.where(idle[..., None], np.nan if nan else GARBAGE, a[name])
+        dirty[name] = dirty[name].astype(a[name].dtype)
     dirty["dlse"] = np.where(queries.swapaxes(1, 2), -GARBAGE, a["dlse"])
     got, want = compiled(call)(dirty), compiled(call)(a)
     return differences(call, got, a) + unequal(got, want, "other bits: ")
@@ -154,28 +181,13 @@ def _(call):
     return wrong
 
 
-@row("one program for other values, with donation")
+@values("one program for other values")
 def _(call):
-    """jit traces once, with the expression or a built mask as an argument, and donated tensors."""
-    traced = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(donated, others, mask):
-        traced.append(1)
-        return call.step(others | donated, functools.partial(call.attend, mask=mask))
-
-    wrong = []
-    for a in (call.arrays(seed) for seed in (1, 2)):
-        mask = None if decodes(call) else call.expression(a)
-        if mask is not None and call.mask == "built":
-            lengths = {"q_len": a["query"].shape[1], "kv_len": a["key"].shape[1]}
-            mask = packax.create_attention_mask(mask, **lengths)
-        donated = {name: jnp.asarray(a[name]) for name in ("query", "key", "value")}
-        others = {name: x for name, x in a.items() if name not in donated}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            wrong += differences(call, step(donated, others, mask), a)
-    return wrong + ([] if len(traced) == 1 else [f"traced {len(traced)} times"])
+    a = call.arrays(2)
+    program = compiled(call)
+    wrong = differences(call, program(a), a)
+    program(call.arrays(3))
+    return wrong + ([] if program.traced == 1 else [f"traced {program.traced} times"])
 
 
 def mapped(call: Call) -> tuple[list[Arrays], Arrays]:
@@ -196,9 +208,22 @@ def _(call):
     shared = kinds[zlib.crc32(str(call).encode()) % len(kinds)]
     axes = {name: None if name in shared else 0 for name in names}
     arrays = {name: (both[0] if name in shared else stacked)[name] for name in names}
-    got = jax.jit(jax.vmap(call.step, in_axes=(axes,)))(arrays)
     each = [a | {name: both[0][name] for name in shared} for a in both]
-    return _each(call, got, each)
+    if not {*shared} & {*call.differentiable()}:
+        return _each(call, jax.jit(jax.vmap(call.step, in_axes=(axes,)))(arrays), each)
+
+    @jax.jit
+    def outside(a):  # the gradient of a shared array is a sum
+        attend = jax.vmap(call.attend, in_axes=(axes,))
+        along = {"dout": a["dout"], "dlse": a["dlse"]}
+        along = {n: jnp.stack([x, x]) if n in shared else x for n, x in along.items()}
+        return call.step(a | along, lambda x: attend(x | {n: a[n] for n in along}))
+
+    got = outside(arrays)
+    summed = {n: np.asarray(got.pop(n)) for n in [*got] if n.removeprefix("d") in shared}
+    pairs = [call.references(a) for a in each]
+    true, plain = ({n: sum(x[n] for x in y) for n in summed} for y in zip(*pairs, strict=True))
+    return _each(call, got, each) + dense.close(summed, true, plain, call.factor)
 
 
 def _each(call: Call, got: Any, both: list[Arrays]) -> list[str]:
@@ -223,9 +248,11 @@ def _(call):
     lambda call: decodes(call) or (call.dtype != "float32" and "computed in float64") or None,
 )
 def _(call):
-    """jvp, and its gradient or the jvp of the gradient (the same numbers), in float64, against
-    difference quotients of the reference."""
-    reverse = zlib.crc32(str(call).encode()) % 2
+    """jvp, and one second derivative, in float64, against difference quotients of the reference.
+
+    The second derivative is the jvp of the gradient or the gradient of the jvp, which are the same
+    numbers, or the gradient of the gradient of half the sum of squares."""
+    kind = ("jvp of grad", "grad of jvp", "grad of grad")[zlib.crc32(str(call).encode()) % 3]
     a = call.arrays(1)
     rng = np.random.default_rng(3)
     with x64(True):
@@ -253,16 +280,24 @@ def _(call):
                 found = call.step(a | x)
                 return {name: found["d" + name] for name in names}
 
-            if reverse:
-                return *first, jax.grad(weighted)(operands)
-            return *first, jax.jvp(gradient, (operands,), (along,))[1]
+            def product(x):  # of the gradient and the direction
+                found = jax.grad(lambda x: sum(jnp.sum(y**2) / 2 for y in function(x)))(x)
+                return sum(jnp.sum(found[name] * along[name]) for name in names)
+
+            if kind == "jvp of grad":
+                return *first, jax.jvp(gradient, (operands,), (along,))[1]
+            return *first, jax.grad(weighted if kind == "grad of jvp" else product)(operands)
 
         out, lse, second = derivatives(a, along)
-    step = 1e-5
-    near = [_reference(call, a | {n: a[n] + s * along[n] for n in names}) for s in (step, -step)]
-    slopes = {name: _slope(near[0][name], near[1][name], step) for name in near[0]}
+    places = [a | {n: a[n] + s * along[n] for n in names} for s in (STEP, -STEP)]
+    if kind == "grad of grad":
+        results = [_reference(call, x) for x in places]
+        some = [np.where(np.isfinite(x["lse"]), x["lse"], 0) for x in results]
+        given = zip(places, results, some, strict=True)
+        places = [x | {"dout": y["out"], "dlse": lse} for x, y, lse in given]
+    near = [_reference(call, x) for x in places]
+    slopes = {name: _slope(near[0][name], near[1][name]) for name in near[0]}
     wrong = []
-    kind = "grad of jvp" if reverse else "jvp of grad"
     first = {"out": out} | ({} if call.function == "jax.nn" else {"lse": lse})
     results = ("jvp", first), (kind, {"d" + n: x for n, x in second.items()})
     for kind, found in results:
@@ -275,29 +310,34 @@ def _(call):
 
 def _reference(call: Call, a: Arrays) -> Any:
     a = a | {name: np.asarray(a[name], np.float64) for name in (*call.differentiable(), "dout")}
-    import dense
-
     return dense.true_and_plain(call.operands(a), call.allowed(a), np.float64, **call.options(a))[0]
 
 
-def _slope(x: Any, y: Any, step: float) -> Any:
+def _slope(x: Any, y: Any) -> Any:
     finite = np.isfinite(x) & np.isfinite(y)
-    return np.where(finite, np.where(finite, x, 0) - np.where(finite, y, 0), 0) / (2 * step)
+    return np.where(finite, np.where(finite, x, 0) - np.where(finite, y, 0), 0) / (2 * STEP)
 
 
-@row("strict dtypes")
+@row("strict dtypes and ranks")
 def _(call):
-    """Strict promotion, and 64-bit types where jax has them, change no dtype. Traced only."""
+    """Strict promotion, and 64-bit types where jax has them, change no dtype. Not compiled."""
     a = call.arrays(1)
     wanted = jax.eval_shape(call.step, a)
     wrong = []
-    with jax.numpy_dtype_promotion("strict"):
-        strict = jax.eval_shape(call.step, a)
-    with x64(True):
-        wide = jax.eval_shape(call.step, a)
-    for mode, found in (("strict", strict), ("x64", wide)):
-        wrong += [f"{mode}: {n} {found[n]}" for n in wanted if found[n] != wanted[n]]
+    for name, mode in MODES.items():
+        with mode():
+            step = jax.jit(call.step).trace(a)  # the rules of primitives run in lower()
+            found = step.out_info
+            step.lower()
+        wrong += [f"{name}: {n} {found[n]}" for n in wanted if found[n].dtype != wanted[n].dtype]
     return wrong
+
+
+MODES = {
+    "strict": lambda: jax.numpy_dtype_promotion("strict"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "64 bits": lambda: x64(True),
+}
 
 
 @row(
@@ -334,7 +374,10 @@ def specs(call: Call, axes: dict[str, str]) -> dict[str, P]:
     axes = dict(axes)
     if "h" in axes and kv_heads % 2 == 0:
         axes["g"] = axes["h"]
-    return {name: P(*(axes.get(at) for at in labels)) for name, labels in call.labels().items()}
+    labels = call.labels()
+    if zlib.crc32(str(call).encode()) % 2:  # the arrays of options arrive unsharded
+        labels |= {name: "" for name in ("sinks", "slopes") if name in labels}
+    return {name: P(*(axes.get(at) for at in axes_of)) for name, axes_of in labels.items()}
 
 
 def on_mesh(call: Call, kind: str, axes: dict[str, str], names: tuple[str, str]) -> list[str]:
@@ -363,6 +406,54 @@ def _(call):
 @row("explicit mesh")
 def _(call):
     return on_mesh(call, "Explicit", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+
+
+@row(
+    "derivatives on an explicit mesh",
+    lambda call: decodes(call) or (call.dtype != "float32" and "of float32") or None,
+)
+def _(call):
+    """A jvp and the jvp of a gradient along one direction, each as one number: the cotangents'
+    product with the first is that of the gradients with the direction."""
+    a = call.arrays(1)
+    names = call.differentiable()
+    rng = np.random.default_rng(3)
+    along = {n: rng.standard_normal(np.shape(a[n])).astype(np.float32) for n in names}
+    mesh = mesh_of("Explicit", ("data", "tensor"))
+    of = specs(call, {"b": "data", "h": "tensor"})
+
+    @jax.jit
+    def derivatives(a, along):
+        operands = {name: a[name] for name in names}
+
+        def function(x):
+            out, *others = call.attend(a | x)
+            return out, [jnp.where(jnp.isfinite(lse), lse, 0) for lse in others[:1]]
+
+        def gradients(x):
+            found = call.step(a | x)
+            return {name: found["d" + name] for name in names}
+
+        first = jax.jvp(function, (operands,), (along,))[1]
+        return first, jax.jvp(gradients, (operands,), (along,))[1]
+
+    with jax.set_mesh(mesh):
+        placed = ({n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in given.items()}
+            for given in (a, along))  # fmt: skip
+        (out, lse), second = jax.tree.map(np.asarray, derivatives(*placed))
+    along = {n: np.where(np.isfinite(a[n]), x, 0) for n, x in along.items()}
+    exact = {n: np.asarray(a[n], np.float64) for n in names}
+    moved = ({n: exact[n] + s * along[n] for n in names} for s in (0, STEP, -STEP))
+    near = [_reference(call, a | x) for x in moved]
+    found = [(out * a["dout"]).sum() + sum((x * a["dlse"]).sum() for x in lse)]
+    found.append(sum((second[n] * along[n]).sum() for n in names))
+    sums = [sum((x["d" + n] * along[n]).sum() for n in names) for x in near]
+    wanted = sums[0], (sums[1] - sums[2]) / (2 * STEP)
+    wrong = []
+    for order, x, y in zip(("first", "second"), found, wanted, strict=True):
+        if not abs(x - y) <= 1e-3 * max(abs(y), 5):
+            wrong.append(f"{order} derivative {x:.5g}, not {y:.5g}")
+    return wrong
 
 
 @row(
@@ -402,6 +493,7 @@ def _(call):
     if int(call.heads.split("/")[1]) % 2:
         return on_mesh(call, "Auto", {"b": "data"}, ("data", "tensor"))
     of = specs(call, {"b": "data", "h": "tensor"})
+    of |= {name: P("tensor") for name in ("sinks", "slopes") if name in of}
     results = P("data", None, "tensor"), P("data", "tensor"), P("data", "tensor")
     results = results[: {"jax.nn": 1, "decode": 2}.get(call.function, 3)]
     mapped = jax.shard_map(call.attend, mesh=mesh, in_specs=(of,), out_specs=results)
@@ -461,17 +553,17 @@ def no_plan(call: Call) -> str | None:
 def no_local_plan(call: Call) -> str | None:
     if decodes(call):
         return decodes(call)
-    if call.dropout != "none" or call.bias in ("pairs", "keys", "shared"):
+    if call.dropout != "none" or call.bias in calls.BIASES:
         return "refused: a bias array or dropout with a local plan"
     return no_plan(call)
 
 
-@row("context plan", no_plan, multiple=256)
+@row("context plan", no_plan, multiple=512)
 def _(call):
     return with_plan(call, "balanced")
 
 
-@row("local context plan", no_local_plan, multiple=256)
+@row("local context plan", no_local_plan, multiple=512)
 def _(call):
     return with_plan(call, "local")
 
