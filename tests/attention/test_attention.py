@@ -4,7 +4,6 @@ Guards against what a plain call does not show: remat that runs a kernel twice, 
 batches, a dropped LSE gradient, a compilation cache that never hits.
 """
 
-import functools
 import json
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import oracle
 import packax
 import pytest
 from jaxprs import count
-from tiers import some
 
 CASE = cases.BY_NAME["batch_of_three"]
 QUERY, KEY, VALUE, DOUT, DLSE = CASE.tensors(jnp.float32, 16, 16)
@@ -59,38 +57,6 @@ def test_scale_defaults_to_the_root_of_the_head_dim(mask):
     assert np.abs(out - packax.flash_attention(QUERY, KEY, VALUE, mask, scale=1)).max() > 0.01
 
 
-@pytest.mark.parametrize("dims", some([((192, 128),), ((256, 256),), ((24, 40),)], 2), ids=str)
-def test_head_dims(mask, dims):
-    """The output has value's head dim, the default scale uses query's, and each gradient has the
-    head dim of its primal."""
-    query, key, value, dout, dlse = CASE.tensors(jnp.float32, *dims)
-
-    def attention(query, key, value):
-        return packax.flash_attention(query, key, value, mask, return_lse=True)
-
-    got = jax.jit(lambda *x: oracle.run(attention, *x, dout, dlse))(query, key, value)
-    assert got.out.shape == (*query.shape[:3], dims[1])
-    others = CASE.allowed(), dims[0] ** -0.5, dout, dlse
-    true = oracle.exact(query, key, value, *others)
-    oracle.check(got, true, oracle.plain(query, key, value, *others))
-
-
-@pytest.mark.parametrize("scale", some([-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)], 0, 3))
-def test_any_sign_of_scale(mask, scale):
-    """Kernels take only a positive scale, so every platform moves the sign into the query."""
-
-    def attention(query, key, value):
-        return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
-
-    tensors = QUERY, KEY, VALUE
-    got = jax.jit(lambda *x: oracle.run(attention, *x, DOUT, DLSE))(*tensors)
-    allowed = CASE.allowed()
-    true = oracle.exact(*tensors, allowed, float(scale), DOUT, DLSE)
-    oracle.check(got, true, oracle.plain(*tensors, allowed, float(scale), DOUT, DLSE))
-    if abs(scale) < 1e-38:
-        assert not np.any(got.dq) and not np.any(got.dk)
-
-
 def test_scale_zero_reads_no_query(mask):
     """With scale 0, infinities and NaN in the query must not reach the results (0 * inf is NaN)."""
     query = QUERY.at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
@@ -114,16 +80,6 @@ def test_scale_zero_in_float64(mask):
         assert 0 < np.abs(gradient(tensors[0])).max() < 1e-37
 
 
-def test_an_expression_is_built_on_the_spot(mask):
-    expression = packax.causal() & packax.documents(IDS)
-    np.testing.assert_array_equal(
-        packax.flash_attention(QUERY, KEY, VALUE, expression),
-        packax.flash_attention(QUERY, KEY, VALUE, mask),
-    )
-    # The expression takes its lengths from the operands.
-    packax.flash_attention(QUERY[:, :100], KEY, VALUE, packax.full())
-
-
 def test_lse_is_returned_on_request(mask):
     out = packax.flash_attention(QUERY, KEY, VALUE, mask)
     again, lse = packax.flash_attention(QUERY, KEY, VALUE, mask, return_lse=True)
@@ -134,24 +90,6 @@ def test_lse_is_returned_on_request(mask):
 def test_numpy_operands(mask):
     out = packax.flash_attention(*map(np.asarray, (QUERY, KEY, VALUE)), mask)
     np.testing.assert_array_equal(out, packax.flash_attention(QUERY, KEY, VALUE, mask))
-
-
-def test_grad_outside_and_inside_jit(mask, gradients):
-    grad = jax.grad(loss, (0, 1, 2))
-    eager = grad(QUERY, KEY, VALUE, mask)
-    assert_gradients(eager, gradients)
-    jitted = jax.jit(grad)(QUERY, KEY, VALUE, mask)
-    for x, y in zip(eager, jitted, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-def test_value_and_grad_with_the_mask_built_inside(gradients):
-    def step(query, key, value, ids):
-        return loss(query, key, value, build(ids))
-
-    value, grads = jax.jit(jax.value_and_grad(step, (0, 1, 2)))(QUERY, KEY, VALUE, IDS)
-    assert np.isfinite(value)
-    assert_gradients(grads, gradients)
 
 
 def test_gradient_of_lse_alone(mask):
@@ -189,48 +127,6 @@ def test_two_by_two_differences():
         step = 1e-5
         expected = (total(step) - total(-step)) / (2 * step)
         np.testing.assert_allclose(jax.grad(total)(0.0), expected, rtol=1e-8)
-
-
-@pytest.mark.parametrize("axes", some([((0, None),), ((0, 0),), ((1, None),), ((None, 0),)], 1))
-def test_vmap_folds_into_the_batch(axes):
-    """Mapped over tensors, over ids, or over both: equals a Python loop, with one kernel call."""
-    tensor_axis, ids_axis = axes
-    rng = np.random.default_rng(0)
-    shape = (2, 60, 2, 8) if tensor_axis is None else (3, 2, 60, 2, 8)
-    tensors = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3)]
-    ids_shape = (2, 60) if ids_axis is None else (3, 2, 60)
-    ids = jnp.asarray(np.sort(rng.integers(-1, 4, ids_shape)), jnp.int32)
-
-    def step(query, key, value, ids):
-        def total(*tensors):
-            out, lse = packax.flash_attention(*tensors, build(ids), return_lse=True)
-            return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-
-        return jax.value_and_grad(total, (0, 1, 2))(query, key, value)
-
-    moved = [jnp.moveaxis(x, 0, tensor_axis) if tensor_axis else x for x in tensors]
-    mapped = jax.vmap(step, in_axes=(*[tensor_axis] * 3, ids_axis))
-    got = jax.jit(mapped)(*moved, ids)
-    for n in range(3):
-        row = [x if tensor_axis is None else x[n] for x in tensors]
-        expected = step(*row, ids if ids_axis is None else ids[n])
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
-    for name in ("documents", "blocks", "forward", "backward"):
-        assert count(f"packax_{name}", mapped, *moved, ids) == 1
-
-
-def test_vmap_over_one_mask_for_all():
-    """A mask of batch 1 stays one mask; a mask of the batch's size is repeated."""
-    rng = np.random.default_rng(0)
-    tensors = [jnp.asarray(rng.standard_normal((3, 2, 60, 2, 8)), jnp.float32) for _ in range(3)]
-    ids = np.sort(rng.integers(0, 4, (2, 60)))
-    for mask in (build(ids[0]), build(ids)):
-        got = jax.vmap(functools.partial(packax.flash_attention, mask=mask))(*tensors)
-        for n in range(3):
-            np.testing.assert_allclose(
-                got[n], packax.flash_attention(*(x[n] for x in tensors), mask), atol=1e-6
-            )
 
 
 def test_scan_over_layers_shares_the_mask(mask):
@@ -281,14 +177,6 @@ def test_remat_by_a_name_of_the_programs_own(mask):
 
 def test_forward_alone_runs_no_backward(mask):
     assert count("packax_backward", loss, QUERY, KEY, VALUE, mask) == 0
-
-
-def test_donation(mask):
-    step = jax.jit(lambda q, k, v, m: packax.flash_attention(q, k, v, m), donate_argnums=0)
-    expected = np.asarray(packax.flash_attention(QUERY, KEY, VALUE, mask))
-    donated = jnp.array(QUERY, copy=True)
-    np.testing.assert_allclose(step(donated, KEY, VALUE, mask), expected, atol=1e-6)
-    assert donated.is_deleted()
 
 
 def test_eval_shape_touches_no_device():

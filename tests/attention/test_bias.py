@@ -19,7 +19,7 @@ import packax
 import pytest
 import score_checks
 import score_oracle
-from cases import BY_NAME, Case
+from cases import Case
 from tiers import some
 
 P = jax.sharding.PartitionSpec
@@ -27,10 +27,6 @@ SMALL = Case(
     "bias", "odd lengths, groups", lambda: packax.sliding_window(40, 9), 150, 187, batch=2, heads=4,
     kv_heads=2,
 )  # fmt: skip
-SHAPES = [
-    tuple(n if has else 1 for n, has in zip((2, 4, 150), axes, strict=True))
-    for axes in itertools.product((True, False), repeat=3)
-]
 
 
 def random_bias(shape, keys, dtype=jnp.float32, seed=0):
@@ -60,49 +56,6 @@ def check(case, bias, dtype=jnp.float32, *, soft_cap=None, dims=(16, 16)):
     score_oracle.check(got, true, plain)
     assert got.gradients["bias"].dtype == bias.dtype
     return got, true
-
-
-@pytest.mark.parametrize("shape", some(((shape,) for shape in SHAPES), 0, 7))
-def test_every_shape(shape):
-    check(SMALL, random_bias(shape, SMALL.kv_len))
-
-
-@pytest.mark.parametrize(
-    "name", some(["documents_odd", "batch_of_three", "cross_positions", "one_row"], 3)
-)
-def test_masks(name):
-    case = BY_NAME[name]
-    got, _ = check(case, random_bias((1, case.heads, case.q_len), case.kv_len))
-    allowed = case.allowed()
-    idle = ~(allowed if allowed.ndim == 3 else allowed[None]).any(0)
-    assert not np.asarray(got.gradients["bias"])[:, :, idle].any()
-
-
-@pytest.mark.parametrize(
-    "dtype,bias_dtype",
-    some(
-        itertools.product([jnp.bfloat16, jnp.float16], [jnp.bfloat16, jnp.float16, jnp.float32]),
-        2,
-        4,
-    ),
-)
-def test_dtypes(dtype, bias_dtype):
-    check(SMALL, random_bias((1, 4, 150), SMALL.kv_len, bias_dtype), dtype)
-
-
-def test_soft_cap_comes_before_it():
-    check(SMALL, random_bias((2, 1, 150), SMALL.kv_len), soft_cap=1.5)
-
-
-def test_minus_infinity():
-    """In single entries, and in whole rows, which then attend to no key."""
-    bias = random_bias((1, 4, 150), SMALL.kv_len)
-    bias = bias.at[:, :, 7].set(-jnp.inf).at[:, 1, 60:90].set(-jnp.inf)
-    bias = bias.at[..., ::5].set(-jnp.inf)
-    got, _ = check(SMALL, bias)
-    assert not np.asarray(got.out)[:, 7].any() and (np.asarray(got.lse)[:, :, 7] == -np.inf).all()
-    for gradient in got.gradients.values():
-        assert np.isfinite(gradient).all()
 
 
 def hidden_case(expression, length=264):
@@ -271,72 +224,6 @@ def test_second_derivatives_on_rows_of_one_number():
     zero = jnp.zeros((1, 1, 12, 12))
     for x, y in zip(derivatives_of(zero - 1e9), derivatives_of(zero), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
-
-
-def test_it_equals_alibi():
-    """ALiBi is the one kind of bias that is not an array."""
-    case = BY_NAME["causal_tiles"]
-    slopes = score_checks.slopes_of(case.heads)
-    index = jnp.arange(case.q_len)
-    distance = jnp.abs(index[:, None] - index[None])
-    query, key, value, *_ = case.tensors(jnp.float32, 16, 16)
-
-    def run(bias):
-        return packax.flash_attention(query, key, value, packax.causal(), bias=bias)
-
-    array = -slopes[None, :, None, None] * distance
-    np.testing.assert_allclose(run(array), run(packax.alibi(slopes)), atol=2e-5)
-
-
-def test_second_derivatives_and_forward_mode():
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        jnp.asarray(rng.standard_normal((1, 20, 2, 8)), jnp.float32) for _ in range(3)
-    )
-    bias, direction = (
-        jnp.asarray(rng.standard_normal((1, 1, 20, 20)), jnp.float32) for _ in range(2)
-    )
-    mask = packax.create_attention_mask(packax.causal(), q_len=20, kv_len=20)
-    allowed = np.tril(np.ones((20, 20), bool))
-
-    def ours(bias):
-        return jnp.sin(packax.flash_attention(query, key, value, mask, bias=bias)).sum()
-
-    def plain(bias):
-        arrays = {"query": query, "key": key, "value": value, "scale": jnp.float32(8**-0.5)}
-        return jnp.sin(score_oracle.dense(arrays | {"bias": bias}, allowed)[0]).sum()
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def derivatives(f):
-        return (
-            jax.jvp(f, (bias,), (direction,))[1],
-            jax.jvp(jax.grad(f), (bias,), (direction,))[1],
-            jax.grad(lambda x: (jax.grad(f)(x) * direction).sum())(bias),
-        )
-
-    for got, want in zip(derivatives(ours), derivatives(plain), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_vmap(mapped):
-    """Over models that each have a bias, or over a batch that shares one."""
-    rng = np.random.default_rng(1)
-    query, key, value = (
-        jnp.asarray(rng.standard_normal((3, 2, 40, 2, 8)), jnp.float32) for _ in range(3)
-    )
-    bias = jnp.asarray(rng.standard_normal((3, 1, 2, 40, 40)), jnp.float32)
-    bias = bias if mapped else bias[0]
-    mask = packax.create_attention_mask(packax.causal(), q_len=40, kv_len=40)
-
-    def one(query, key, value, bias):
-        return jnp.sin(packax.flash_attention(query, key, value, mask, bias=bias)).sum()
-
-    axes = (0, 0, 0, 0 if mapped else None)
-    got = jax.grad(lambda b: jax.vmap(one, axes)(query, key, value, b).sum())(bias)
-    apart = [jax.grad(one, 3)(*(x[n] for x in (query, key, value)),
-        bias[n] if mapped else bias) for n in range(3)]  # fmt: skip
-    np.testing.assert_allclose(got, np.stack(apart) if mapped else sum(apart), atol=2e-5)
 
 
 GROUPED = ((3, 2, 40, 40), (2, 1, 40, 40), (3, 2, 1, 40), (1, 2, 40, 40))

@@ -10,15 +10,7 @@ import numpy as np
 import packax
 import philox
 import pytest
-import score_checks
-import score_oracle
-from cases import BY_NAME, Case
-from tiers import some
 
-SMALL = Case(
-    "dropout", "odd lengths, groups", lambda: packax.sliding_window(90, 33), 150, 187, batch=2,
-    heads=4, kv_heads=2,
-)  # fmt: skip
 KEY = jax.random.key(5)
 
 
@@ -34,46 +26,6 @@ def test_philox_is_that_of_the_paper():
         assert tuple(map(int, philox.philox([counter] * 4, [key] * 2))) == words
         words_in_xla = dropout.philox([jnp.uint32(counter)] * 4, [jnp.uint32(key)] * 2)
         assert tuple(map(int, words_in_xla)) == words
-
-
-def attention_of(case, key, rate, **more):
-    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
-
-    def attention(arrays):
-        tensors = [arrays[name] for name in ("query", "key", "value")]
-        return packax.flash_attention(
-            *tensors, mask, scale=arrays["scale"], bias=arrays.get("bias"), return_lse=True,
-            dropout_rate=rate, dropout_key=key, **more,
-        )  # fmt: skip
-
-    return attention
-
-
-@pytest.mark.parametrize(
-    "case,rate,dtype,bias",
-    some(
-        [
-            (SMALL, 0.2, jnp.float32, None),
-            (SMALL, 0.5, jnp.bfloat16, (1, 4, 150)),
-            (BY_NAME["documents_odd"], 0.1, jnp.float32, None),
-            (BY_NAME["one_row"], 0.9, jnp.float32, None),
-        ],
-        0,
-        1,
-    ),
-)
-def test_out_and_gradients(case, rate, dtype, bias):
-    arrays, dout, dlse = score_checks.arrays_of(case, dtype)
-    if bias is not None:
-        rng = np.random.default_rng(0)
-        arrays["bias"] = jnp.asarray(rng.standard_normal((*bias, case.kv_len)), dtype)
-    attention = attention_of(case, KEY, rate)
-    got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
-    factors = philox.factors(KEY, rate, (case.batch, case.heads, case.q_len, case.kv_len))
-    true, plain, _ = score_oracle.true_and_plain(
-        arrays, case.allowed(), dout, dlse, factors=factors
-    )
-    score_oracle.check(got, true, plain)
 
 
 def ones(rate, key, length=256, batch=2, heads=4):
@@ -117,23 +69,6 @@ def test_without_a_rate_it_is_the_same_program():
     assert text(dropout_rate=0.0, dropout_key=KEY) == text()
 
 
-@pytest.mark.exhaustive
-def test_vmap_over_keys_and_inputs():
-    keys = jax.random.split(KEY, 3)
-    got = jax.vmap(lambda key: ones(0.5, key))(keys)
-    np.testing.assert_array_equal(got, np.stack([ones(0.5, key) for key in keys]))
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((3, 1, 40, 2, 8)), jnp.float32)
-
-    def loss(x, key):
-        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=key)
-        return jnp.sin(out).sum()
-
-    got = jax.grad(lambda x: jax.vmap(loss)(x, keys).sum())(x)
-    apart = [jax.grad(loss)(x[n], keys[n]) for n in range(3)]
-    np.testing.assert_allclose(got, np.stack(apart), atol=2e-5)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("way", ["out", "gradient", "tangent"])
 def test_under_vmap_every_batch_row_has_its_streams(batch, way):
@@ -153,26 +88,3 @@ def test_under_vmap_every_batch_row_has_its_streams(batch, way):
         and extra.aval.dtype == jnp.uint32
     ]
     assert shapes and all(x == ((3 * batch, 40, 2, 8), (3 * batch, 2, 4)) for x in shapes), shapes
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives():
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, 20, 2, 8)), jnp.float32)
-    factors = philox.factors(KEY, 0.4, (1, 2, 20, 20))
-
-    def ours(x):
-        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=KEY)
-        return jnp.sin(out).sum()
-
-    def plain(x):
-        arrays = {"query": x, "key": x, "value": x, "scale": jnp.float32(8**-0.5)}
-        allowed = np.tril(np.ones((20, 20), bool))
-        return jnp.sin(score_oracle.dense(arrays, allowed, factors=factors)[0]).sum()
-
-    for way in (
-        lambda f: jax.jvp(f, (x,), (jnp.cos(x),))[1],
-        lambda f: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
-        lambda f: jax.grad(lambda x: (jax.grad(f)(x) * jnp.cos(x)).sum())(x),
-    ):
-        np.testing.assert_allclose(way(ours), way(plain), atol=1e-4, rtol=1e-4)

@@ -18,7 +18,6 @@ import numpy as np
 import packax
 import pytest
 from packax.kvax.ops import create_attention_mask as kvax_mask
-from packax.kvax.ops import flash_attention as kvax_attention
 from packax.kvax.utils import attention_specs
 from tiers import some
 
@@ -40,13 +39,6 @@ def expected():
 
 def close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-def test_vmap_over_an_expression(expected):
-    """An expression is a pytree: its arrays lose the mapped axis, as all arrays under vmap do."""
-    rows = jax.vmap(lambda q, k, v, mask: packax.flash_attention(q, k, v, mask))
-    tensors = (x[:, None] for x in (QUERY, KEY, VALUE))
-    close(rows(*tensors, EXPRESSION)[:, 0], expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
@@ -130,51 +122,6 @@ def test_debug_nans():
         results = everything(QUERY)
         jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION)  # eager: every primitive is checked
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
-
-
-@pytest.mark.exhaustive
-def test_strict_promotion():
-    """Nothing relies on JAX's implicit promotion of ranks or dtypes."""
-    sinks, slopes = np.ones((2, HEADS), np.float32)
-    options = {"sinks": sinks, "bias": packax.alibi(slopes), "soft_cap": 2.0, "scale": slopes[0]}
-    lengths = np.array([3, 9], np.int32)
-    blocks = np.ones((B, HEADS, 3, 3), bool)
-    spans = packax.masks.spans(PADDED, packax.sliding_window(3)) & packax.documents(PADDED)
-    with_positions = packax.prefix(lengths) & packax.documents(PADDED, positions=PADDED)
-
-    def attention(query, key, value):
-        x = query, key, value
-        yield packax.flash_attention(*x, spans, **options, return_lse=True)
-        yield packax.flash_attention(*x, with_positions, **options, return_max_logits=True)
-        yield packax.flash_attention(
-            *x, packax.masks.block_sparse(blocks, 4) & packax.causal(lengths)
-        )
-        yield packax.dot_product_attention(
-            *x, local_window_size=3, query_seq_lengths=lengths, key_value_seq_lengths=lengths
-        )
-        with attention_specs((None,) * 4, (None,) * 4):
-            mask = kvax_mask(*[PADDED] * 4, calc_bwd_mask=True, skip_pad_tokens=False)
-            bounds = [part.flatten() for part in mask]
-            yield kvax_attention(*x, *[PADDED] * 4, mask), bounds
-
-    def everything(*x):
-        plan = packax.context_plan(
-            packax.documents(jnp.zeros((1, 512), np.int32)), ranks=1, chunk=128
-        )
-        caches = x[1:]
-        decoded = packax.decode_attention(x[0][:, :2], *caches, lengths, sinks=sinks, window=(4, 0))
-        pages = np.arange(B, dtype=np.int32)[:, None]
-        paged = packax.decode_attention(x[0][:, :2], *caches, lengths, block_table=pages)
-        results, transpose = jax.vjp(lambda *x: list(attention(*x)), *x)
-        ones = jax.tree.map(
-            lambda y: np.ones(y.shape, y.dtype if y.dtype != np.int32 else jax.dtypes.float0),
-            results,
-        )
-        return results, transpose(ones), decoded, paged, plan.order
-
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        for dtype in (jnp.float32, jnp.bfloat16):
-            jax.jit(everything).lower(*(jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE)))
 
 
 def test_vmap_over_nothing():

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import CONTEXT, DIM, FULL, mesh_of
-from jax.sharding import NamedSharding
+from context import CONTEXT, DIM, mesh_of
 from jax.sharding import PartitionSpec as P
-from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 512, 4, 2
 KEY = jax.random.key(3)
@@ -49,57 +47,6 @@ def close(got, wanted):
     for name, x, y in zip(("out", "dq", "dk", "dv", "dbias"), got, wanted, strict=True):
         assert x.shape == y.shape
         np.testing.assert_allclose(x, y, atol=5e-5, rtol=5e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "sizes,sharding,shape,rate,kind,groups",
-    some(
-        [
-            ((1, 1, 4, 1), CONTEXT, (1, 1, LENGTH), 0.3, "balanced", 1),
-            ((1, 1, 2, 1), CONTEXT, (1, HEADS, 1), 0.3, None, 2),
-            ((2, 1, 2, 2), FULL, (1, 1, 1), 0.3, "zigzag", 1),
-            ((2, 1, 2, 2), FULL, (BATCH, HEADS, LENGTH), 0.0, None, 1),
-            ((1, 1, 2, 2), FULL, (1, 1, LENGTH), 0.5, "balanced", 1),
-        ],
-        0,
-    ),
-)
-def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):
-    whole = inputs(shape)
-    wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), rate))(*whole)
-    plan = kind and packax.context_plan(EXPRESSION, ranks=sizes[2], kind=kind)
-    move = (lambda x, axis: x) if plan is None else (lambda x, axis: plan.permute(x, axis))
-    back = (lambda x, axis: x) if plan is None else (lambda x, axis: plan.unpermute(x, axis))
-    rows = shape[2] > 1
-    *tensors, bias = whole
-    moved = [move(x, 1) for x in tensors] + [move(bias, 2) if rows else bias]
-
-    @jax.jit
-    def run(plan, *x):
-        mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
-        return results(*x, mask, rate, gather_head_groups=groups)
-
-    with jax.set_mesh(mesh_of(*sizes)):
-        *got, dbias = jax.block_until_ready(run(plan, *moved))
-        got = [back(x, 1) for x in got] + [back(dbias, 2) if rows else dbias]
-    close(got, wanted)
-
-
-@pytest.mark.parametrize(
-    "shape", some([((1, 1, LENGTH),), ((1, HEADS, 1),), ((BATCH, 1, LENGTH),)], 0)
-)
-def test_plain_jit(shape):
-    """XLA partitions over batch and heads; the gradient of a broadcast axis is summed."""
-    whole = inputs(shape)
-    run = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), 0.3))
-    wanted = run(*whole)
-    mesh = mesh_of(2, 2, axes=("data", "tensor"))
-    spec = NamedSharding(mesh, P("data", None, "tensor"))
-    *tensors, bias = whole
-    replicated = jax.device_put(bias, NamedSharding(mesh, P()))
-    got = jax.block_until_ready(run(*(jax.device_put(x, spec) for x in tensors), replicated))
-    close(got, wanted)
-    assert got[0].sharding.is_equivalent_to(spec, 4)
 
 
 @pytest.mark.exhaustive

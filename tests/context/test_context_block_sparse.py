@@ -24,11 +24,7 @@ from context import (
     tensors,
 )
 from jax.sharding import PartitionSpec as P
-from tiers import some
 
-SHARDING = packax.AttentionSharding(
-    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
-)
 DOCUMENTS = packax.causal() & packax.documents(ROWS)
 # Rows and keys of a block, then batch rows and heads of the block mask. The blocks divide a chunk,
 # do not divide one, have one row, or are larger than a rank's rows.
@@ -54,35 +50,6 @@ def expression_of(name):
 def one_device(name):
     mask = packax.create_attention_mask(expression_of(name))
     return jax.jit(results)(*tensors(), mask)
-
-
-@pytest.mark.parametrize(
-    "name,sizes,kind,plan",
-    some(
-        [
-            ("tiles", (1, 4, 1), "Auto", "balanced"),
-            ("odd", (2, 2, 2), "Auto", "balanced"),
-            ("odd", (2, 2, 2), "Explicit", None),
-            ("rows", (2, 4, 1), "Explicit", "zigzag"),
-            ("large", (1, 4, 2), "Auto", None),
-            ("large", (1, 2, 1), "Auto", "balanced"),
-        ],
-        3,
-    ),
-)
-def test_results_are_those_of_one_device(name, sizes, kind, plan):
-    mesh = mesh_of(*sizes, kind=kind, axes=("data", "context", "tensor"))
-    plan = plan and packax.context_plan(DOCUMENTS, ranks=sizes[1], kind=plan)
-
-    @jax.jit
-    def run(expression, plan, *x):
-        mask = packax.create_attention_mask(expression, sharding=SHARDING, plan=plan)
-        return results(*x, mask, gather_head_groups=1)
-
-    with jax.set_mesh(mesh):
-        inputs = placed(mesh, moved(plan, tensors()), SHARDING)
-        got = in_order(plan, jax.device_get(run(expression_of(name), plan, *inputs)))
-    assert_same(got, one_device(name))
 
 
 def test_a_plan_balances_what_is_visited():

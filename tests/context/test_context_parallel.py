@@ -5,25 +5,20 @@ over an axis, a gradient summed in the wrong order of ranks. test_context_masks.
 of ranks, test_context_transforms.py loops and transformations.
 """
 
-import dataclasses
 import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import packax
 import pytest
 from context import (
     BATCH_AXES,
     CONTEXT,
     FULL,
-    HEADS,
-    KV_HEADS,
     LENGTH,
     ROWS,
-    TENSOR_REPLICATED,
     assert_same,
     expression_of,
     in_order,
@@ -38,9 +33,6 @@ from context import (
 )
 from jax.sharding import PartitionSpec as P
 from tiers import some
-
-KEYS_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, None, "tensor", None))
-ALL_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES))
 
 
 def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, groups=1):
@@ -70,51 +62,6 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, gro
             full = [*spec, *[None] * (x.ndim - len(spec))]
             assert [*jax.typeof(x).sharding.spec] == full
     return in_order(plan, jax.device_get(got))
-
-
-EXHAUSTIVE = pytest.mark.exhaustive
-
-
-@pytest.mark.parametrize(
-    "sizes,sharding,kind,plan",
-    [
-        pytest.param((1, 1, 8, 1), CONTEXT, "causal", None, marks=EXHAUSTIVE),
-        pytest.param((1, 1, 4, 1), CONTEXT, "full", "zigzag", marks=EXHAUSTIVE),
-        pytest.param((1, 1, 8, 1), CONTEXT, "documents", "balanced", marks=EXHAUSTIVE),
-        pytest.param((2, 2, 2, 1), FULL, "positions", "balanced", marks=EXHAUSTIVE),
-        pytest.param((1, 2, 2, 2), FULL, "documents", "balanced", marks=EXHAUSTIVE),
-        pytest.param((1, 2, 2, 2), FULL, "one mask for all", "balanced", marks=EXHAUSTIVE),
-        pytest.param((2, 1, 2, 2), FULL, "ranges", "zigzag", marks=EXHAUSTIVE),
-        pytest.param((1, 1, 2, 4), FULL, "both ways", "balanced", marks=EXHAUSTIVE),
-        pytest.param((1, 2, 4, 1), FULL, "spans", "balanced", marks=EXHAUSTIVE),
-        pytest.param((2, 2, 2, 1), FULL, "spans of positions", "balanced", marks=EXHAUSTIVE),
-        pytest.param((1, 1, 4, 1), CONTEXT, "spans of positions", "zigzag", marks=EXHAUSTIVE),
-        ((2, 1, 2, 1), FULL, "offsets", "balanced"),
-        pytest.param((2, 2, 1, 2), FULL, "documents", None, marks=EXHAUSTIVE),
-        pytest.param((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced", marks=EXHAUSTIVE),
-        pytest.param((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None, marks=EXHAUSTIVE),
-        pytest.param(
-            *((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"), marks=EXHAUSTIVE
-        ),
-        pytest.param((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced", marks=EXHAUSTIVE),
-    ],
-)
-def test_equals_one_device(sizes, sharding, kind, plan):
-    plan = plan_of(plan, sizes[2])
-    heads, kv_heads = (8, 4) if sizes[3] > 2 else (HEADS, KV_HEADS)
-    inputs = tensors(heads=heads, kv_heads=kv_heads)
-    got = sharded(mesh_of(*sizes), sharding, kind, plan, inputs=inputs)
-    assert_same(got, one_device(kind, kv_heads, heads))
-
-
-@pytest.mark.parametrize(
-    "sharding", some([FULL, TENSOR_REPLICATED], 0), ids=["sharded", "replicated"]
-)
-def test_explicit_axis_types(sharding):
-    mesh = mesh_of(1, 2, 2, 2, kind="Explicit")
-    kind = "documents" if sharding is TENSOR_REPLICATED else "spans of positions"
-    got = sharded(mesh, sharding, kind, plan_of("balanced", 2), explicit=True)
-    assert_same(got, one_device(kind))
 
 
 @pytest.mark.parametrize(
@@ -166,15 +113,6 @@ def test_inputs_of_another_sharding_are_resharded(arrive, kind):
                     assert jax.typeof(x) == jax.typeof(z)
 
 
-@pytest.mark.parametrize("heads,kv_heads,tensor", some([(8, 1, 4), (8, 2, 4), (12, 2, 4)], 2))
-def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
-    """One head for all ranks, one head for two ranks, and a rank with parts of two heads."""
-    mesh = mesh_of(1, 1, 2, tensor)
-    inputs = tensors(heads=heads, kv_heads=kv_heads)
-    got = sharded(mesh, TENSOR_REPLICATED, "documents", inputs=inputs, groups=None)
-    assert_same(got, one_device("documents", kv_heads, heads))
-
-
 @pytest.mark.parametrize(
     "groups,heads,plan",
     some(
@@ -204,35 +142,6 @@ def test_context_over_two_axes():
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     got = sharded(mesh_of(1, 2, 2, 2), sharding, "documents", plan_of("balanced", 4))
     assert_same(got, one_device("documents"))
-
-
-def test_bfloat16_meets_the_rule_of_the_oracle():
-    """Gradients are summed over eight ranks in bfloat16 and still stay within twice plain
-    attention's error."""
-    inputs = tensors(jnp.bfloat16, batch=1)
-    mesh = mesh_of(8, axes=("context",))
-    got = sharded(mesh, CONTEXT, "causal", plan_of("balanced", 8, ROWS[:1]), inputs=inputs)
-    query, key, value, dout, dlse = inputs
-    allowed = packax.causal().as_array(LENGTH, LENGTH)
-    scale = query.shape[3] ** -0.5
-    true = oracle.exact(query, key, value, allowed, scale, dout, dlse)
-    plain = oracle.plain(query, key, value, allowed, scale, dout, dlse)
-    oracle.check(oracle.Results(*got), true, plain)
-
-
-def test_any_length_without_a_plan():
-    """100 rows per rank, so no rank has whole tiles; and more keys than rows."""
-    mesh = mesh_of(4, axes=("context",))
-    rng = np.random.default_rng(0)
-    ids, kv_ids = (np.sort(rng.integers(0, 6, n)) for n in (400, 520))
-    query, key, value, dout, dlse = tensors(batch=1, length=520)
-    inputs = (query[:, :400], key, value, dout[:, :400], dlse[:, :, :400])
-    expression = packax.documents(ids, kv_segment_ids=kv_ids)
-    expected = jax.jit(results)(*inputs, packax.create_attention_mask(expression))
-    with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT)
-        got = jax.jit(functools.partial(results, gather_head_groups=1))(*inputs, mask)
-    assert_same(got, expected)
 
 
 def test_keys_in_the_order_of_the_sequence():

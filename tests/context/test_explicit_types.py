@@ -314,32 +314,6 @@ def test_new_tokens_of_a_sharded_batch():
         assert tuple(jax.typeof(found).sharding.spec)[: len(dims)] == dims
 
 
-@pytest.mark.parametrize("kind", ["tree", "blocks", "blocks of heads"])
-def test_masks_of_a_sharded_batch(kind):
-    """Trees and block masks whose arrays are sharded by batch and heads, without `sharding=`."""
-    rng = np.random.default_rng(1)
-    ids, parents, _ = tokens()
-    blocks = rng.random((BATCH, HEADS if kind == "blocks of heads" else 1, 4, 4)) < 0.6
-    shapes = [(BATCH, 16, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    tensors = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-    def loss(query, key, value, ids, blocks):
-        expression = packax.masks.tree(ids, parents) & packax.causal()
-        if kind != "tree":
-            expression = packax.masks.block_sparse(blocks, 4) & packax.documents(ids)
-        mask = packax.create_attention_mask(expression)
-        return jnp.sum(packax.flash_attention(query, key, value, mask) ** 2)
-
-    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-    dims = ("data", "tensor") if kind == "blocks of heads" else ("data",)
-    sharded = [placed(x, "data", None, "tensor") for x in tensors]
-    found = step(*sharded, placed(ids, "data"), placed(blocks, *dims))
-    for x, want in zip(
-        jax.tree.leaves(found), jax.tree.leaves(step(*tensors, ids, blocks)), strict=True
-    ):
-        np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 9), reason="jax before 0.9 takes the mesh of auto_axes elsewhere"
 )

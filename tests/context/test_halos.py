@@ -11,7 +11,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import packax
 import pytest
 from cases import positions_of
@@ -458,24 +457,6 @@ def test_forward_mode_and_second_derivatives():
         got = jax.block_until_ready(jax.jit(derivatives)(x, along, dout, mask))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-
-
-@pytest.mark.exhaustive
-def test_bfloat16_meets_the_rule_of_the_oracle():
-    """Gradients of halos are summed in bfloat16."""
-    inputs = tensors(jnp.bfloat16, batch=1)
-    expression = window(100, 60)
-    lengths = {"q_len": LENGTH, "kv_len": LENGTH}
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT, **lengths)
-        assert mask.halo is not None
-        got = jax.block_until_ready(jax.jit(all_results)(*inputs, mask))
-    query, key, value, dout, dlse = inputs
-    allowed = expression.as_array(LENGTH, LENGTH)
-    scale = query.shape[3] ** -0.5
-    true = oracle.exact(query, key, value, allowed, scale, dout, dlse)
-    plain = oracle.plain(query, key, value, allowed, scale, dout, dlse)
-    oracle.check(oracle.Results(*got), true, plain)
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,6 @@ must not gather, permute or exchange anything, and results equal one device's.
 
 import contextlib
 import functools
-import itertools
 import pickle
 import warnings
 
@@ -45,21 +44,6 @@ def test_nothing_moves_but_sums(name):
     for x in (*gradients, jax.tree.leaves(results)[0]):
         assert x.sharding.spec[0] == "data" and x.sharding.spec[2] == "tensor", x.sharding
     assert_equal((gradients, results), expected(name, 2))
-
-
-@pytest.mark.parametrize("kv_heads", some([1, 4], 0))
-def test_key_value_heads(kv_heads):
-    """As many heads as devices or more are sharded; fewer are replicated, and their gradients
-    summed."""
-    mesh = mesh_of(shape=(2, 4))
-    args = shard(mesh, *tensors(kv_heads))
-    compiled = jax.jit(both(CASES["lse"])).lower(*args).compile()
-    assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
-    (dq, *others), results = compiled(*args)
-    (want_dq, *want_others), want = expected("lse", kv_heads)
-    assert_equal((dq, results), (want_dq, want))
-    for x, y in zip(others, want_others, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_key_value_heads_that_do_not_divide():
@@ -158,35 +142,6 @@ SCORES = {  # operands with a gradient besides query, key and value, and their p
         [(), (None, "tensor")],
     ),
 }
-
-
-# The default run has one eager case and one under jit.
-@pytest.mark.parametrize(
-    "name,jitted,heads",
-    some(itertools.product(SCORES, [True, False], ["tensor", None]), 2, 4),
-)
-def test_gradients_of_scores_on_an_explicit_mesh(name, jitted, heads):
-    """Whatever the types say about heads, a gradient is sharded as its primal."""
-    mesh = mesh_of("Explicit")
-    options, shape, specs = SCORES[name]
-    x = jnp.asarray(np.random.default_rng(3).random(shape), jnp.float32)
-    query, key, value, _ = tensors()
-
-    def loss(x, query, key, value):
-        out = packax.flash_attention(query, key, value, packax.causal(), **options(x))
-        return jnp.sin(out).sum()
-
-    gradients = jax.grad(loss, range(4))
-    want = jax.jit(gradients)(x, query, key, value)
-    args = (put(mesh, y, "data", None, heads) for y in (query, key, value))
-    with jax.set_mesh(mesh):
-        args = tuple(args)
-        for spec in specs if jitted else specs[:1]:
-            placed = put(mesh, x, *spec)
-            got = (jax.jit(gradients) if jitted else gradients)(placed, *args)
-            for y, z, primal in zip(got, want, (placed, *args), strict=True):
-                assert jax.typeof(y) == jax.typeof(primal)
-                np.testing.assert_allclose(y, z, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", some(["sinks", "slopes", "scale"], 0))

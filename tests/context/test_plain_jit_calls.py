@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from jax.sharding import PartitionSpec as P
 from plain_jit import (
     BATCH,
     DIM,
@@ -92,34 +91,6 @@ def test_calls_of_flash_attention_jax():
     compiled = function.lower(*sharded).compile()
     assert not collectives(compiled), collectives(compiled)
     assert_equal(compiled(*sharded), function(*args))
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_decoding(paged):
-    mesh = mesh_of()
-    rng = np.random.default_rng(5)
-
-    def array(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    query, lengths = array(BATCH, 2, HEADS, DIM), jnp.asarray([5, 64, 1, 40])
-    if paged:
-        key, value = array(20, 16, 2, DIM), array(20, 16, 2, DIM)
-        table = jnp.asarray(rng.permutation(20)[:16].reshape(4, 4), jnp.int32)
-        caches, tables = P(None, None, "tensor"), {"block_table": put(mesh, table, "data")}
-    else:
-        key, value = array(BATCH, 64, 2, DIM), array(BATCH, 64, 2, DIM)
-        caches, tables = P("data", None, "tensor"), {}
-    function = jax.jit(packax.decode_attention)
-    args = (
-        put(mesh, query, "data", None, "tensor"),
-        *(put(mesh, x, *caches) for x in (key, value)),
-        put(mesh, lengths, "data"),
-    )
-    compiled = function.lower(*args, **tables).compile()
-    assert not collectives(compiled), collectives(compiled)
-    want = function(query, key, value, lengths, **jax.tree.map(np.asarray, tables))
-    assert_equal(compiled(*args, **tables), want)
 
 
 def test_sharded_pages_are_gathered_with_a_warning():

@@ -71,30 +71,6 @@ def assert_same(got, expected):
 HEADS_SPLIT = P("data", None, "model")
 
 
-@pytest.mark.parametrize("check_vma", some([True, False], 0))
-@pytest.mark.parametrize("kind", some(["batch", "one mask for all", "built inside"], 0))
-def test_shard_map(kind, check_vma):
-    """Batch over data, query heads over model; keys and values are replicated over model."""
-    mask, spec, function = build(IDS), P("data"), attention
-    if kind == "one mask for all":
-        mask, spec = build(IDS[0]), P()
-    elif kind == "built inside":
-        mask = jnp.asarray(IDS)
-
-        def function(query, key, value, ids):
-            return attention(query, key, value, build(ids))
-
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh_of("Auto"),
-        in_specs=(HEADS_SPLIT, P("data"), P("data"), spec),
-        out_specs=(HEADS_SPLIT, P("data", "model")),
-        check_vma=check_vma,
-    )
-    got = jax.jit(both(mapped))(QUERY, KEY, VALUE, mask)
-    assert_same(got, expected("one" if kind == "one mask for all" else "batch"))
-
-
 def test_gradient_inside_shard_map():
     """The gradient is taken per device and summed by the caller: a data-parallel training step."""
 
@@ -163,30 +139,6 @@ def test_remat_and_scan_inside_shard_map():
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
 
     assert_same(grad(mapped), grad(local))
-
-
-@pytest.mark.parametrize("jit", some([True, False], 0))
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_operands_without_shard_map(kind, jit):
-    """The compiler partitions it (Auto) or follows the types (Explicit): correct, if not the
-    fastest."""
-    mesh = mesh_of(kind)
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    args = put(QUERY, "data", None, "model"), put(KEY, "data"), put(VALUE, "data")
-    ids = put(jnp.asarray(IDS), "data")
-    weights = put(WEIGHTS, "data", None, "model")
-
-    def loss(query, key, value, ids):
-        out, lse = attention(query, key, value, build(ids))
-        return jnp.sum(out * weights) + jnp.sum(lse)
-
-    grad = jax.value_and_grad(loss, (0, 1, 2))
-    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
-        got = (jax.jit(grad) if jit else grad)(*args, ids)
-        if kind == "Explicit":
-            for x, y in zip(got[1], args, strict=True):
-                assert jax.typeof(x).sharding.spec == jax.typeof(y).sharding.spec
-    assert_same(got, expected("batch"))
 
 
 def test_case_of_three_rows_on_three_devices():

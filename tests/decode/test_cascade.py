@@ -14,8 +14,6 @@ import jaxprs
 import numpy as np
 import packax
 import pytest
-from plain_jit import mesh_of, put
-from tiers import some
 
 PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
 
@@ -47,27 +45,6 @@ def both(tensors, prefixes, table, soft_cap=None, sinks=None):
         packax.decode_shared_prefix(*tensors, prefixes, **more),
         packax.decode_attention(*tensors, **more),
     )
-
-
-@pytest.mark.parametrize(
-    "groups,of_each,q_len,options",
-    some(
-        [
-            (2, 16, 1, {}),
-            (1, 3, 2, {"soft_cap": 2.0}),
-            (2, 20, 1, {"sinks": np.linspace(-1, 2, HEADS)}),  # more than 16 rows: in two parts
-            (2, 4, 1, {"sinks": np.array([np.inf, 1, -np.inf, 0])}),
-        ],
-        *(1, 2, 3),
-    ),
-)
-def test_equals_decode_attention(groups, of_each, q_len, options):
-    prefixes = np.array([32, 9])[:groups]
-    tensors, table = inputs(groups, of_each, q_len, prefixes)
-    got, wanted = both(tensors, prefixes, table, **options)
-    for x, y in zip(got, wanted, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 def test_empty_prefixes_and_what_cannot_be():
@@ -109,15 +86,6 @@ def test_numbers_beyond_int32(large):
         np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)
 
 
-def test_half_precision():
-    prefixes = np.array([32])
-    tensors, table = inputs(1, 16, 1, prefixes, dtype=jnp.bfloat16)
-    exact = [x.astype(jnp.float32) for x in tensors[:3]]
-    true = both((*exact, tensors[3]), prefixes, table)[1][0]
-    got, plain = (np.asarray(x[0], np.float32) for x in both(tensors, prefixes, table))
-    assert np.abs(got - true).max() <= 2 * np.abs(plain - true).max()
-
-
 @pytest.mark.parametrize(
     "prefixes,message",
     [
@@ -146,22 +114,3 @@ def test_how_often_a_prefix_is_read(groups, of_each, q_len, parts):
     np.testing.assert_allclose(
         call(block_table=table), packax.decode_attention(*tensors, block_table=table), atol=2e-6
     )
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("batch,groups", some([(4, 1), (4, 2), (16, 2), (16, 4), (20, 1)], 0, 2, 3))
-def test_a_sharded_batch(kind, batch, groups):
-    mesh = mesh_of(kind, (4, 2))
-    prefixes = np.resize([32, 9], groups)
-    (query, key, value, lengths), table = inputs(groups, batch // groups, 1, prefixes)
-    wanted = packax.decode_attention(query, key, value, lengths, block_table=table)
-    query = put(mesh, query, "data", None, "tensor")
-    key, value = (put(mesh, x, None, None, "tensor") for x in (key, value))
-    for of_batch in ((), ("data",)):
-        at, rows = put(mesh, lengths, *of_batch), put(mesh, table, *of_batch)
-        with jax.set_mesh(mesh):
-            out = jax.jit(packax.decode_shared_prefix)(
-                query, key, value, at, prefixes, block_table=rows
-            )
-        assert out.sharding.is_equivalent_to(query.sharding, 4)
-        np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)

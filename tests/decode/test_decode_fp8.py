@@ -8,41 +8,16 @@ from __future__ import annotations
 
 import functools
 
-import decoding
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import packax
 import pytest
-from decoding import CASES, Case
 from packax import kv_cache
-from tiers import once_each
 
-SCALE = 0.4
 FP8 = jnp.float8_e4m3fn
 EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
-KINDS = [
-    ("one row", "one", jnp.bfloat16),
-    ("soft cap and sinks", "heads", jnp.float16),
-    ("starts by row", "rows", jnp.float32),
-    ("pages", "rows", jnp.bfloat16),
-    ("pages of 1, left", "none", jnp.float16),
-]
-
-
-def tensors(case, dtype, kind):
-    return decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
-
-
-@pytest.mark.parametrize("name,kind,dtype", KINDS)
-def test_equals_the_definition(name, kind, dtype):
-    case = CASES[name]
-    x = tensors(case, dtype, kind)
-    got = decoding.run(case, x, SCALE)
-    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
 
 def test_every_byte():
@@ -54,48 +29,6 @@ def test_every_byte():
         jnp.ones((256, 1, 1, 1)), key, value, lengths, value_scale=np.float32([3])
     )
     np.testing.assert_array_equal(out.ravel(), 3 * EVERY.astype(np.float32))
-
-
-def test_shared_prefixes():
-    """Both passes read the scales of their pages."""
-    case = Case((40, 37, 33, 40), capacity=40, page_size=8)
-    x = tensors(case, jnp.float32, "rows")
-    table = x.block_table.copy()
-    table[1::2, :4] = table[::2, :4]
-    operands, keywords = x._replace(block_table=table).arguments()
-    shared = packax.decode_shared_prefix(*operands, np.array([32, 32]), **keywords)
-    np.testing.assert_allclose(
-        shared, packax.decode_attention(*operands, **keywords), atol=1e-5, rtol=1e-5
-    )
-
-
-@pytest.mark.parametrize(
-    "mapped,page_size",
-    once_each(
-        [("query",), ("key_scale", "value_scale"), ("key", "value", "key_scale"), ("value",)],
-        [0, 8],
-    ),
-)
-def test_vmap(mapped, page_size):
-    case = Case((20, 9), capacity=24, page_size=page_size)
-    xs = [tensors(case, jnp.float32, "heads" if page_size else "rows") for _ in range(2)]
-    calls = []
-    for x in xs:
-        operands, keywords = x.arguments()
-        names = ("query", "key", "value", "kv_lengths")
-        calls.append(dict(zip(names, operands, strict=True)) | keywords)
-    if page_size:  # one table for both
-        calls[1]["block_table"] = calls[0]["block_table"]
-    axes = {name: 0 if name in mapped else None for name in calls[0]}
-    every = {
-        name: jnp.stack([call[name] for call in calls]) if name in mapped else calls[0][name]
-        for name in calls[0]
-    }
-    attend = jax.jit(lambda x: packax.decode_attention(**x))
-    got = jax.jit(jax.vmap(attend, (axes,)))(every)
-    for i, call in enumerate(calls):
-        one = calls[0] | {name: call[name] for name in mapped}
-        np.testing.assert_allclose(got[i], attend(one), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("keys", [1 << 10, pytest.param(1 << 17, marks=pytest.mark.exhaustive)])

@@ -9,20 +9,15 @@ from __future__ import annotations
 import functools
 
 import cases
-import context
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-import score_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 from packax._src.ops import block_lists as block_mask
-from score_checks import check
-from tiers import some
 
 TILE = 128
 
@@ -152,24 +147,6 @@ def test_bits():
         np.testing.assert_array_equal(got, chosen)
 
 
-@pytest.mark.parametrize(
-    "name,dtype,dims,options",
-    some(
-        [
-            ("moba", "bfloat16", (24, 40), {"soft_cap": 2.0, "slopes": True, "sinks": True}),
-            ("indexer", "bfloat16", (16, 8), {"sinks": True}),
-            ("sparse_tiles", "float32", (16, 16), {"scale": -0.3}),
-            ("sparse_threes", "float32", (16, 16), {"slopes": True}),
-            ("sparse_wide", "float32", (8, 16), {"soft_cap": 3.0}),
-        ],
-        0,
-    ),
-)
-def test_attention(name, dtype, dims, options):
-    case = cases.BY_NAME[name]
-    check(case, dtype, dims, **options)
-
-
 def small(seed=0, heads=4, kv_heads=2, dtype=np.float32):
     """Tensors with 2 x 70 rows and 140 keys, and cotangents."""
     rng = np.random.default_rng(seed)
@@ -179,7 +156,6 @@ def small(seed=0, heads=4, kv_heads=2, dtype=np.float32):
 
 SIZE = (1, 20)
 CHOSEN, _ = cases.random_map(3, SIZE, 0.3, (2, 4), (70, 140))
-ATTENDS = np.asarray(packax.masks.block_sparse(CHOSEN, SIZE).as_array(70, 140))
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
@@ -196,28 +172,6 @@ def step(query, key, value, dout, chosen, sharding=None):
     return out, lse, *pullback((dout, jnp.cos(out).sum(-1).swapaxes(1, 2)))
 
 
-def test_rows_that_attend_nothing_may_hold_anything():
-    query, key, value, dout = small()
-    idle = ~ATTENDS.any(3).swapaxes(1, 2)
-    assert idle.any() and not idle.all()
-    clean = step(
-        *(
-            np.where(idle[..., None], 0, x) if x.shape[1] == 70 else x
-            for x in (query, key, value, dout)
-        ),
-        CHOSEN,
-    )
-    query[idle] = dout[idle] = np.nan
-    dirty = step(query, key, value, dout, CHOSEN)
-    for x, y in zip(clean, dirty, strict=True):
-        np.testing.assert_array_equal(x, y)
-    out, lse, dq, *_ = dirty
-    assert not np.asarray(out)[idle].any() and not np.asarray(dq)[idle].any()
-    assert (np.asarray(lse).swapaxes(1, 2)[idle] == -np.inf).all()
-    nothing = step(*small(), np.zeros_like(CHOSEN))
-    assert not any(np.asarray(x).any() for x in (nothing[0], *nothing[2:]))
-
-
 def test_blocks_that_no_head_attends_are_not_read():
     query, key, value, dout = small()
     chosen = CHOSEN.copy()
@@ -228,107 +182,6 @@ def test_blocks_that_no_head_attends_are_not_read():
     assert all(
         np.isfinite(x).all() for n, x in enumerate(step(query, key, value, dout, chosen)) if n != 1
     )
-
-
-def test_vmap_over_the_map():
-    tensors = small()
-    block_masks = np.stack([CHOSEN, ~CHOSEN, CHOSEN[::-1]])
-    alone = [step(*tensors, x) for x in block_masks]
-    together = jax.vmap(step, (None, None, None, None, 0))(*tensors, block_masks)
-    for x, *ys in zip(together, *alone, strict=True):
-        np.testing.assert_allclose(x, np.stack(ys), atol=2e-6)
-    # One mask for mapped tensors is not repeated.
-    one = jax.vmap(step, (0, 0, 0, 0, None))(*(x[:, None] for x in tensors), CHOSEN[:1])
-    wanted = step(*tensors, np.broadcast_to(CHOSEN[:1], CHOSEN.shape))
-    for x, y in zip(one, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(x)[:, 0], y, atol=2e-6)
-
-
-@pytest.mark.exhaustive
-def test_forward_mode_and_second_derivatives():
-    """With a traced mask: equal to those of dense attention."""
-
-    def ours(query, key, value, chosen):
-        mask = packax.create_attention_mask(
-            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140
-        )
-        return packax.flash_attention(query, key, value, mask, scale=0.3)
-
-    def dense(query, key, value, chosen):
-        arrays = {"query": query, "key": key, "value": value, "scale": jnp.float32(0.3)}
-        return score_oracle.dense(arrays, jnp.asarray(ATTENDS))[0]
-
-    tensors = small()[:3]
-
-    def curvature(attention):
-        def loss(*x):
-            return jnp.sin(attention(*x, jnp.asarray(CHOSEN))).sum()
-
-        gradient = jax.grad(loss, (0, 1, 2))
-        return jax.jit(lambda *x: jax.jvp(gradient, x, tuple(jnp.cos(y) for y in x)))
-
-    for x, y in zip(*(jax.tree.leaves(curvature(f)(*tensors)) for f in (ours, dense)), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
-
-
-@pytest.mark.exhaustive
-def test_batch_and_heads_over_a_mesh():
-    tensors, chosen = small(), CHOSEN
-    wanted = step(*tensors, chosen)
-    spec = P("data", None, "tensor", None)
-    sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
-        got = step(*tensors, chosen, sharding=sharding)
-        mask = packax.create_attention_mask(
-            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
-        )
-        alone = packax.create_attention_mask(
-            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140
-        )
-        # Also inside the caller's shard_map, by the specs of the mask's arrays.
-        mapped = [
-            jax.shard_map(
-                lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, return_lse=True)[1],
-                in_specs=(spec, spec, spec, sharding.mask_specs(built)),
-                out_specs=P("data", "tensor"),
-            )(*tensors[:3], built)
-            for built in (mask, alone)
-        ]
-    for x, y in zip((*got, *mapped), (*wanted, wanted[1], wanted[1]), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6)
-
-
-@pytest.mark.exhaustive
-def test_export_with_symbolic_sizes():
-    def attention(query, key, chosen):
-        mask = packax.create_attention_mask(
-            packax.causal() & packax.masks.block_sparse(chosen, (1, 20)),
-            q_len=query.shape[1],
-            kv_len=key.shape[1],
-        )
-        out = lambda *x: packax.flash_attention(*x, mask).sum()  # noqa: E731
-        return jax.grad(out, (0, 1, 2))(query, key, key)
-
-    b, s, n = jax.export.symbolic_shape("b, s, n")
-    shapes = [
-        jax.ShapeDtypeStruct(x, d)
-        for x, d in (
-            ((b, s, 2, 8), "float32"),
-            ((b, 20 * n, 1, 8), "float32"),
-            ((b, 2, s, n), "bool"),
-        )
-    ]
-    program = jax.export.export(jax.jit(attention), platforms=["cpu"])(*shapes)
-    rng = np.random.default_rng(0)
-    for batch, length, blocks in ((1, 1, 1), (2, 150, 7)):
-        query, key = (
-            rng.standard_normal(x).astype(np.float32)
-            for x in ((batch, length, 2, 8), (batch, 20 * blocks, 1, 8))
-        )
-        chosen = rng.random((batch, 2, length, blocks)) < 0.5
-        got, wanted = program.call(query, key, chosen), jax.jit(attention)(query, key, chosen)
-        for x, y in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def test_memory_is_that_of_the_blocks():

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-import score_oracle
 from every_kind import KINDS, B, S, arrays
 from exported import restored
 from lowered import Extension
@@ -49,73 +48,6 @@ def ours(x, mask):
         return_max_logits=True,
     )
     return out, jnp.where(jnp.isfinite(lse), lse, 0), jnp.where(jnp.isfinite(top), top, 0)
-
-
-def dense(x, allowed):
-    positions = jnp.arange(S)[None]
-    out, lse, top = score_oracle.dense(
-        x, allowed[:, None], soft_cap=2.0, places=(positions, positions)
-    )
-    return out, jnp.where(jnp.isfinite(lse), lse, 0), jnp.where(jnp.isfinite(top), top, 0)
-
-
-def derivatives(attention):
-    """For two mapped rows, each with its mask: every derivative that docs/guide/transformations.md
-    lists."""
-
-    def of_one(x, along, mask):
-        def loss(x):
-            out, lse, _ = jax.checkpoint(attention)(x, mask)
-            return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2)
-
-        gradient = jax.grad(loss)
-
-        def penalty(x):
-            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(gradient(x)))
-
-        def results(x):
-            out, lse, top = attention(x, mask)
-            return (out, lse), top
-
-        return (
-            jax.jvp(results, (x,), (along,), has_aux=True),
-            jax.jvp(gradient, (x,), (along,)),
-            jax.grad(penalty)(x),
-        )
-
-    return jax.jit(jax.vmap(of_one))
-
-
-of_ours, of_dense = derivatives(ours), derivatives(dense)  # compiled once for every structure
-
-
-# The one with the most operands: second derivatives take seconds to compile.
-EACH_TIME = ["sliding window by positions"]
-
-
-@pytest.mark.parametrize("kind", some(KINDS, *map([*KINDS].index, EACH_TIME)))
-def test_derivatives_under_vmap_and_checkpoint(kind):
-    """In float64, against dense attention with the expression's as_array."""
-    given = [arrays(seed=seed) for seed in (1, 2)]
-
-    def build(a):
-        return packax.create_attention_mask(KINDS[kind](a), q_len=S, kv_len=S)
-
-    expressions = [KINDS[kind](a) for a in given]
-    stacked = {name: np.stack([a[name] for a in given]) for name in given[0]}
-    masks = jax.jit(jax.vmap(build))(stacked)
-    allowed = np.stack(
-        [np.broadcast_to(np.asarray(e.as_array(S, S)), (B, S, S)) for e in expressions]
-    )
-    assert allowed.any() and (kind == "full" or not allowed.all())
-    with score_oracle.x64(True):
-        x, along = (
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tensors(float) for _ in range(2)))
-            for _ in range(2)
-        )
-        got, expected = of_ours(x, along, masks), of_dense(x, along, jnp.asarray(allowed))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
 def test_as_array_of_traced_arrays():
@@ -186,16 +118,6 @@ def step(kind, x, a):
         return sum(jnp.sum(jnp.sin(y)) for y in results[:2]), results
 
     return jax.grad(loss, has_aux=True)(x)
-
-
-def test_export_every_option_with_symbolic_sizes():
-    """With the mask that has the most operands."""
-    function = jax.jit(functools.partial(step, "sliding window by positions"))
-    program = restored(jax.export.export(function, platforms=["cpu"])(*symbolic(jnp.float32)))
-    operands = tensors(jnp.float32, 70, 3), arrays(70, 3)
-    got, expected = program.call(*operands), function(*operands)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 STRUCTURES = [  # attention gets different operands for each

@@ -6,7 +6,6 @@ first, a vmap that mixes operands, and an error that does not say what to do.
 """
 
 import functools
-import warnings
 
 import cases
 import jax
@@ -82,32 +81,6 @@ def assert_same(make, *operands):
         np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
 
 
-def test_forward_mode(x64):
-    """All tangents, and only one, with the others zero."""
-    assert_same(lambda f: lambda x, u: jax.jvp(f, x, u), random(0), random(1))
-    query, key, value, sinks = random(0)
-    assert_same(lambda f: jax.jacfwd(lambda s: f(query, key, value, s)), sinks)
-    # Also outside jit.
-    _, (out, _) = jax.jvp(lambda k: ours(query, k, value, sinks), (key,), (value.sum() + key,))
-    _, (expected, _) = jax.jvp(
-        lambda k: dense(query, k, value, sinks), (key,), (value.sum() + key,)
-    )
-    np.testing.assert_allclose(out, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_forward_over_reverse(x64):
-    """Hessian-vector products, and a whole Hessian, in the order that jax.hessian uses."""
-    assert_same(lambda f: lambda x, u: jax.jvp(gradient(f), x, u), random(0), random(1))
-    tensors = random(2)[:3]
-    assert_same(lambda f: jax.hessian(lambda s: scalar(f)(*tensors, s)), random(2)[3])
-
-
-@pytest.mark.parametrize("argnums", some([((0, 1, 2, 3),), ((0,),), ((1, 3),)], 0), ids=str)
-def test_reverse_over_reverse(x64, argnums):
-    """A penalty on gradients of all operands, or of some, differentiated by all operands."""
-    assert_same(lambda f: gradient_of_gradient(f, argnums), *random(3))
-
-
 @pytest.mark.exhaustive
 def test_second_derivatives_under_vmap(x64):
     """vmap inside and outside of both gradients, over some operands, along axes other than 0."""
@@ -150,28 +123,6 @@ def loss_of_tangents(attention, stopped):
         return sum(jnp.sum((jnp.sin(x) + y) ** 2) for x, y in pairs)
 
     return loss
-
-
-@pytest.mark.parametrize("stopped", some([True, False], 0))
-def test_reverse_over_forward(x64, stopped):
-    """By all operands and the direction; along one operand and by another; and of the tangent
-    alone."""
-    argnums = 0 if stopped else (0, 1)
-    assert_same(lambda f: jax.grad(loss_of_tangents(f, stopped), argnums), random(10), random(11))
-    query, key, value, sinks = random(10)
-
-    def of_some(f):
-        def loss(key, sinks, u):
-            (out, lse), along = jax.jvp(lambda q: f(q, key, value, sinks), (query,), (u,))
-            along = jax.lax.stop_gradient(along) if stopped else along
-            return jnp.sum(jnp.sin(out + along[0])) + jnp.sum(lse * along[1])
-
-        return jax.grad(loss, (0, 1))
-
-    assert_same(of_some, key, sinks, query[::-1])
-    if not stopped:
-        out = lambda f, x, u: jnp.sum(jax.jvp(f, x, u)[1][0] ** 2)  # noqa: E731
-        assert_same(lambda f: jax.grad(functools.partial(out, f)), random(10), random(11))
 
 
 @pytest.mark.exhaustive
@@ -393,40 +344,6 @@ def test_absent_tangents_are_absent_operands(monkeypatch, argnums):
     assert operands["lse"] == "2x8x300xf32" and operands["out"] == operands["query"]
 
 
-def without_sinks(attention):
-    """The same function of three operands; the dense one has a sink that weighs nothing."""
-
-    def three(query, key, value):
-        if attention is ours:
-            return ours(query, key, value, None)
-        out, lse = attention(query, key, value, jnp.full(HEADS, -jnp.inf))
-        return out, jnp.where(ALLOWED.any(-1), lse, 0)
-
-    return three
-
-
-WAYS = {
-    "all": lambda f, x, u: jax.jvp(f, x, u),
-    "one": lambda f, x, u: jax.jvp(lambda k: f(x[0], k, x[2]), x[1:2], u[1:2]),
-    "linearize": lambda f, x, u: jax.linearize(f, *x)[1](*u),
-    "vmap of tangents": lambda f, x, u: jax.vmap(
-        lambda c: jax.jvp(f, x, jax.tree.map(lambda y: c * jnp.cos(c * y), u))
-    )(jnp.arange(3.0)),
-    "vmap": lambda f, x, u: jax.vmap(lambda c: jax.jvp(f, jax.tree.map(lambda y: c * y, x), u))(
-        jnp.arange(3.0)
-    ),
-    "stopped": lambda f, x, u: jax.grad(loss_of_tangents(f, True))(x, u),
-    "through": lambda f, x, u: jax.grad(loss_of_tangents(f, False))(x, u),
-}
-
-
-@pytest.mark.parametrize("way", some(WAYS, 0, 1, 2, 3, 6))
-def test_forward_mode_without_sinks(x64, way):
-    make = WAYS[way]
-    x, u = random(0)[:3], random(1)[:3]
-    assert_same(lambda f: lambda x, u: make(without_sinks(f), x, u), x, u)
-
-
 # vmap
 
 POSITIONS = np.arange(LENGTH)[::-1].copy() % 5
@@ -464,29 +381,6 @@ def mapped_operands(axes, size=3):
     return every, lambda n: [
         x if axis is None else np.take(x, n, axis) for x, axis in zip(every, axes, strict=True)
     ]
-
-
-@pytest.mark.parametrize(
-    "axes",
-    some(
-        [
-            ((0, None, None, None, None, None),),
-            ((None, 1, None, None, None, 0),),
-            ((None, None, 3, None, 2, None),),
-            ((None, None, None, 1, None, None),),
-            ((None, None, None, None, None, 1),),
-            ((4, 0, 1, 0, 0, 2),),
-        ],
-        5,
-    ),
-    ids=str,
-)
-def test_vmap_over_any_operand(axes):
-    every, one = mapped_operands(axes)
-    got = jax.jit(jax.vmap(attend, in_axes=axes))(*every)
-    for n in range(3):
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(attend_once(*one(n))), strict=True):
-            np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_in_vmap_and_of_a_built_mask():
@@ -543,27 +437,6 @@ def test_vmap_over_stages_of_a_pipeline():
 
 
 # Donation and checkpoint policies
-
-
-def test_donated_operands():
-    """Gradients reuse the memory of the tensors, without a warning about unusable donated
-    buffers."""
-    operands = [jnp.asarray(x, jnp.float32) for x in random(13)[:3]]
-    expected = jax.jit(gradient_of_sum)(*operands)
-    donated = [jnp.array(x, copy=True) for x in operands]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = jax.jit(gradient_of_sum, donate_argnums=(0, 1, 2))(*donated)
-    assert all(x.is_deleted() for x in donated)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
-
-
-def gradient_of_sum(query, key, value):
-    def total(*operands):
-        return jnp.sum(jnp.sin(packax.flash_attention(*operands, EXPRESSION)))
-
-    return jax.grad(total, (0, 1, 2))(query, key, value)
 
 
 @pytest.mark.parametrize("policy", ["save", "offload", "nothing"])
