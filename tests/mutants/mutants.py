@@ -344,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "negative scale",
-        "attention.py",
+        "requests.py",
         "return (query, scale) if scale > 0 else (-query, -scale)",
         "return (query, scale) if scale > 0 else (query, -scale)",
         (EQ + "scale=negative",),
@@ -385,8 +385,8 @@ MUTANTS = [
     Mutant(
         "vmap mixes rows",
         "ops/batching_rules.py",
-        "folding.merged(folding.place(x, d), batch) for x, d in of_group]",
-        "folding.merged(folding.place(x, d)[::-1], batch) for x, d in of_group]",
+        "jnp.moveaxis(x, dim, to)",
+        "jnp.moveaxis(x, dim, to)[::-1]",
         (VMAP + "dropout=dropout",),
     ),
     Mutant(
@@ -498,8 +498,8 @@ MUTANTS = [
     Mutant(
         "heads of a bias not sharded",
         "ops/score_mods.py",
-        "dims = (layout.batch, layout.heads, layout.context)",
-        "dims = (layout.batch, (), layout.context)",
+        '"h": layout.heads, "r": layout.context',
+        '"h": (), "r": layout.context',
         (RANKS + "bias=pairs",),
     ),
     Mutant(
