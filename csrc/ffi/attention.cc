@@ -119,7 +119,7 @@ ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOp
   const int64_t group = o->batch / groups;
   PACKAX_CHECK(group <= kMostRowsOfBias, kUnimplemented)
       << "bias has " << groups << " entries along axis 0 for " << o->batch
-      << " batch rows, there are kernels for " << kMostRowsOfBias << " batch rows of each at most";
+      << " rows, there are kernels for " << kMostRowsOfBias << " rows of each at most";
   o->bias_axes = static_cast<int32_t>(group << 3) | (groups > 1 ? 1 : 0);
   const Axis axes[] = {{"batch", groups}, {"heads", o->heads}, {"q_len", o->q_len}};
   for (int axis = 1; axis < 3; ++axis) {
@@ -255,8 +255,8 @@ ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o) {
 ffi::Error CheckInit(const char* name, const ffi::AnyBuffer& init, const ffi::AnyBuffer& result) {
   if (Absent(init)) return ffi::Error::Success();
   PACKAX_CHECK(init.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
-      << name << "_init is at " << init.untyped_data() << " and " << name << " at "
-      << result.untyped_data() << ", expected one place for both";
+      << "init is at " << init.untyped_data() << " and " << name << " at " << result.untyped_data()
+      << ", expected one place for both";
   return ffi::Error::Success();
 }
 

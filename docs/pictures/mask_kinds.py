@@ -21,6 +21,7 @@ IMAGES = np.repeat([-1, 0, -1, 1, -1], [3, 5, 5, 4, 7])
 PACKED = packax.documents(DOCUMENTS)
 
 KINDS = {
+    "full()": packax.full(),
     "causal()": packax.causal(),
     "causal() & documents(ids)": packax.causal() & PACKED,
     "sliding_window(window=6)": packax.sliding_window(window=6),
@@ -45,6 +46,7 @@ KINDS = {
     "causal() & tree(ids, parents)": packax.causal() & packax.masks.tree(SEGMENTS, [-1, 0, 1, 0]),
 }
 CELL, GAP, TOP = 7, 22, 40
+COLUMNS = 4
 SIDE = CELL * LENGTH
 
 
@@ -55,11 +57,11 @@ def runs(row: np.ndarray) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    rows = -(-len(KINDS) // 5)
-    width, height = 5 * (SIDE + GAP) + GAP, rows * (SIDE + TOP) + 26
+    rows = -(-len(KINDS) // COLUMNS)
+    width, height = COLUMNS * (SIDE + GAP) + GAP, rows * (SIDE + TOP) + 26
     picture = svg.Picture(width, height, "Who attends whom, by mask expression")
     for n, (title, expression) in enumerate(KINDS.items()):
-        x, y = GAP + n % 5 * (SIDE + GAP), TOP + n // 5 * (SIDE + TOP)
+        x, y = GAP + n % COLUMNS * (SIDE + GAP), TOP + n // COLUMNS * (SIDE + TOP)
         lines = re.sub(r" (?=[&|] (?!chunked))", "\n", title).splitlines()
         for k, line in enumerate(lines):
             size = 11 if len(line) < 30 else 9

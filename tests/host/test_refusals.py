@@ -177,7 +177,7 @@ def test_other_heads_elsewhere(shared_machine, make, result):
     init = call.operands["init"]
     call.operands["init"] = replace(init, address=0x7700)
     assert refusal(shared_machine, call).message == (
-        f"{call.target}: {result}_init is at 0x7700 and {result} at {init.address:#x}, "
+        f"{call.target}: init is at 0x7700 and {result} at {init.address:#x}, "
         "expected one place for both"
     )
 
@@ -190,7 +190,7 @@ def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
     call.operands["init"] = replace(call.operands["dout"], address=call.results["dq"].address)
     failure = refusal(shared_machine, call)
     assert failure.code == "InvalidArgument"
-    assert failure.message.startswith(f"{call.target}: dq_init is at ")
+    assert failure.message.startswith(f"{call.target}: init is at ")
 
 
 def test_wrong_number_of_operands(shared_machine):
