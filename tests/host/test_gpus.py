@@ -39,7 +39,7 @@ def test_the_page_says_what_is_assembled_from_what():
     assert f"makes PTX for `{'`, `'.join(own[:-1])}` and `{own[-1]}`." in text
     others = {arch.name: arch.ptx for arch in table.ARCHS.values() if arch.ptx not in ("", "80")}
     assert re.findall(r"`(\w+)` is assembled from the PTX of `sm_(\w+)`", text) == [*others.items()]
-    assert "All other targets use the matrix instructions of 8.0" in text
+    assert "and all other targets from that of `sm_80`, whose matrix instructions they use" in text
     family = "for a family (names ending in `f`) contain the same machine code as those for one"
     assert family in text
 
