@@ -46,7 +46,7 @@ def test_no_link_or_picture_of_the_description_is_relative():
     assert not [target for target in found if not metadata.is_elsewhere(target)]
     assert "<!--" not in text and "![" not in text
     assert "docs/guide/quick_start.md" in (ROOT / "README.md").read_text()
-    assert "Quick start" in text and "# packax" in text
+    assert "quick start" in text and "# packax" in text
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_pages_that_are_sharded_within_are_gathered_with_a_warning():
 
 
 REFUSED = {
-    r"query is .*context.*: its sequence axis .* 'context', but .* all new rows": (
+    r"query is .*context.*: its sequence axis .* 'context', but .* all new queries": (
         (None, "context"), (), ()),
     r"key is .*: its sequence axis is sharded over 'data', but query is .* batch or heads": (
         ("data",), (None, "data"), ()),
