@@ -58,6 +58,13 @@ def test_the_standard_library_is_there():
     assert all(data.END not in text for text in documents)
 
 
+def test_a_file_of_the_standard_library_is_a_dangling_link(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("1")
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "absent")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert data.standard_library() == [b"1"]
+
+
 def test_batches_cover_every_row(rows):
     feed = train.batches(rows, 4, 0)
     seen = [next(feed)["tokens"].tobytes() for _ in range(2 * len(rows.tokens))]

@@ -41,7 +41,8 @@ def standard_library() -> list[bytes]:
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     documents = []
     for path in sorted(root.rglob("*.py")):
-        if skipped.isdisjoint(path.relative_to(root).parts):
+        # Debian's sitecustomize.py is a link, whose target may be absent.
+        if path.is_file() and skipped.isdisjoint(path.relative_to(root).parts):
             text = path.read_bytes()
             if text and END not in text:
                 documents.append(text)
