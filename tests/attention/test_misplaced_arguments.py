@@ -1,8 +1,4 @@
-"""Arguments of the wrong kind, and what errors advise.
-
-Guards against NumPy and JAX errors that name no argument, and against arguments that are accepted
-silently and have no effect.
-"""
+"""Arguments at the limit of what is accepted, and what errors advise (errors: tests/errors)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +7,20 @@ import packax
 import pytest
 
 Q, ONE = jnp.ones((2, 8, 2, 8)), jnp.ones((2, 1, 2, 8))
-LENGTHS, TABLE = np.array([5, 6]), np.zeros((2, 1), int)
-CAUSAL = packax.causal()
-MASK = packax.create_attention_mask(CAUSAL & packax.documents(np.zeros((2, 8), int)))
-
-
-def attend(query=Q, key=Q, value=Q, mask=CAUSAL, **options):
-    return packax.flash_attention(query, key, value, mask, **options)
-
-
-def decode(query=ONE, key=Q, value=Q, lengths=LENGTHS, **options):
-    return packax.decode_attention(query, key, value, lengths, **options)
-
-
-def shared(query=ONE, lengths=LENGTHS, prefixes=(1,), table=TABLE, **options):
-    return packax.decode_shared_prefix(query, Q, Q, lengths, prefixes, block_table=table, **options)
-
-
-def write(cache=Q, new=ONE):
-    return packax.kv_cache.write(cache, new, TABLE, TABLE)
 
 
 def test_lengths_beyond_int32():
     """Lengths that no cache can have give NaN, as other lengths beyond the cache do, and no NumPy
     error."""
-    assert np.isnan(shared(lengths=[2**40, 2])[0]).all()
-    assert np.isnan(decode(lengths=[2**40, 2])[0]).all()
+    caches, table = (ONE, Q, Q, [2**40, 2]), np.zeros((2, 1), int)
+    assert np.isnan(packax.decode_attention(*caches)[0]).all()
+    assert np.isnan(packax.decode_shared_prefix(*caches, (1,), block_table=table)[0]).all()
 
 
 def test_masks_are_no_arrays():
     """NumPy would wrap a mask in a one-element object array."""
-    for x, name in ((MASK, "an AttentionMask"), (CAUSAL, "a Causal")):
+    mask = packax.create_attention_mask(packax.documents(np.zeros((2, 8), int)))
+    for x, name in ((mask, "an AttentionMask"), (packax.causal(), "a Causal")):
         for function in (np.asarray, jnp.asarray):
             with pytest.raises(TypeError, match=rf"{name} is not an array: its as_array\(\)"):
                 function(x)
@@ -49,8 +28,9 @@ def test_masks_are_no_arrays():
 
 def test_a_rate_of_zero_with_a_key():
     """As in evaluation: the key is not read."""
-    key = jax.random.key(0)
-    np.testing.assert_array_equal(attend(dropout_rate=0.0, dropout_key=key), attend())
+    call = Q, Q, Q, packax.causal()
+    off = packax.flash_attention(*call, dropout_rate=0.0, dropout_key=jax.random.key(0))
+    np.testing.assert_array_equal(off, packax.flash_attention(*call))
 
 
 def test_more_rows_than_decoding_takes():

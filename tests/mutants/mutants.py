@@ -204,7 +204,7 @@ MUTANTS = [
         (EQ + "selector=shared prefix",),
     ),
     Mutant(
-        "documents beside a tree ignored",
+        "documents with a tree ignored",
         "masks/row_ranges.py",
         "if mode >= MaskMode.IDS and tree is not False:",
         "if mode >= MaskMode.IDS and tree is None:",

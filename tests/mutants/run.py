@@ -8,6 +8,7 @@ Cells of the table run in a forked process, test files in a new one. Run on requ
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -39,17 +40,27 @@ def fits(mutant: Mutant) -> bool:
 
 def killed(mutant: Mutant, copy: Path) -> str:
     """What found the mutant; empty: nothing."""
+    for cell in mutant.cells:
+        if wrong := unchanged(cell, copy):  # it would find every mutant
+            raise SystemExit(f"{cell} fails without a mutant: {wrong}")
     file = copy / path_of(mutant)
     text = file.read_text()
     file.write_text(text.replace(mutant.old, mutant.new, 1))
     try:
         for cell in mutant.cells:
-            found = of_file(cell, copy) if cell.startswith("tests/") else of_cell(cell, copy)
-            if found:
+            if found := find(cell, copy):
                 return found
     finally:
         file.write_text(text)
     return ""
+
+
+def find(cell: str, copy: Path) -> str:
+    """What is wrong with the copy; empty: nothing."""
+    return of_file(cell, copy) if cell.startswith("tests/") else of_cell(cell, copy)
+
+
+unchanged = functools.cache(find)
 
 
 def of_cell(cell: str, copy: Path) -> str:

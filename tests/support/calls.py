@@ -84,8 +84,11 @@ def _in_block(a: Arrays) -> np.ndarray:
 def _on_path(a: Arrays) -> np.ndarray:
     """Each token's segment and its ancestors, by walking up."""
     rows = []
-    for ids, parents in zip(a["segments"], np.broadcast_to(a["parents"],
-            (len(a["segments"]), a["parents"].shape[1])), strict=True):  # fmt: skip
+    for ids, parents in zip(
+        a["segments"],
+        np.broadcast_to(a["parents"], (len(a["segments"]), a["parents"].shape[1])),
+        strict=True,
+    ):
         path = np.zeros((len(parents) + 1,) * 2, bool)  # the last row is that of padding
         for n in range(len(parents)):
             at = n
@@ -227,8 +230,9 @@ class Call:
 
     def with_multiple(self, of: int) -> Call:
         """Lengths that are multiples: those that a mesh or a plan divides."""
-        return dataclasses.replace(self, lengths="x".join(str(-(-n // of) * of) for n in
-            self.sizes()))  # fmt: skip
+        return dataclasses.replace(
+            self, lengths="x".join(str(-(-n // of) * of) for n in self.sizes())
+        )
 
     def longer(self) -> Call:
         """The same call with other sizes."""
@@ -237,10 +241,16 @@ class Call:
 
     def names(self) -> list[str]:
         """The arrays of the call; first those that it is differentiable in."""
-        optional = {"scale": self.scale == "array", "sinks": self.sinks != "none",
-            "slopes": self.bias == "alibi", "bias": self.bias in BIASES,
-            "seed": self.dropout != "none", "offset": self.interval == "offset",
-            "lengths": self.interval == "prefix", "spans": self.interval == "spans"}  # fmt: skip
+        optional = {
+            "scale": self.scale == "array",
+            "sinks": self.sinks != "none",
+            "slopes": self.bias == "alibi",
+            "bias": self.bias in BIASES,
+            "seed": self.dropout != "none",
+            "offset": self.interval == "offset",
+            "lengths": self.interval == "prefix",
+            "spans": self.interval == "spans",
+        }
         names = [*TENSORS, *(name for name, given in optional.items() if given)]
         names += SELECTORS[self.selector][2]
         names += ["pairs"] * (self.function == "jax.nn")
@@ -304,8 +314,12 @@ class Call:
     def labels(self) -> dict[str, str]:
         """The axes of each array, by LABELS; "." where the size is 1, or for no named axis."""
         shapes = {name: x.shape for name, x in self.arrays().items()}
-        return {name: "".join(at if n > 1 or at == "g" else "." for at, n in zip(LABELS[name],
-            shape, strict=True)) for name, shape in shapes.items()}  # fmt: skip
+        return {
+            name: "".join(
+                at if n > 1 or at == "g" else "." for at, n in zip(LABELS[name], shape, strict=True)
+            )
+            for name, shape in shapes.items()
+        }
 
     def expression(self, a: Arrays) -> Any:
         made = INTERVALS[self.interval][0](a)
@@ -330,8 +344,11 @@ class Call:
             return (packax.dot_product_attention(*tensors, a.get("bias"), a["pairs"]),)
         if "slopes" in a:
             positions = self.places(a) if places is None else places
-            given["bias"] = packax.alibi(a["slopes"], positions=positions and positions[0],
-                kv_positions=positions and positions[1])  # fmt: skip
+            given["bias"] = packax.alibi(
+                a["slopes"],
+                positions=positions and positions[0],
+                kv_positions=positions and positions[1],
+            )
         if "seed" in a:
             given |= {"dropout_rate": RATE, "dropout_key": jax.random.key(a["seed"])}
         if mask is None:
@@ -359,8 +376,9 @@ class Call:
         results, back = jax.vjp(lambda x: attend(a | x), operands)
         named = dict(zip(("out", "lse", "top"), results, strict=False))
         given = {"out": a["dout"], "lse": a["dlse"]}
-        (gradients,) = back(tuple(jnp.asarray(given.get(n, jnp.zeros_like(x)), x.dtype) for n, x in
-            named.items()))  # fmt: skip
+        (gradients,) = back(
+            tuple(jnp.asarray(given.get(n, jnp.zeros_like(x)), x.dtype) for n, x in named.items())
+        )
         return named | {"d" + name: x for name, x in gradients.items()}
 
     def allowed(self, a: Arrays) -> np.ndarray:

@@ -144,8 +144,14 @@ CASES = [
     Case("padding", "at the start, the middle, the end", lambda: _causal_documents(PADDED)),
     Case("all_padding", "nothing at all", lambda: _causal_documents(ids_of((-1, LENGTH)))),
     Case("single_tokens", "one key per row", lambda: _causal_documents(np.arange(LENGTH))),
-    Case("batch_of_three", "different documents per row",
-        lambda: _causal_documents(_batch_of_three()), batch=3, heads=4, kv_heads=2),
+    Case(
+        "batch_of_three",
+        "different documents per row",
+        lambda: _causal_documents(_batch_of_three()),
+        batch=3,
+        heads=4,
+        kv_heads=2,
+    ),
     Case("one_mask_for_all", "mask batch 1", lambda: _causal_documents(PADDED), batch=3),
     Case("gqa_1", "group 1", lambda: _causal_documents(ODD), heads=3, kv_heads=3),
     Case("gqa_4", "group 4", lambda: _causal_documents(ODD), heads=8, kv_heads=2),
@@ -153,44 +159,98 @@ CASES = [
     Case("hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed())),
     Case("ids_reappear", "hulls: segment-checked rows", lambda: _causal_documents(BACK)),
     Case("ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(LENGTH) % 2)),
-    Case("positions_restart", "ordinary positions",
-        lambda: _causal_documents(ODD, positions=positions_of(ODD))),
-    Case("positions_reappear", "an id that comes back, positions that restart",
-        lambda: _causal_documents(BACK, positions=positions_of(BACK))),
+    Case(
+        "positions_restart",
+        "ordinary positions",
+        lambda: _causal_documents(ODD, positions=positions_of(ODD)),
+    ),
+    Case(
+        "positions_reappear",
+        "an id that comes back, positions that restart",
+        lambda: _causal_documents(BACK, positions=positions_of(BACK)),
+    ),
     Case("positions_fall", "positions in any order", _falling),
     Case("positions_prefix", "equal positions: both ways", _prefix),
     Case("cross_documents", "ids of keys, in another order", _cross, 173, 300),
     Case("cross_positions", "ids and positions of keys", _cross_positions, 101, 261, heads=4),
     Case("window", "ranges, one mask", _window),
-    Case("ranges_random", "no order at all, outside [0, Skv], empty rows",
-        lambda: packax.masks.ranges(*_random_ranges(2, 2, 190, 310)), 190, 310, batch=2),
-    Case("ranges_of_documents", "three narrowings",
-        lambda: _window() & _causal_documents(np.arange(LENGTH) // 77)),
-    Case("ranges_of_hulls", "ranges narrow segment-checked rows until they attend nothing",
-        lambda: (packax.masks.ranges(np.arange(LENGTH) - 3,
-        np.arange(LENGTH)) & packax.documents(BACK))),
-    Case("causal_offsets", "rows that continue a cache, another length in each row of the batch",
-        lambda: packax.causal(offset=np.array([120, -7])), 190, 310, batch=2),
-    Case("window_of_documents", "Mistral: both ends are edges",
-        lambda: packax.sliding_window(50) & packax.documents(ODD)),
-    Case("chunked", "Llama 4, padding in chunks",
-        lambda: _causal_documents(PADDED) & packax.chunked(100)),
+    Case(
+        "ranges_random",
+        "no order at all, outside [0, Skv], empty rows",
+        lambda: packax.masks.ranges(*_random_ranges(2, 2, 190, 310)),
+        190,
+        310,
+        batch=2,
+    ),
+    Case(
+        "ranges_of_documents",
+        "three narrowings",
+        lambda: _window() & _causal_documents(np.arange(LENGTH) // 77),
+    ),
+    Case(
+        "ranges_of_hulls",
+        "ranges narrow segment-checked rows until they attend nothing",
+        lambda: (
+            packax.masks.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK)
+        ),
+    ),
+    Case(
+        "causal_offsets",
+        "rows that continue a cache, another length in each row of the batch",
+        lambda: packax.causal(offset=np.array([120, -7])),
+        190,
+        310,
+        batch=2,
+    ),
+    Case(
+        "window_of_documents",
+        "Mistral: both ends are edges",
+        lambda: packax.sliding_window(50) & packax.documents(ODD),
+    ),
+    Case(
+        "chunked",
+        "Llama 4, padding in chunks",
+        lambda: _causal_documents(PADDED) & packax.chunked(100),
+    ),
     Case("prefix", "the first keys for all", lambda: packax.prefix(99) & packax.documents(PADDED)),
-    Case("spans", "Gemma 3's local layers: images wider than the window, cut by documents",
-        lambda: packax.masks.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD)),
-    Case("union", "`|`: the chunk, and never less than a window",
-        lambda: (packax.causal() & packax.chunked(64)) | packax.sliding_window(30)),
-    Case("window_of_positions", "two limits of positions, no row is tested",
-        lambda: (packax.sliding_window(20, 3) & packax.documents(ODD,
-        positions=2 * positions_of(ODD)))),
-    Case("window_of_any_positions", "two limits of positions, rows are tested",
-        lambda: (packax.sliding_window(15, 10) & packax.documents(BACK,
-        positions=_random_positions(3, 100))), batch=3),
-    Case("spans_of_positions", "spans in documents that come back, positions that restart",
-        lambda: (packax.masks.spans(_images(),
-        packax.causal() & packax.chunked(32)) & packax.documents(np.stack([BACK, ODD]),
-        positions=np.stack([positions_of(BACK), positions_of(ODD)]))), batch=2),
-]  # fmt: skip
+    Case(
+        "spans",
+        "Gemma 3's local layers: images wider than the window, cut by documents",
+        lambda: packax.masks.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD),
+    ),
+    Case(
+        "union",
+        "`|`: the chunk, and never less than a window",
+        lambda: (packax.causal() & packax.chunked(64)) | packax.sliding_window(30),
+    ),
+    Case(
+        "window_of_positions",
+        "two limits of positions, no row is tested",
+        lambda: (
+            packax.sliding_window(20, 3) & packax.documents(ODD, positions=2 * positions_of(ODD))
+        ),
+    ),
+    Case(
+        "window_of_any_positions",
+        "two limits of positions, rows are tested",
+        lambda: (
+            packax.sliding_window(15, 10)
+            & packax.documents(BACK, positions=_random_positions(3, 100))
+        ),
+        batch=3,
+    ),
+    Case(
+        "spans_of_positions",
+        "spans in documents that come back, positions that restart",
+        lambda: (
+            packax.masks.spans(_images(), packax.causal() & packax.chunked(32))
+            & packax.documents(
+                np.stack([BACK, ODD]), positions=np.stack([positions_of(BACK), positions_of(ODD)])
+            )
+        ),
+        batch=2,
+    ),
+]
 
 
 def random_map(seed, size, share, shape=(), lengths=(LENGTH, LENGTH)):
@@ -222,19 +282,37 @@ def _indexer():
 SPARSE = [
     Case("moba", "rows choose blocks of keys, heads their own", _moba, heads=4, kv_heads=2),
     Case("indexer", "keys one by one, a map for each batch row", _indexer, batch=2, heads=4),
-    Case("sparse_tiles", "whole tiles, full ones among them; rows that attend nothing",
-        lambda: (packax.causal() & packax.masks.block_sparse(*random_map(7, (128, 128), 0.5,
-        (1, 2))))),
-    Case("sparse_threes", "blocks of odd sizes, on segment-checked rows, in batches and heads",
-        lambda: (packax.masks.block_sparse(*random_map(8, (3, 5), 0.4,
-        (2, 2))) & packax.documents(BACK, positions=positions_of(BACK)) & packax.sliding_window(70,
-        9)), batch=2),
-    Case("sparse_wide",
+    Case(
+        "sparse_tiles",
+        "whole tiles, full ones among them; rows that attend nothing",
+        lambda: (
+            packax.causal() & packax.masks.block_sparse(*random_map(7, (128, 128), 0.5, (1, 2)))
+        ),
+    ),
+    Case(
+        "sparse_threes",
+        "blocks of odd sizes, on segment-checked rows, in batches and heads",
+        lambda: (
+            packax.masks.block_sparse(*random_map(8, (3, 5), 0.4, (2, 2)))
+            & packax.documents(BACK, positions=positions_of(BACK))
+            & packax.sliding_window(70, 9)
+        ),
+        batch=2,
+    ),
+    Case(
+        "sparse_wide",
         "blocks longer than all there is, another length of keys, one map for documents of a batch",
-        lambda: (packax.masks.block_sparse(*random_map(9, (100, 512), 0.6, (1, 4),
-        (150, 333))) & packax.masks.ranges(*_random_ranges(4, 2, 150, 333))), 150, 333, batch=2,
-        heads=4, kv_heads=4),
-]  # fmt: skip
+        lambda: (
+            packax.masks.block_sparse(*random_map(9, (100, 512), 0.6, (1, 4), (150, 333)))
+            & packax.masks.ranges(*_random_ranges(4, 2, 150, 333))
+        ),
+        150,
+        333,
+        batch=2,
+        heads=4,
+        kv_heads=4,
+    ),
+]
 BY_NAME = {case.name: case for case in CASES + SPARSE}
 
 # Cases that differ from others only in lengths, heads, ids or the order of positions: they run

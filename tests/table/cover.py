@@ -81,8 +81,10 @@ def cells(seed: int, parts: Any = singles) -> Iterator[tuple[str, Any]]:
 
 def _draw(rng: random.Random, kind: Any, wanted: dict[str, str]) -> Any:
     """A call with these features. Half of the others are the first of each, which rule out less."""
-    drawn = {n: rng.choice(values) if rng.random() < 0.7 else values[0] for n, values in
-        kind.features_of.items()}  # fmt: skip
+    drawn = {
+        n: rng.choice(values) if rng.random() < 0.7 else values[0]
+        for n, values in kind.features_of.items()
+    }
     return kind(**drawn | wanted)
 
 

@@ -438,8 +438,10 @@ def _(call):
         return first, jax.jvp(gradients, (operands,), (along,))[1]
 
     with jax.set_mesh(mesh):
-        placed = ({n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in given.items()}
-            for given in (a, along))  # fmt: skip
+        placed = (
+            {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in given.items()}
+            for given in (a, along)
+        )
         (out, lse), second = jax.tree.map(np.asarray, derivatives(*placed))
     along = {n: np.where(np.isfinite(a[n]), x, 0) for n, x in along.items()}
     exact = {n: np.asarray(a[n], np.float64) for n in names}

@@ -23,7 +23,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.ops import primitives
-from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, bias_dims
+from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, mesh_dims
 
 
 def place_operands(
@@ -39,7 +39,7 @@ def place_operands(
             bias = bias.astype(accumulator(query.dtype))
         if groups not in (1, batch) and groups % layout.size(layout.batch):
             bias = jnp.repeat(bias, batch // groups, axis=0)  # ranks have no whole number of biases
-        scores, dims = scores._replace(bias=bias), bias_dims(layout, bias)
+        scores, dims = scores._replace(bias=bias), mesh_dims(layout, "bias", bias)
     mask = ContextMask.of(mask)
     if bias is not None or spec.dropout_threshold:
         mask = mask.without_halos()

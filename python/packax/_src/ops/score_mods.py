@@ -119,11 +119,6 @@ def mesh_dims(layout: Layout, name: str, x: Any) -> tuple[Any, ...]:
     )
 
 
-def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
-    """The mesh axes of batch, heads and rows of a bias."""
-    return mesh_dims(layout, "bias", bias)
-
-
 def summed(
     layout: Layout | None, gradients: ScoreParams, bias_dims: tuple[Any, ...]
 ) -> ScoreParams:
