@@ -24,6 +24,7 @@ from packax._src.masks.planning import context_plan
 from packax._src.ops.lowering import export_checks
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.score_mods import alibi
+from packax._src.ragged import ragged_paged_attention
 from packax.integrations.jax_nn import dot_product_attention
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "masks",
     "merge_attention",
     "prefix",
+    "ragged_paged_attention",
     "segments",
     "sliding_window",
 ]

@@ -34,7 +34,7 @@ def test_a_rate_of_zero_with_a_key():
 
 
 def test_more_rows_than_decoding_takes():
-    """The advice in that error, causal(offset=kv_lengths - rows), is exact."""
+    """causal(offset=kv_lengths - rows) and the advice in that error, ragged_paged_attention."""
     rng = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(rng.standard_normal((2, n, 2, 8)), jnp.float32) for n in (17, 40, 40)
@@ -43,3 +43,7 @@ def test_more_rows_than_decoding_takes():
     out = packax.flash_attention(query, key, value, packax.causal(offset=lengths - 17))
     wanted = packax.decode_attention(query[:, 1:], key, value, lengths)
     np.testing.assert_allclose(out[:, 1:], wanted, rtol=2e-5, atol=2e-6)
+    ragged = packax.ragged_paged_attention(
+        query.reshape(34, 2, 8), key, value, lengths, None, np.array([0, 17, 34])
+    )
+    np.testing.assert_allclose(ragged.reshape(out.shape), out, rtol=2e-5, atol=2e-6)

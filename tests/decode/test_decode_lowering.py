@@ -241,9 +241,9 @@ REFUSED = {
     "query, key and value must have one dtype, or key and value float8_e4m3fn, but have float32, "
     "float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 tokens per sequence, but has 17: for more, use flash_attention with "
-    "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, "
-    "queries, heads, dim)": {
+    "query must have 1 to 16 tokens per sequence, but has 17: for more, use "
+    "ragged_paged_attention. query has shape (2, 17, 8, 64), whose axes are (batch, queries, "
+    "heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
     "value must have the shape of key, (2, 4096, 2), and then a head dim, but has "
     "(2, 4095, 2, 64)": {

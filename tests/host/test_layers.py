@@ -23,7 +23,7 @@ LAYERS = (  # from low to high; entries of one line do not import each other
     ("_src.masks", "_src.autodiff"),
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
-    ("_src.cascade", "_src.explain"),
+    ("_src.cascade", "_src.explain", "_src.ragged"),
     (
         "integrations",
         "kvax",

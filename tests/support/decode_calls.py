@@ -1,4 +1,5 @@
-"""`DecodeCall`: one call of `decode_attention` or `decode_shared_prefix`, like `calls.Call`."""
+"""`DecodeCall`: one call of `decode_attention` or `decode_shared_prefix`, like `calls.Call`.
+`RaggedCall`: one of `ragged_paged_attention`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "cap": ("none", "soft cap"),
     "sinks": ("none", "sinks"),
 }
-SUBJECT = {name: values[0] for name, values in FEATURES.items()}
+# tokens of a packed step, and the sequences that have more than one of them
+MIXES = {"mixed": (19, 2), "decoding": (4, 0), "chunk": (50, 1), "more sequences": (3, 1)}
+RAGGED_FEATURES = {
+    **{name: FEATURES[name] for name in FEATURES if name != "rows"},
+    "cache": ("pages", "dense"),
+    "starts": ("none", "of rows"),
+    "mix": tuple(MIXES),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +61,12 @@ class DecodeCall:
 
     def __str__(self) -> str:
         fields = dataclasses.asdict(self)
-        given = [f"{name}={fields[name]}" for name in FEATURES if fields[name] != SUBJECT[name]]
-        return ",".join(["decode", *given])
+        first = {name: values[0] for name, values in self.features_of.items()}
+        given = [f"{name}={fields[name]}" for name in first if fields[name] != first[name]]
+        return ",".join([self.function, *given])
 
     def features(self) -> Iterator[tuple[str, str]]:
-        yield from ((name, getattr(self, name)) for name in FEATURES)
+        yield from ((name, getattr(self, name)) for name in self.features_of)
 
     @property
     def paged(self) -> bool:
@@ -138,7 +147,7 @@ class DecodeCall:
         found |= {"table": "bn", "starts": "b." if self.starts == "of rows" else "b"}
         found |= {"sinks": "h", "prefixes": "." if self.shared == 1 else "b"}
         of = {"float8": "", "float8 scales of heads": "g"}.get(self.numbers, f"{rows}g")
-        found |= {"key_scale": of, "value_scale": of}
+        found |= {"key_scale": of, "value_scale": of, "cu_q_lens": ".", "num_seqs": ""}
         return {name: found[name] for name in self.arrays()}
 
     def static(self) -> dict[str, Any]:
@@ -178,8 +187,8 @@ class DecodeCall:
             allowed = allowed & (j >= a["starts"].reshape(self.batch, -1, 1))
         return allowed[:, None]
 
-    def wrong(self, got: dict[str, Any], a: Arrays) -> list[str]:
-        """How results differ from the reference."""
+    def caches(self, a: Arrays) -> dict[str, np.ndarray]:
+        """The caches in float64, (B, room, Hkv, D), with 0 for NaN."""
         caches = {}
         for name in ("key", "value"):
             x = a[name].astype(np.float64)
@@ -190,14 +199,91 @@ class DecodeCall:
                 pages = np.clip(a["table"], 0, len(x) - 1)
                 x = x[pages].reshape(self.batch, -1, *x.shape[2:])
             caches[name] = np.nan_to_num(x)
+        return caches
+
+    def references(self, a: Arrays) -> Any:
+        """Results in float64 and in the call's dtype."""
+        caches = self.caches(a)
         scale = -0.4 if self.scale == "negative" else a["query"].shape[-1] ** -0.5
         out = np.zeros((*a["query"].shape[:3], caches["value"].shape[3]))
         operands = caches | {"query": a["query"], "scale": scale, "dout": out}
         operands |= {"sinks": a["sinks"]} if "sinks" in a else {}
         cap = {"soft_cap": CAP} if self.cap != "none" else {}
-        true, plain = dense.true_and_plain(operands, self.allowed(a), self.dtype, **cap)
+        return dense.true_and_plain(operands, self.allowed(a), self.dtype, **cap)
+
+    def wrong(self, got: dict[str, Any], a: Arrays) -> list[str]:
+        """How results differ from the reference."""
+        true, plain = self.references(a)
         got = {name: np.asarray(x) for name, x in got.items()}
         return dense.close(got, true, plain, 8 if self.dtype == "float32" else 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCall(DecodeCall):
+    """A packed step. It draws how many tokens each sequence has: `MIXES` are sizes."""
+
+    cache: str = "pages"
+    mix: str = "mixed"
+
+    features_of = RAGGED_FEATURES
+    function = "ragged"
+
+    __str__ = DecodeCall.__str__
+
+    def arrays(self, seed: int = 0) -> Arrays:
+        a = super().arrays(seed)
+        rng = np.random.default_rng([seed, zlib.crc32(str(self).encode()), 1])
+        tokens, chunks = MIXES[self.mix]
+        counts = rng.integers(0, 2, self.batch)
+        with_chunks = rng.permutation(self.batch)[:chunks]
+        counts[with_chunks] = rng.integers(0, tokens, chunks)
+        last = np.minimum(np.cumsum([rng.integers(0, 2), *counts]), tokens).astype(np.int32)
+        query = rng.standard_normal((tokens, *a["query"].shape[2:]))
+        a |= {"query": query.astype(a["query"].dtype), "cu_q_lens": last}
+        a["num_seqs"] = np.int32(rng.integers(self.batch - 1, self.batch + 1))
+        if "starts" in a:
+            a["starts"] = rng.integers(-2, 9, tokens).astype(np.int32)
+        return a
+
+    def labels(self) -> dict[str, str]:
+        found = {name: x.replace("b", ".") for name, x in super().labels().items()}
+        found |= {"query": ".h.", "starts": "."}
+        return {name: found[name] for name in self.arrays()}
+
+    def attend(self, a: Arrays, mask: Any = None, **more: Any) -> Any:
+        names = {"key_scale": "key_scale", "value_scale": "value_scale", "sinks": "sinks"}
+        names |= {"starts": "kv_starts"}
+        given = {names[n]: x for n, x in a.items() if n in names} | self.static()
+        arrays = [a.get(n) for n in ("query", "key", "value", "lengths", "table", "cu_q_lens")]
+        return packax.ragged_paged_attention(
+            *arrays, num_seqs=a["num_seqs"], return_lse=True, **given
+        )
+
+    def padded(self, a: Arrays) -> tuple[Arrays, np.ndarray]:
+        """The operands with the tokens of each sequence in a row of a batch, at its end, and the
+        indices of those tokens in the step, or -1."""
+        ends = np.where(np.arange(self.batch) < a["num_seqs"], a["cu_q_lens"][1:], 0)
+        counts = np.where(ends > 0, ends - a["cu_q_lens"][:-1], 0)
+        width = max(counts.max(), 1)
+        index = ends[:, None] - width + np.arange(width)
+        index = np.where(np.arange(width) >= width - counts[:, None], index, -1)
+        some = index[..., None, None] >= 0
+        found = a | {"query": np.where(some, a["query"][index], 0)}
+        if "starts" in a:
+            found["starts"] = np.where(index >= 0, a["starts"][index], 0)
+        return found, index
+
+    def references(self, a: Arrays) -> Any:
+        padded, index = self.padded(a)
+        tokens, heads, _ = a["query"].shape
+        found = []
+        for x in super().references(padded):
+            out = np.zeros((tokens, heads, x["out"].shape[3]))
+            lse = np.full((tokens, heads), -np.inf)
+            out[index[index >= 0]] = x["out"][index >= 0]
+            lse[index[index >= 0]] = x["lse"].swapaxes(1, 2)[index >= 0]
+            found.append({"out": out, "lse": lse.T})
+        return found
 
 
 def parse(text: str) -> Any:
@@ -205,4 +291,5 @@ def parse(text: str) -> Any:
     from calls import Call
 
     fields = dict(x.split("=") for x in text.split(",") if "=" in x)
-    return (DecodeCall if text.startswith("decode") else Call)(**fields)
+    kinds = {"decode": DecodeCall, "ragged": RaggedCall}
+    return kinds.get(text.split(",")[0], Call)(**fields)

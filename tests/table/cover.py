@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from calls import Call
-from decode_calls import DecodeCall
+from decode_calls import DecodeCall, RaggedCall
 from properties import PROPERTIES, Property
 
-KINDS = (Call, DecodeCall)
+KINDS = (Call, DecodeCall, RaggedCall)
 DRAWS = 50  # per chosen call: of so many, the one with most of what is missing
 
 

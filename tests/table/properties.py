@@ -41,7 +41,12 @@ PROPERTIES: dict[str, Property] = {}
 
 
 def decodes(call: Any) -> str | None:
-    return "decoding has no gradients and no plans" if call.function == "decode" else None
+    one = call.function in ("decode", "ragged")
+    return "decoding has no gradients and no plans" if one else None
+
+
+def ragged(call: Any) -> str | None:
+    return "the sizes of a packed step are static" if call.function == "ragged" else None
 
 
 def jax_nn(call: Any) -> str | None:
@@ -342,7 +347,7 @@ MODES = {
 
 @row(
     "export of symbolic sizes",
-    lambda call: decodes(call) and call.shared and "groups of a symbolic batch",
+    lambda call: ragged(call) or (decodes(call) and call.shared and "groups of a symbolic batch"),
 )
 def _(call):
     """The program of unknown batch and lengths, after serialization, with other sizes."""
@@ -463,6 +468,7 @@ def _(call):
     lambda call: (
         jax_nn(call)
         or (decodes(call) and call.paged and "pages are gathered")
+        or (ragged(call) and "the sequences of dense caches are gathered, like pages")
         or (not decodes(call) and call.mask == "built" and "its ids would be sharded too")
         or None
     ),
@@ -498,6 +504,8 @@ def _(call):
     of |= {name: P("tensor") for name in ("sinks", "slopes") if name in of}
     results = P("data", None, "tensor"), P("data", "tensor"), P("data", "tensor")
     results = results[: {"jax.nn": 1, "decode": 2}.get(call.function, 3)]
+    if ragged(call):
+        results = P(None, "tensor"), P("tensor")
     mapped = jax.shard_map(call.attend, mesh=mesh, in_specs=(of,), out_specs=results)
     return differences(call, jax.jit(lambda a: call.step(a, mapped))(a), a)
 

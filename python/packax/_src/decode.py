@@ -34,6 +34,7 @@ from packax._src.requests import (
 )
 
 MAX_ROWS = 16
+_AXES = "(batch, queries, heads, dim)"
 
 
 if TYPE_CHECKING:
@@ -164,34 +165,21 @@ def decode_attention(
     query, key, value = as_arrays(query=query, key=key, value=value)
     lengths = as_integers("kv_lengths", kv_lengths)
     table = None if block_table is None else as_integers("block_table", block_table)
-    _check_tensors(query, key, value, lengths, table)
-    scales = checked_scales(key, key_scale, value_scale, paged=table is not None)
+    check_tensors(query, key, value, _AXES, paged=table is not None)
+    _check_rows(query, lengths)
+    check_sequences(key, table, query.shape[0], "query")
     check_decode_types(query, key, value, paged=table is not None)
-    q_len = query.shape[1]
-    options = checked_options(soft_cap=soft_cap, precision=precision, implementation=implementation)
+    scales = checked_scales(key, key_scale, value_scale, paged=table is not None)
+    spec = checked_spec(query, scale, soft_cap, precision, implementation)
     return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
-    if isinstance(scale, (jax.Array, np.ndarray)):
-        raise ValueError(
-            "scale must be a Python or numpy number, known when tracing, but is "
-            f"{described(scale)}: multiply query by it, and pass scale=1.0"
-        )
-    factor: Any = checked_scale(scale, query)
-    left, right = _window(window)
-    if causal and right:
-        raise ValueError(
-            f"window={window} lets a query attend to {right} keys after itself, which causal=True "
-            f"forbids: pass ({left}, 0), or causal=False"
-        )
-    lo, hi = _ranges(lengths, kv_starts, left, right, causal, q_len)
-    of_heads = per_head("sinks", "logit", sinks, query)
-    if of_heads is not None:
-        of_heads = of_heads.astype(accumulator(query.dtype))[None]
+    limits = checked_window(window, causal)
+    lo, hi = _ranges(lengths, kv_starts, *limits, causal, query.shape[1])
     operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(
-        block_table=table, key_scale=scales[0], value_scale=scales[1], sinks=of_heads
-    )
-    spec = AttentionSpec(scale=factor, **options)
+        block_table=table, key_scale=scales[0], value_scale=scales[1],
+        sinks=checked_sinks(sinks, query),
+    )  # fmt: skip
     (operands,) = vary_together(operands)
-    batch, _, heads, _ = query.shape
+    batch, q_len, heads, _ = query.shape
     if batch == 0 or q_len == 0:
         out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
         lse = jnp.zeros((batch, heads, q_len), accumulator(query.dtype))
@@ -199,6 +187,26 @@ def decode_attention(
         return (out, lse) if return_lse else out
     out, lse = decode_p.bind(*operands.leaves, spec=spec, names=operands.names)
     return (out, lse) if return_lse else out
+
+
+def checked_spec(
+    query: jax.Array, scale: Any, soft_cap: Any, precision: Any, implementation: Any
+) -> AttentionSpec:
+    """The static part of a call."""
+    options = checked_options(soft_cap=soft_cap, precision=precision, implementation=implementation)
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        raise ValueError(
+            "scale must be a Python or numpy number, known when tracing, but is "
+            f"{described(scale)}: multiply query by it, and pass scale=1.0"
+        )
+    factor: Any = checked_scale(scale, query)
+    return AttentionSpec(scale=factor, **options)
+
+
+def checked_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
+    """The sinks as (1, heads), for a query (B, Sq, H, D)."""
+    of_heads = per_head("sinks", "logit", sinks, query)
+    return None if of_heads is None else of_heads.astype(accumulator(query.dtype))[None]
 
 
 def checked_scales(
@@ -244,13 +252,6 @@ def _ranges(
     """(B, Sq) int32: each row attends to the keys lo <= j < hi. Empty rows have any lo >= hi."""
     lengths = jnp.maximum(lengths, 0)[:, None]
     position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
-    if causal:
-        right = 0
-    hi = jnp.broadcast_to(lengths, position.shape)
-    if right is not None:  # this comparison does not overflow int32
-        hi = jnp.where(position < lengths - 1 - right, position + 1 + right, hi)
-    hi = jnp.where(position < 0, 0, hi)
-    lo = jnp.zeros_like(position)
     if starts is not None:
         starts = as_integers("kv_starts", starts)
         shapes = (lengths.shape[:1], position.shape)
@@ -259,13 +260,35 @@ def _ranges(
                 f"kv_starts must have shape {shapes[0]}, one per sequence, or {shapes[1]}, one per "
                 f"row, but has {starts.shape}"
             )
-        lo = jnp.maximum(lo, starts[:, None] if starts.ndim == 1 else starts)
+        starts = starts[:, None] if starts.ndim == 1 else starts
+    return row_ranges(position, lengths, starts, left, right, causal)
+
+
+def row_ranges(
+    position: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array | None,
+    left: int | None,
+    right: int | None,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The ranges of rows at these positions in sequences of these lengths, at least 0. `starts`:
+    their first keys."""
+    if causal:
+        right = 0
+    hi = jnp.broadcast_to(lengths, position.shape)
+    if right is not None:  # this comparison does not overflow int32
+        hi = jnp.where(position < lengths - 1 - right, position + 1 + right, hi)
+    hi = jnp.where(position < 0, 0, hi)
+    lo = jnp.zeros_like(position)
+    if starts is not None:
+        lo = jnp.maximum(lo, starts)
     if left is not None:
         lo = jnp.maximum(lo, position - min(left, INT_MAX // 2))
     return lo, hi
 
 
-def _window(window: Any) -> tuple[int | None, int | None]:
+def checked_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
     """The checked (left, right), clipped to INT_MAX."""
     if window is None:
         return None, None
@@ -276,6 +299,11 @@ def _window(window: Any) -> tuple[int | None, int | None]:
             f"tracing, or None for no limit, but is {window!r}"
         )
     left, right = (None if x is None else min(int(x), INT_MAX) for x in sizes)
+    if causal and right:
+        raise ValueError(
+            f"window={window} lets a query attend to {right} keys after itself, which causal=True "
+            f"forbids: pass ({left}, 0), or causal=False"
+        )
     return left, right
 
 
@@ -295,17 +323,19 @@ def as_integers(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x.astype(np.int32))
 
 
-def _check_tensors(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, table: jax.Array | None
+def check_tensors(
+    query: jax.Array, key: jax.Array, value: jax.Array, axes: str, *, paged: bool
 ) -> None:
-    cache = "(batch, length, heads, dim)" if table is None else "(pages, page size, heads, dim)"
-    tensors = {"query": query, "key": key, "value": value}
-    for name, x in tensors.items():
-        if x.ndim != 4:
-            shape = "(batch, queries, heads, dim)" if name == "query" else cache
+    """Checks tensors and what they have in common. `axes`: the names of the axes of query."""
+    cache = "(pages, page size, heads, dim)" if paged else "(batch, length, heads, dim)"
+    ranks = {"query": axes.count(",") + 1, "key": 4, "value": 4}
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        if x.ndim != ranks[name]:
+            shape = axes if name == "query" else cache
             raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
         # An empty batch and an empty query are accepted, and give an empty result.
-        if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
+        empty = name == "query" or not (paged or x.shape[0])
+        if 0 in (x.shape[-2:] if empty else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
         dtypes = DTYPES if name == "query" else (*DTYPES, FP8)
         if str(x.dtype) not in dtypes:
@@ -315,47 +345,56 @@ def _check_tensors(
             f"query, key and value must have one dtype, or key and value {FP8}, but have "
             f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
-    batch, rows, heads, qk_dim = query.shape
-    if is_symbolic(rows):
-        raise ValueError(f"query must have a known number of tokens per sequence, but has {rows}")
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"query must have 1 to {MAX_ROWS} tokens per sequence, but has {rows}: for more, use "
-            f"flash_attention with causal(offset=kv_lengths - {rows}). query has shape "
-            f"{query.shape}, whose axes are (batch, queries, heads, dim)"
-        )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"value must have the shape of key, {key.shape[:3]}, and then a head dim, but "
             f"has {value.shape}"
         )
+    heads, qk_dim = query.shape[-2:]
     if heads % key.shape[2]:
         raise ValueError(
             f"the heads of query must be a multiple of those of the caches, but there are {heads} "
-            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, queries, "
-            f"heads, dim), and key {key.shape}, whose axes are {cache}"
+            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are {axes}, and key "
+            f"{key.shape}, whose axes are {cache}"
         )
     if qk_dim != key.shape[3]:
         raise ValueError(f"key must have the head dim of query, {qk_dim}, but has {key.shape[3]}")
-    if lengths.shape != (batch,):
-        raise ValueError(
-            f"kv_lengths must have shape ({batch},), the batch of query, but has {lengths.shape}"
-        )
+
+
+def check_sequences(
+    key: jax.Array, table: jax.Array | None, batch: Any, of: str, name: str = "block_table"
+) -> None:
+    """Checks the number of sequences, `batch`, which is that of `of`, and the room of each."""
     if table is None:
         if key.shape[0] != batch:
             raise ValueError(
-                f"key has batch size {key.shape[0]}, but query has {batch}; if key holds pages, "
-                "pass block_table="
+                f"key has batch size {key.shape[0]}, but {of} has {batch}; if key holds pages, "
+                f"pass {name}="
             )
         capacity = key.shape[1]
     else:
         if table.ndim != 2 or table.shape[0] != batch or table.shape[1] == 0:
             raise ValueError(
-                f"block_table must have shape ({batch}, blocks), the batch of query first, but has "
+                f"{name} must have shape ({batch}, blocks), the batch of {of} first, but has "
                 f"{table.shape}"
             )
         capacity = table.shape[1] * key.shape[1]
     if not is_symbolic(capacity) and capacity > MAX_LENGTH:
         raise ValueError(
             f"a sequence may have room for at most {MAX_LENGTH} keys, but has room for {capacity}"
+        )
+
+
+def _check_rows(query: jax.Array, lengths: jax.Array) -> None:
+    batch, rows = query.shape[:2]
+    if is_symbolic(rows):
+        raise ValueError(f"query must have a known number of tokens per sequence, but has {rows}")
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"query must have 1 to {MAX_ROWS} tokens per sequence, but has {rows}: for more, use "
+            f"ragged_paged_attention. query has shape {query.shape}, whose axes are {_AXES}"
+        )
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"kv_lengths must have shape ({batch},), the batch of query, but has {lengths.shape}"
         )

@@ -271,8 +271,9 @@ def _decode_shapes(query, key, value, *operands, spec, names):
 
 def _decode_gradient(primals, tangents, **params):
     raise NotImplementedError(
-        "decode_attention has no gradient: differentiate flash_attention, or put "
-        "jax.lax.stop_gradient around query, key, value and sinks if no gradient is wanted"
+        "decode_attention and ragged_paged_attention have no gradient: differentiate "
+        "flash_attention, or put jax.lax.stop_gradient around query, key, value and sinks if no "
+        "gradient is wanted"
     )
 
 

@@ -1,0 +1,282 @@
+"""`ragged_paged_attention`: one step of a server, prompt chunks and decoding in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
+from packax._src.core.spec import AttentionSpec, Operands, accumulator, ceil_div, is_symbolic
+from packax._src.decode import (
+    MAX_ROWS,
+    as_integers,
+    check_sequences,
+    check_tensors,
+    checked_scales,
+    checked_sinks,
+    checked_spec,
+    checked_window,
+    row_ranges,
+)
+from packax._src.ops.partitioning import check_decode_types, require_device_info
+from packax._src.ops.primitives import Implementation, decode_p
+from packax._src.requests import as_arrays, flag
+
+_AXES = "(tokens, heads, dim)"
+
+
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, total=False):
+        """Arguments that do not change the type of the result."""
+
+        key_scale: ArrayLike | None
+        value_scale: ArrayLike | None
+        kv_starts: ArrayLike | None
+        window: tuple[int | None, int | None] | None
+        causal: bool
+        scale: float | None
+        soft_cap: float | None
+        sinks: ArrayLike | None
+        precision: jax.lax.PrecisionLike
+        implementation: Implementation | None
+
+
+@overload
+def ragged_paged_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
+    page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
+    return_lse: Literal[False] = False, **options: Unpack[_Options],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def ragged_paged_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
+    page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
+    return_lse: Literal[True], **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def ragged_paged_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike | None,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike | None = None,
+    *,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of the new tokens of all sequences of a server's step over their caches.
+
+    Each sequence has any number of new tokens: one if it is decoding, hundreds if they are a chunk
+    of its prompt. The new tokens of all sequences are packed: those of sequence n are the rows
+    cu_q_lens[n] to cu_q_lens[n + 1] - 1 of `query`. Their keys and values are in the cache already.
+    Row r of sequence n is at position p = kv_lens[n] - cu_q_lens[n + 1] + r, and attends to the
+    keys j <= p of its sequence. Only sizes are static: a step with other numbers of tokens and
+    sequences runs the same program. The arguments are in the order of JAX's
+    `ragged_paged_attention` for TPUs, except that keys and values are two arrays. Like
+    `decode_attention`, it reads no keys beyond a length, copies no cache, and has no gradient.
+
+    Args:
+        query: (T, H, Dqk), of a dtype of `decode_attention`. Rows that belong to no sequence are
+            padding.
+        key: the pages, (pages, page_size, Hkv, Dqk), or a dense cache (N, S, Hkv, Dqk), as in
+            `decode_attention`.
+        value: like key, with head dim Dv.
+        kv_lens: the number of keys of each sequence, including its new ones: (N,) integers. If it
+            is below the number of new tokens, the first ones are padding and attend to nothing.
+        page_indices: the pages of each sequence, (N, max_blocks) integers, as `block_table` of
+            `decode_attention`. None: the cache is dense.
+        cu_q_lens: where the rows of each sequence begin, and where the last one's end: (N + 1,)
+            integers that do not decrease.
+        num_seqs: how many sequences there are: an integer of shape () or (1,). The rest of the N
+            have no rows. None: N.
+        key_scale, value_scale: scales of float8_e4m3fn caches, as in `decode_attention`.
+        kv_starts: the first key to which each row attends, (T,) integers.
+        window, causal, scale, soft_cap, sinks, precision, implementation: as in
+            `decode_attention`.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out, (T, H, Dv) in query's dtype, or (out, lse), where lse is (H, T) in float32 (float64 for
+        float64). Padding and rows that attend to nothing have out 0 and lse -inf. A row whose keys
+        end beyond the cache, or are in a page that does not exist, is NaN; other rows are not
+        affected.
+
+    Raises:
+        ValueError, NotImplementedError: the errors of `decode_attention`.
+
+    Examples:
+        Two sequences decode, and a third has a chunk of six prompt tokens. There is room for a
+        fourth sequence and for 16 tokens:
+
+        >>> pages = jnp.ones((8, 4, 2, 64), jnp.bfloat16)
+        >>> out = packax.ragged_paged_attention(
+        ...     jnp.ones((16, 4, 64), jnp.bfloat16), pages, pages,
+        ...     kv_lens=jnp.array([5, 9, 8, 0]),
+        ...     page_indices=jnp.array([[0, 1, 0], [2, 3, 4], [5, 6, 0], [0, 0, 0]]),
+        ...     cu_q_lens=jnp.array([0, 1, 2, 8, 8]), num_seqs=3,
+        ... )
+    """
+    query, key, value = as_arrays(query=query, key=key, value=value)
+    lengths, bounds = as_integers("kv_lens", kv_lens), as_integers("cu_q_lens", cu_q_lens)
+    table = None if page_indices is None else as_integers("page_indices", page_indices)
+    paged = table is not None
+    check_tensors(query, key, value, _AXES, paged=paged)
+    batch = _checked_batch(query, lengths, bounds)
+    check_sequences(key, table, batch, "kv_lens", "page_indices")
+    count = as_integers("num_seqs", batch if num_seqs is None else num_seqs)
+    if count.shape not in ((), (1,)):
+        raise ValueError(f"num_seqs must have shape () or (1,), but has {count.shape}")
+    starts: Any = None if kv_starts is None else as_integers("kv_starts", kv_starts)
+    rows, heads, _ = query.shape
+    if starts is not None and starts.shape != (rows,):
+        shape = (rows,)
+        raise ValueError(f"kv_starts must have shape {shape}, one per row, but has {starts.shape}")
+    one_batch = query[None]
+    check_decode_types(one_batch, key, value, paged=paged)
+    scales = checked_scales(key, key_scale, value_scale, paged=paged)
+    spec = checked_spec(one_batch, scale, soft_cap, precision, implementation)
+    return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
+    limits = checked_window(window, causal)
+    if table is None:  # a dense cache has a page for each sequence
+        table = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    operands = Operands(require_device_info(query), key, value, block_table=table)._replace(
+        key_scale=scales[0], value_scale=scales[1], sinks=checked_sinks(sinks, one_batch)
+    )
+    operands, lengths, bounds, count, starts = vary_together(
+        operands, lengths, bounds, count, starts
+    )
+    if rows == 0 or batch == 0:
+        out, lse, _ = vary_together(
+            jnp.zeros((rows, heads, value.shape[3]), query.dtype),
+            jnp.full((heads, rows), -jnp.inf, accumulator(query.dtype)),
+            operands,
+        )
+    else:
+        packing = _packing(rows, bounds, count.reshape(()))
+        lo, hi = packing.ranges(lengths, starts, *limits, causal)
+        out, lse = _in_tiles(spec, operands, lo, hi, packing)
+    return (out, lse) if return_lse else out
+
+
+def _in_tiles(
+    spec: AttentionSpec, x: Operands, lo: jax.Array, hi: jax.Array, packing: _Packing
+) -> tuple[jax.Array, jax.Array]:
+    """out (T, H, Dv) and lse (H, T): decoding of tiles of at most MAX_ROWS rows."""
+    rows, batch = lo.size, packing.start.size
+    tiles = packing.tiles(min(MAX_ROWS, ceil_div(rows, batch)))
+    head_axes = typed_axes(x.query)[1]
+    call = x._replace(
+        query=over_auto_axes(_taken, (x.query, tiles.row), ((), (), head_axes)),
+        kv_start=_taken(lo, tiles.row),
+        kv_end=_taken(hi, tiles.row),
+        block_table=x.block_table.at[tiles.sequence].get(mode="clip"),
+    )
+    out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
+    out = over_auto_axes(_packed, (out, tiles.place), ((), head_axes))
+    return out, over_auto_axes(_packed_lse, (lse, tiles.place), (head_axes,))
+
+
+def _checked_batch(query: jax.Array, lengths: jax.Array, cu_q_lens: jax.Array) -> int:
+    """The number of sequences for which there is room."""
+    if lengths.ndim != 1:
+        raise ValueError(f"kv_lens must have shape (sequences,), but has {lengths.shape}")
+    (batch,) = lengths.shape
+    for name, size in (("query", query.shape[0]), ("kv_lens", batch)):
+        if is_symbolic(size):
+            raise ValueError(f"{name} must have a known size, but has {size}")
+    if cu_q_lens.shape != (batch + 1,):
+        raise ValueError(
+            f"cu_q_lens must have shape ({batch + 1},), one more than kv_lens, but has "
+            f"{cu_q_lens.shape}"
+        )
+    return batch
+
+
+class _Tiles(NamedTuple):
+    """Rows in tiles of one sequence each, padded at the end of a sequence."""
+
+    sequence: jax.Array  # (tiles,), any number of at least N without rows
+    row: jax.Array  # (tiles, rows per tile), T for padding
+    place: jax.Array  # (T,), the index in `row`, flattened; beyond it for padding
+
+
+def _taken(x: jax.Array, row: jax.Array) -> jax.Array:
+    """(T, ...) as (tiles, rows per tile, ...), with 0 for padding."""
+    return x.at[row].get(mode="fill", fill_value=0)
+
+
+def _packed(x: jax.Array, place: jax.Array, padding: float = 0) -> jax.Array:
+    """The inverse of `_taken`."""
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat.at[place].get(mode="fill", fill_value=padding)
+
+
+def _packed_lse(lse: jax.Array, place: jax.Array) -> jax.Array:
+    """(tiles, H, rows per tile) as (H, T)."""
+    return _packed(lse.swapaxes(1, 2), place, -jnp.inf).T
+
+
+class _Packing(NamedTuple):
+    """Which rows belong to which sequence."""
+
+    start: jax.Array  # (N,), the first row of each sequence
+    end: jax.Array  # (N,)
+    sequence: jax.Array  # (T,)
+    valid: jax.Array  # (T,): not padding
+
+    def ranges(
+        self, lengths: jax.Array, starts: jax.Array | None, left: Any, right: Any, causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """(T,) int32: each row attends to the keys lo <= j < hi. Padding has empty ranges."""
+        lengths = jnp.maximum(lengths, 0)[self.sequence]
+        rows = jnp.arange(self.sequence.size, dtype=jnp.int32)
+        position = jnp.where(self.valid, lengths - (self.end[self.sequence] - rows), -1)
+        return row_ranges(position, lengths, starts, left, right, causal)
+
+    def tiles(self, size: int) -> _Tiles:
+        """As many tiles as `size` rows each can need, whatever the mix."""
+        rows, batch = self.sequence.size, self.start.size
+        start, end = (jnp.minimum(x, rows) for x in (self.start, self.end))
+        count = ceil_div(end - start, size)
+        last = jnp.cumsum(count, dtype=jnp.int32)
+        most = min(rows, batch)  # sequences that have rows
+        tile = jnp.arange((rows - most) // size + most, dtype=jnp.int32)
+        of_tile = _found(last, tile)
+        first, begin, stop = (x.at[of_tile].get(mode="clip") for x in (last - count, start, end))
+        row = (begin + (tile - first) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        row = jnp.where((of_tile < batch)[:, None] & (row < stop[:, None]), row, rows)
+        within = jnp.arange(rows, dtype=jnp.int32) - start[self.sequence]
+        place = (last - count)[self.sequence] * size + within
+        return _Tiles(of_tile, row, jnp.where(self.valid, place, tile.size * size))
+
+
+def _packing(rows: int, cu_q_lens: jax.Array, count: jax.Array) -> _Packing:
+    batch = cu_q_lens.size - 1
+    last = cu_q_lens.at[jnp.clip(count, 0, batch)].get(mode="clip")
+    index = jnp.arange(batch + 1)
+    bounds = jnp.maximum(jnp.where(index <= count, cu_q_lens, last), 0)
+    bounds = jax.lax.cummax(bounds)
+    start, end = bounds[:-1], bounds[1:]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    sequence = _found(end, row)
+    valid = (sequence < batch) & (row >= start[0])
+    return _Packing(start, end, jnp.minimum(sequence, batch - 1), valid)
+
+
+def _found(ends: jax.Array, places: jax.Array) -> jax.Array:
+    """The index of the run, ending at `ends`, in which each place is; their number beyond."""
+    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)

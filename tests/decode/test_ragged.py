@@ -1,0 +1,174 @@
+"""ragged_paged_attention on the CPU: random mixes of chunks and decoding, values that are wrong.
+
+Guards against a row that takes another sequence's length or pages, rows between sequences, tiles
+that mix sequences, and a program that depends on the mix.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import decode_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from decode_calls import RaggedCall
+from tiers import some
+
+MIXES = [
+    "ragged",
+    "ragged,cache=dense,heads=4/1,window=left",
+    "ragged,mix=chunk,starts=of rows,sinks=sinks",
+    "ragged,mix=decoding,numbers=float8 scales of rows,dtype=bfloat16",
+    "ragged,mix=more sequences,cap=soft cap,dims=16x8",
+    "ragged,cache=dense,mix=chunk,numbers=float8 scales of heads",
+    "ragged,mix=chunk,window=both,heads=4/4",
+    "ragged,cache=dense,mix=decoding,scale=negative,dtype=float16",
+    "ragged,numbers=float8,dims=8x12,sinks=sinks,cap=soft cap",
+    "ragged,dtype=bfloat16,starts=of rows,window=left",
+    "ragged,cache=dense,mix=more sequences,window=both,sinks=sinks",
+    "ragged,mix=chunk,dtype=float16,numbers=float8 scales of rows,cap=soft cap",
+]
+
+
+@pytest.mark.parametrize("text", some(MIXES, 0, 1, 2, 3, 5))
+def test_25_random_mixes(text):
+    """One program for all of them."""
+    call = decode_calls.parse(text)
+    step = jax.jit(call.step)
+    wrong = []
+    for seed in range(25):
+        a = call.arrays(100 + seed)
+        wrong += [f"{seed}: {line}" for line in call.wrong(step(a), a)]
+    assert not wrong
+    assert step._cache_size() == 1
+
+
+def test_the_call_of_a_decoding_step():
+    """With one new token for each sequence, the result is that of decode_attention."""
+    call = RaggedCall(mix="decoding", sinks="sinks", window="left")
+    a = call.arrays(1) | {"cu_q_lens": np.arange(5, dtype=np.int32), "num_seqs": np.array([4])}
+    out, lse = jax.jit(call.attend)(a)
+    want, want_lse = packax.decode_attention(
+        a["query"][:, None], a["key"], a["value"], a["lengths"], block_table=a["table"],
+        window=(7, 0), sinks=a["sinks"], return_lse=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, want[:, 0], atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse[:, :, 0].T, atol=1e-6)
+
+
+# Sequences of 1, 9 and 2 rows after one row of padding, before three.
+CU, LENGTHS = np.array([1, 2, 11, 13], np.int32), np.array([12, 9, 7], np.int32)
+
+
+@functools.cache
+def wrong_values():
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((16, 4, 8)).astype(np.float32)
+    pages = rng.standard_normal((8, 4, 2, 8)).astype(np.float32)
+    table = np.array([[4, 1, 2], [5, 0, 3], [6, 7, -1]], np.int32)
+    dense = rng.standard_normal((3, 12, 2, 8)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnames="paged")
+    def attend(lengths=LENGTHS, table=table, cu=CU, count=3, paged=True):
+        cache = pages if paged else dense
+        return packax.ragged_paged_attention(
+            query, cache, cache, lengths, table if paged else None, cu, count, return_lse=True
+        )
+
+    return attend, table
+
+
+def check(good, got, lost=(), empty=(), other=()):
+    """Rows that are NaN, rows that are zeros, rows that may change, and all others the same."""
+    for (x, y), nothing in zip(zip(good, got, strict=True), (0, -np.inf), strict=True):
+        x, y = (np.moveaxis(np.asarray(z), 0 if z.ndim == 3 else 1, 0) for z in (x, y))
+        for n, (before, after) in enumerate(zip(x, y, strict=True)):
+            if n in other:
+                continue
+            want = np.nan if n in lost else nothing if n in empty else before
+            np.testing.assert_array_equal(after, np.broadcast_to(want, after.shape), str(n))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_lengths_beyond_the_cache_are_nan_in_their_rows(paged):
+    attend, _ = wrong_values()
+    good = attend(paged=paged)
+    padding = {0, 13, 14, 15}
+    check(good, good, empty=padding)
+    longer = attend(lengths=LENGTHS + np.array([1, 0, 0], np.int32), paged=paged)
+    check(good, longer, lost={1}, empty=padding)
+    huge = attend(lengths=np.array([2**31 - 1, 9, 7], np.int32), paged=paged)
+    check(good, huge, lost={1}, empty=padding)
+    negative = attend(lengths=np.array([-(2**31), 9, -1], np.int32), paged=paged)
+    check(good, negative, empty={*padding, 1, 11, 12})
+    short = attend(lengths=np.array([12, 9, 1], np.int32), paged=paged)
+    check(good, short, empty={*padding, 11}, other={12})
+
+
+@pytest.mark.parametrize("entry", [-1, 8, 2**31 - 1, -(2**31)])
+def test_a_page_that_does_not_exist_is_nan_in_the_rows_that_attend_to_it(entry):
+    attend, table = wrong_values()
+    wrong = table.copy()
+    wrong[1, 1] = entry  # keys 4 to 7: rows at positions 4 to 8 of 0 to 8
+    check(attend(), attend(table=wrong), lost={6, 7, 8, 9, 10}, empty={0, 13, 14, 15})
+
+
+@pytest.mark.parametrize("count", [0, 1, -5, 3, 2**31 - 1, np.array([2])])
+def test_any_number_of_sequences(count):
+    attend, _ = wrong_values()
+    kept = int(np.clip(count, 0, 3).reshape(()))
+    rows = set(range(1, CU[kept]))
+    check(attend(), attend(count=count), empty=set(range(16)) - rows)
+
+
+def test_starts_that_decrease_or_are_out_of_range():
+    """Rows belong to one sequence or none, and those of sequences before are not affected."""
+    attend, _ = wrong_values()
+    good = attend()
+    far = attend(cu=np.array([1, 2, 11, 2**31 - 1], np.int32))
+    check(good, far, empty={0, 11, 12, 13, 14, 15})  # they are before position 0
+    back = attend(cu=np.array([1, 2, 11, 5], np.int32))
+    check(good, back, empty={0, 11, 12, 13, 14, 15})
+    before = attend(cu=np.array([-9, 2, 11, 13], np.int32))
+    check(good, before, empty={13, 14, 15}, other={0})
+    none = attend(cu=np.full(4, -(2**31), np.int32))
+    check(good, none, empty=set(range(16)))
+
+
+Q, CACHE = jnp.ones((6, 4, 8)), jnp.ones((5, 4, 2, 8))
+TABLE, LENS = np.zeros((2, 3), int), np.array([4, 5])
+
+
+@pytest.mark.parametrize("rows,batch", [(0, 2), (6, 0), (0, 0)])
+def test_nothing(rows, batch):
+    out, lse = packax.ragged_paged_attention(
+        Q[:rows], CACHE, CACHE, LENS[:batch], TABLE[:batch], np.zeros(batch + 1, int),
+        return_lse=True,
+    )  # fmt: skip
+    assert out.shape == (rows, 4, 8) and not out.any()
+    assert lse.shape == (4, rows) and (lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"query": Q[None]}, r"query must have shape \(tokens, heads, dim\), not \(1, 6, 4, 8\)"),
+        ({"kv_lens": LENS[:, None]}, r"kv_lens must have shape \(sequences,\), but has \(2, 1\)"),
+        ({"cu_q_lens": LENS}, r"cu_q_lens must have shape \(3,\), one more than kv_lens, but has"),
+        ({"page_indices": TABLE[:1]}, r"page_indices must have shape \(2, blocks\), the batch of"),
+        ({"page_indices": None}, "key has batch size 5, but kv_lens has 2; if .* page_indices="),
+        ({"num_seqs": [1, 2]}, r"num_seqs must have shape \(\) or \(1,\), but has \(2,\)"),
+        ({"num_seqs": 1.0}, "num_seqs must be an array of integers, but is float"),
+        ({"kv_starts": LENS}, r"kv_starts must have shape \(6,\), one per row, but has \(2,\)"),
+        ({"window": (1, 2)}, "window=.* lets a query attend to 2 keys after itself"),
+        ({"query": Q[:, :3]}, "heads of query must be a multiple .* axes are .tokens, heads, dim"),
+    ],
+)
+def test_errors(changes, message):
+    call = {"query": Q, "key": CACHE, "value": CACHE, "kv_lens": LENS, "page_indices": TABLE,
+        "cu_q_lens": np.array([0, 1, 6])}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        packax.ragged_paged_attention(**call | changes)
