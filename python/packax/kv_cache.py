@@ -1,4 +1,5 @@
-"""Writes keys and values into a dense or paged cache, from which `decode_attention` reads them."""
+"""Dense and paged caches, from which `decode_attention` and `ragged_paged_attention` read: writing
+keys and values, and the places of the tokens of a packed step."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from packax._src.core.arguments import as_int32
 from packax._src.core.sharding import over_auto_axes, typed_axes
 from packax._src.core.spec import FP8, is_fp8
 from packax._src.decode import checked_kv_scale
+from packax._src.ragged import token_positions
 from packax._src.requests import as_arrays
 
-__all__ = ["write"]
+__all__ = ["token_positions", "write"]
 
 
 def write(
@@ -29,19 +31,21 @@ def write(
     """Writes the keys, or the values, of new tokens into a cache.
 
     After a prefill `new` is a packed batch: each row holds prompts of any lengths, one after
-    another. In decoding it is one or a few tokens of every sequence. Donate the cache to `jit`, so
-    that it is written in place.
+    another. In decoding it is one or a few tokens of every sequence, and in a step of a server the
+    tokens of all sequences, without an axis of rows (`token_positions` says where they go). Donate
+    the cache to `jit`, so that it is written in place.
 
     Args:
         cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
-        new: the keys or values of R rows of T tokens, (R, T, Hkv, D), cast to the dtype of the
-            cache. In a float8_e4m3fn cache, numbers beyond its largest, 448, are clipped to it.
+        new: the keys or values of R rows of T tokens, (R, T, Hkv, D), or of one row, (T, Hkv, D),
+            cast to the dtype of the cache. In a float8_e4m3fn cache, numbers beyond its largest,
+            448, are clipped to it.
         sequence_ids: the sequence of each token, which is a row of the cache or of block_table:
-            (R, T) integers, or (R, 1) if all tokens of a row belong to one sequence. A token with
-            -1, or another number that is not a sequence, is not written.
-        positions: the position of each token in its sequence, from 0: (R, T) integers. Positions
-            beyond the cache or the table, and those whose entry of the table is not a page, are not
-            written.
+            (R, T) integers, or (R, 1) if all tokens of a row belong to one sequence; (T,) or (1,)
+            for one row. A token with -1, or another number that is not a sequence, is not written.
+        positions: the position of each token in its sequence, from 0: (R, T) or (T,) integers.
+            Positions beyond the cache or the table, and those whose entry of the table is not a
+            page, are not written.
         block_table: the pages of each sequence, (B, max_blocks) integers, as in `decode_attention`.
         scale: for a cache in float8_e4m3fn: `new` is divided by it, and the cache is multiplied by
             it when it is read. Pass the same array as key_scale or value_scale of
@@ -84,22 +88,24 @@ def _written(
     block_table: Any,
     scale: Any,
 ) -> jax.Array:
-    if cache.ndim != 4 or new.ndim != 4 or cache.shape[2:] != new.shape[2:]:
+    if cache.ndim != 4 or new.ndim not in (3, 4) or cache.shape[2:] != new.shape[-2:]:
         raise ValueError(
             "cache and new must have shapes (sequences or pages, length, heads, head dim) and "
-            "(rows, tokens, heads, head dim) with the same heads and head dim, but have "
-            f"{cache.shape} and {new.shape}"
+            "(rows, tokens, heads, head dim) or (tokens, heads, head dim) with the same heads and "
+            f"head dim, but have {cache.shape} and {new.shape}"
         )
+    tokens = new.shape[:-2]
+    shapes = "(rows, tokens)" if new.ndim == 4 else "(tokens,)"
     row, place = (
-        jnp.asarray(as_int32(name, x, ranks=(2,), shapes="(rows, tokens)"))
+        jnp.asarray(as_int32(name, x, ranks=(len(tokens),), shapes=shapes))
         for name, x in (("sequence_ids", sequence_ids), ("positions", positions))
     )
     for name, x in (("sequence_ids", row), ("positions", place)):
-        if x.shape != new.shape[:2] and (name == "positions" or x.shape != (new.shape[0], 1)):
-            or_one = "" if name == "positions" else f", or shape {(new.shape[0], 1)}"
+        one = (*tokens[:-1], 1)
+        if x.shape != tokens and (name == "positions" or x.shape != one):
+            or_one = "" if name == "positions" else f", or shape {one}"
             raise ValueError(
-                f"{name} must have the rows and tokens of new, {new.shape[:2]}{or_one}, but has "
-                f"{x.shape}"
+                f"{name} must have the rows and tokens of new, {tokens}{or_one}, but has {x.shape}"
             )
     row = jnp.broadcast_to(row, place.shape)
     if scale is not None and not is_fp8(cache):

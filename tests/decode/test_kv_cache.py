@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from jax.sharding import PartitionSpec as P
 from packax import kv_cache, segments
 
 LENGTHS = [5, 1, 9]
@@ -66,6 +67,47 @@ def test_pages():
     np.testing.assert_array_equal(got, wanted)
     beyond = kv_cache.write(cache, new, sequences, positions + 12, block_table=table)
     np.testing.assert_array_equal(beyond, cache)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_packed_step(paged):
+    """One row without its axis, with the places that `token_positions` gives."""
+    lens, cu = np.array([9, 4, 6, 3]), np.array([1, 2, 2, 6, 8])
+    sequences, positions = jax.jit(kv_cache.token_positions, static_argnums=0)(10, lens, cu, 3)
+    assert sequences.tolist() == [-1, 0, 2, 2, 2, 2, -1, -1, -1, -1]
+    assert positions.tolist() == [0, 8, 2, 3, 4, 5, 0, 0, 0, 0]
+    new = np.random.default_rng(0).standard_normal((10, 2, 4)).astype(np.float32)
+    cache = np.full((12, 3, 2, 4) if paged else (4, 12, 2, 4), 9, np.float32)
+    table = np.random.default_rng(1).permutation(12).reshape(4, 3) if paged else None
+    got = kv_cache.write(cache, new, sequences, positions, block_table=table)
+    want = kv_cache.write(cache, new[None], sequences[None], positions[None], block_table=table)
+    np.testing.assert_array_equal(got, want)
+    for at in (1, 2, 5):
+        n, p = int(sequences[at]), int(positions[at])
+        place = (table[n, p // 3], p % 3) if paged else (n, p)
+        np.testing.assert_array_equal(got[place], new[at])
+    assert (np.asarray(got) == 9).all((2, 3)).sum() == (31 if paged else 43)
+
+
+def test_a_packed_step_in_fp8_over_a_mesh_of_heads():
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices("cpu")[:2],
+        axis_types=(jax.sharding.AxisType.Explicit,))  # fmt: skip
+    new = np.random.default_rng(0).standard_normal((6, 2, 4)).astype(np.float32)
+    table, scale = np.array([[3, 1], [0, 2]]), np.exp(new[:4, :, 0])
+    at = kv_cache.token_positions(6, np.array([5, 2]), np.array([0, 3, 5]))
+
+    def write(cache, new):
+        return kv_cache.write(cache, new, *at, block_table=table, scale=scale)
+
+    cache = jnp.zeros((4, 3, 2, 4), jnp.float8_e4m3fn)
+    want = write(cache, new)
+    with jax.set_mesh(mesh):
+        specs = P(None, None, "tensor"), P(None, "tensor")
+        shardings = [jax.NamedSharding(mesh, spec) for spec in specs]
+        got = jax.jit(write)(*map(jax.device_put, (cache, new), shardings))
+        assert jax.typeof(got).sharding.spec[2] == "tensor"
+    np.testing.assert_array_equal(np.float32(got), np.float32(want))
+    assert np.abs(np.float32(want)).sum((2, 3)).astype(bool).sum() == 5
 
 
 def test_one_token_of_each_sequence_keeps_the_dtype():

@@ -138,6 +138,37 @@ def test_starts_that_decrease_or_are_out_of_range():
     check(good, none, empty=set(range(16)))
 
 
+def test_a_ring_of_pages_for_a_window():
+    """Pages that left the window are written again. As docs/guide/decoding.md sizes it."""
+    window, chunk, page, blocks = 9, 5, 4, 12
+    ring = -(-(window + chunk) // page) + 1
+    rng = np.random.default_rng(0)
+    whole = np.arange(2 * blocks, dtype=np.int32).reshape(2, blocks)
+    small = np.arange(2, dtype=np.int32)[:, None] * ring + np.arange(blocks, dtype=np.int32) % ring
+    pools = [np.full((n, page, 2, 8), np.nan, np.float32) for n in (whole.size, 2 * ring)]
+
+    @jax.jit
+    def step(pool, query, new, table, lens, cu):
+        at = packax.kv_cache.token_positions(12, lens, cu)
+        pool = packax.kv_cache.write(pool, new, *at, block_table=table)
+        out = packax.ragged_paged_attention(
+            query, pool, pool, lens, table, cu, window=(window - 1, 0)
+        )
+        return pool, out
+
+    lens = np.zeros(2, np.int32)
+    while (lens < page * blocks - chunk).all():
+        counts = rng.integers(0, chunk + 1, 2)
+        lens, cu = (x.astype(np.int32) for x in (lens + counts, np.cumsum([1, *counts])))
+        query, new = (rng.standard_normal((12, n, 8)).astype(np.float32) for n in (4, 2))
+        outs = []
+        for n, table in enumerate((whole, small)):
+            pools[n], out = step(pools[n], query, new, table, lens, cu)
+            outs.append(out)
+        np.testing.assert_array_equal(*outs)
+        assert np.isfinite(outs[0]).all()
+
+
 Q, CACHE = jnp.ones((6, 4, 8)), jnp.ones((5, 4, 2, 8))
 TABLE, LENS = np.zeros((2, 3), int), np.array([4, 5])
 

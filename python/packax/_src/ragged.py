@@ -135,11 +135,9 @@ def ragged_paged_attention(
     table = None if page_indices is None else as_integers("page_indices", page_indices)
     paged = table is not None
     check_tensors(query, key, value, _AXES, paged=paged)
-    batch = _checked_batch(query, lengths, bounds)
+    batch = _checked_batch(query.shape[0], lengths, bounds)
     check_sequences(key, table, batch, "kv_lens", "page_indices")
-    count = as_integers("num_seqs", batch if num_seqs is None else num_seqs)
-    if count.shape not in ((), (1,)):
-        raise ValueError(f"num_seqs must have shape () or (1,), but has {count.shape}")
+    count = _checked_count(num_seqs, batch)
     starts: Any = None if kv_starts is None else as_integers("kv_starts", kv_starts)
     rows, heads, _ = query.shape
     if starts is not None and starts.shape != (rows,):
@@ -166,10 +164,39 @@ def ragged_paged_attention(
             operands,
         )
     else:
-        packing = _packing(rows, bounds, count.reshape(()))
+        packing = _packing(rows, bounds, count)
         lo, hi = packing.ranges(lengths, starts, *limits, causal)
         out, lse = _in_tiles(spec, operands, lo, hi, packing)
     return (out, lse) if return_lse else out
+
+
+def token_positions(
+    tokens: int, kv_lens: ArrayLike, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The sequence of each token of a packed step, and its position in it.
+
+    Args:
+        tokens: the number of tokens of the step, T, with padding.
+        kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`.
+
+    Returns:
+        sequence_ids and positions for `kv_cache.write`, (T,) int32 each. Padding has -1 and 0. The
+        positions are those for RoPE, too.
+
+    Raises:
+        ValueError: wrong shapes or dtypes.
+
+    Examples:
+        >>> packax.kv_cache.token_positions(6, jnp.array([9, 3]), jnp.array([0, 1, 4]))
+        (Array([ 0,  1,  1,  1, -1, -1], dtype=int32), Array([8, 0, 1, 2, 0, 0], dtype=int32))
+    """
+    lengths, bounds = as_integers("kv_lens", kv_lens), as_integers("cu_q_lens", cu_q_lens)
+    batch = _checked_batch(tokens, lengths, bounds)
+    if batch == 0 or tokens == 0:
+        return jnp.full(tokens, -1, jnp.int32), jnp.zeros(tokens, jnp.int32)
+    packing = _packing(tokens, bounds, _checked_count(num_seqs, batch))
+    sequence = jnp.where(packing.valid, packing.sequence, -1)
+    return sequence, jnp.where(packing.valid, packing.positions(lengths), 0)
 
 
 def _in_tiles(
@@ -190,14 +217,21 @@ def _in_tiles(
     return out, over_auto_axes(_packed_lse, (lse, tiles.place), (head_axes,))
 
 
-def _checked_batch(query: jax.Array, lengths: jax.Array, cu_q_lens: jax.Array) -> int:
+def _checked_count(num_seqs: Any, batch: int) -> jax.Array:
+    count = as_integers("num_seqs", batch if num_seqs is None else num_seqs)
+    if count.shape not in ((), (1,)):
+        raise ValueError(f"num_seqs must have shape () or (1,), but has {count.shape}")
+    return count.reshape(())
+
+
+def _checked_batch(tokens: Any, lengths: jax.Array, cu_q_lens: jax.Array) -> int:
     """The number of sequences for which there is room."""
     if lengths.ndim != 1:
         raise ValueError(f"kv_lens must have shape (sequences,), but has {lengths.shape}")
     (batch,) = lengths.shape
-    for name, size in (("query", query.shape[0]), ("kv_lens", batch)):
+    for name, size in (("tokens", tokens), ("sequences", batch)):
         if is_symbolic(size):
-            raise ValueError(f"{name} must have a known size, but has {size}")
+            raise ValueError(f"the number of {name} must be known when tracing, but is {size}")
     if cu_q_lens.shape != (batch + 1,):
         raise ValueError(
             f"cu_q_lens must have shape ({batch + 1},), one more than kv_lens, but has "
@@ -242,10 +276,14 @@ class _Packing(NamedTuple):
         self, lengths: jax.Array, starts: jax.Array | None, left: Any, right: Any, causal: bool
     ) -> tuple[jax.Array, jax.Array]:
         """(T,) int32: each row attends to the keys lo <= j < hi. Padding has empty ranges."""
+        position = jnp.where(self.valid, self.positions(lengths), -1)
         lengths = jnp.maximum(lengths, 0)[self.sequence]
-        rows = jnp.arange(self.sequence.size, dtype=jnp.int32)
-        position = jnp.where(self.valid, lengths - (self.end[self.sequence] - rows), -1)
         return row_ranges(position, lengths, starts, left, right, causal)
+
+    def positions(self, lengths: jax.Array) -> jax.Array:
+        """(T,) int32: the position of each row, if it is not padding."""
+        rows = jnp.arange(self.sequence.size, dtype=jnp.int32)
+        return jnp.maximum(lengths, 0)[self.sequence] - (self.end[self.sequence] - rows)
 
     def tiles(self, size: int) -> _Tiles:
         """As many tiles as `size` rows each can need, whatever the mix."""
