@@ -5,7 +5,9 @@ Guards against an error that a tolerance hides: every bound is twice the error o
 the same dtype, and what must not matter at all (padding, other documents) is compared bit by bit.
 """
 
+import dataclasses
 import functools
+import re
 
 import cases
 import jax
@@ -168,6 +170,98 @@ def test_tiles_for_gpus():
 
     for a, b in zip(*(jax.tree.leaves(tangent(x, y)) for y in (True, False)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def backward_operands(dtype, options):
+    """Operands of the backward, with consistent out and lse, and random tangents of all."""
+    rng = np.random.default_rng(1)
+    length, heads, dim = 300, 4, 16
+
+    def draw(*shape, like=dtype):
+        return jnp.asarray(rng.standard_normal(shape), like)
+
+    ids = packax.documents(np.repeat(np.arange(3), 100)[None])
+    mask = packax.create_attention_mask(packax.causal() & ids, q_len=length, kv_len=length)
+    spec = AttentionSpec(
+        scale=0.3,
+        mask_mode=mask.mask_mode,
+        needs_grad=("query", "key", "value", *(x for x in options if x != "soft_cap")),
+        soft_cap=2.0 if "soft_cap" in options else 0.0,
+    )
+    scores = {
+        "scales": jnp.full(1, 0.3),
+        "slopes": draw(1, heads, like=jnp.float32),
+        "bias": draw(1, heads, 1, length, like=jnp.float32),
+    }
+    scores = {x: scores[x] for x in ("scales", "slopes", "bias") if x in options}
+    tensors = (draw(1, length, h, dim) for h in (heads, 2, 2))
+    x = Operands(*tensors)._replace(**scores, **mask.operands("forward"))
+    out, lse = xla_attention.forward(dataclasses.replace(spec, needs_grad=()), x)
+    dlse = draw(1, heads, length, like=jnp.float32)
+    x = x._replace(out=out, lse=lse, dout=draw(*out.shape), dlse=dlse, q_order_192=None)
+    moving = ("query", "key", "value", "out", "lse", "dout", "dlse", *scores)
+    along = {n: draw(*getattr(x, n).shape, like=getattr(x, n).dtype) for n in moving}
+    return spec, x, along
+
+
+@pytest.mark.parametrize(
+    "options,some_of",
+    [((), None), ((), ("query", "out", "lse")), (("soft_cap", "scales", "slopes"), None),
+     (("bias",), None)],
+)  # fmt: skip
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_tangents_of_the_backward_are_those_of_its_loops(options, some_of, on_gpu):
+    spec, x, along = backward_operands(jnp.float32, options)
+    along = {n: along[n] for n in some_of or along}
+
+    @jax.jit
+    def both(x, along):
+        def of(some):
+            return tuple(xla_attention.backward(spec, x._replace(**some), on_gpu))
+
+        point = {n: getattr(x, n) for n in along}
+        return xla_attention.backward(spec, x, on_gpu, along), jax.jvp(of, (point,), (along,))[1]
+
+    for a, b in zip(*both(x, along), strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))
+
+
+def test_products_of_a_second_derivative():
+    """Five products per block, of which three are gradients: nothing computes these if only their
+    tangents are needed, and the tangents of scores are one product."""
+    spec, x, along = backward_operands(jnp.float32, ())
+    some = ("query", "key", "value", "out", "lse")
+    along = {n: along[n] for n in some}
+
+    def tangents(x, along):
+        return xla_attention.backward(spec, x, False, along)
+
+    text = jax.jit(tangents).lower(x, along).compile().as_text()
+    scores, gradients = ("s", "ts", "dp", "tdp"), ("dq", "dq", "dk", "dk", "dv")
+    assert len(re.findall(r" dot\(", text)) == len(scores) + len(gradients)
+
+
+@pytest.mark.parametrize("name", ["documents_odd", "padding"])
+def test_16_bit_factors_on_gpus(name):
+    """The results are as exact as those of plain attention in bfloat16."""
+    case = cases.BY_NAME[name]
+    tensors = tensors_of(case, jnp.bfloat16)
+    *qkv, dout, dlse = tensors
+    mask = mask_of(case)
+
+    @jax.jit
+    def passes(query, key, value, dout, dlse):
+        spec = AttentionSpec(scale=SCALE, mask_mode=mask.mask_mode)
+        x = Operands(query, key, value)._replace(**mask.operands("forward"))
+        out, lse = xla_attention.forward(spec, x, True)
+        spec = dataclasses.replace(spec, needs_grad=("query", "key", "value"))
+        x = x._replace(out=out, lse=lse, dout=dout, dlse=dlse, q_order_192=None)
+        return out, lse, *xla_attention.backward(spec, x, True)
+
+    got = oracle.Results(*passes(*tensors))
+    true = oracle.exact(*qkv, case.allowed(), SCALE, dout, dlse)
+    oracle.check(got, true, oracle.plain(*qkv, case.allowed(), SCALE, dout, dlse))
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ MUTANTS = [
         "lax.add(own, update)",
         (EQ + "lengths=165x165",),
     ),
-    Mutant("sign of dlse", XLA, "delta = delta - x.dlse", "delta = delta + x.dlse", (EQ + "full",)),
+    Mutant("sign of dlse", XLA, "delta = delta - dlse", "delta = delta + dlse", (EQ + "full",)),
     Mutant(
         "derivative of the soft cap",
         XLA,
@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "sign of the slopes' gradient",
         XLA,
-        "at[..., 1].add(-by_slope",
-        "at[..., 1].add(by_slope",
+        "stack([by_scale, -by_slope], 2)",
+        "stack([by_scale, by_slope], 2)",
         (EQ + "bias=alibi",),
     ),
     Mutant(
@@ -265,8 +265,8 @@ MUTANTS = [
     Mutant(
         "values of dropped pairs",
         XLA,
-        "add_keys(dv, block, dot(dropped, do_tile, 1, 1))",
-        "add_keys(dv, block, dot(p, do_tile, 1, 1))",
+        "dot(dropped.astype(low), do_tile, 1, 1)",
+        "dot(p.astype(low), do_tile, 1, 1)",
         (EQ + "dropout=dropout",),
     ),
     Mutant(

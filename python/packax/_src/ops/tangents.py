@@ -24,7 +24,7 @@ from packax._src.core.jax_compat import run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import ffi, lowering, partition_rules
+from packax._src.ops import ffi, lowering, partition_rules, xla_attention
 from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import backward_p, forward_p, forward_results, score_operands
@@ -65,27 +65,20 @@ def _tangent_primitive(name: str) -> Primitive:
     return primitive
 
 
-def _in_xla(function: Callable[..., Any]) -> Any:
-    """The lowering rule of the derivative of `function`, which is traced with blockwise loops."""
-
-    def run(*operands, spec, names, tangents):
-        primals = dict(zip(names, operands[: len(names)], strict=True))
-
-        def of_some(*values):
-            by_name = primals | dict(zip(tangents, values, strict=True))
-            return tuple(function(*by_name.values(), spec=spec, names=names))
-
-        point = tuple(primals[name] for name in tangents)
-        return jax.jvp(of_some, point, tuple(operands[len(names) :]))[1]
-
-    return lowering.lower_xla(run, ("spec", "names", "tangents"))
-
-
 def _with_tangent(names: tuple[str, ...], tangents: Any) -> tuple[tuple[str, ...], list[Any]]:
     """The operands that have a tangent, and these tangents."""
     some = [(n, x) for n, x in zip(names, tangents, strict=True) if type(x) is not ad.Zero]
     floating = [(n, x) for n, x in some if x.dtype != jax.dtypes.float0]
     return tuple(n for n, _ in floating), [x for _, x in floating]
+
+
+def _with_names(
+    values: Any, names: tuple[str, ...], tangents: tuple[str, ...]
+) -> tuple[Operands, dict[str, jax.Array]]:
+    """The operands, and their tangents by name."""
+    count = len(names)
+    along = dict(zip(tangents, values[count:], strict=True))
+    return Operands.of(names, values[:count]), along
 
 
 # --- The tangent of the forward
@@ -99,8 +92,28 @@ def _forward_tangent_shapes(query, *avals, spec, names, tangents):
     return forward_results(spec, of, query.shape[2])
 
 
+def _run_forward_tangent(*operands, spec, names, tangents, on_gpu):
+    """The derivative of the blockwise loops."""
+    x, along = _with_names(operands, names, tangents)
+
+    def of_some(some):
+        return tuple(xla_attention.forward(spec, x._replace(**some), on_gpu, False))
+
+    return jax.jvp(of_some, ({n: getattr(x, n) for n in along},), (along,))[1]
+
+
+def _run_backward_tangent(*operands, spec, names, tangents, on_gpu):
+    x, along = _with_names(operands, names, tangents)
+    return xla_attention.backward(spec, x, on_gpu, along)
+
+
+def _in_xla(run: Callable[..., Any], on_gpu: bool) -> Any:
+    run = functools.partial(run, on_gpu=on_gpu)
+    return lowering.lower_xla(run, ("spec", "names", "tangents"))
+
+
 _forward_tangent_xla, _forward_tangent_xla_gpu = (
-    _in_xla(functools.partial(lowering.xla_forward, on_gpu=on_gpu)) for on_gpu in (False, True)
+    _in_xla(_run_forward_tangent, on_gpu) for on_gpu in (False, True)
 )
 
 
@@ -172,12 +185,8 @@ def _backward_tangent_shapes(*avals, spec, names, tangents):
     return backward_p.abstract_eval(*avals[: len(names)], spec=spec, names=names)[0]
 
 
-mlir.register_lowering(backward_tangent_p, _in_xla(lowering.xla_backward))
-mlir.register_lowering(
-    backward_tangent_p,
-    _in_xla(functools.partial(lowering.xla_backward, on_gpu=True)),
-    platform="cuda",
-)
+mlir.register_lowering(backward_tangent_p, _in_xla(_run_backward_tangent, False))
+mlir.register_lowering(backward_tangent_p, _in_xla(_run_backward_tangent, True), platform="cuda")
 
 
 def _backward_jvp(primals, tangents, *, spec, names):

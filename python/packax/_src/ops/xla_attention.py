@@ -59,8 +59,12 @@ from packax._src.ops.xla_tiles import (
 )
 
 
-def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.Array]:
-    """The results of forward_p. `on_gpu`: use the tiles for GPUs."""
+def forward(
+    spec: AttentionSpec, x: Operands, on_gpu: bool = False, round_weights: bool = True
+) -> list[jax.Array]:
+    """The results of forward_p. `on_gpu`: use the tiles and factors for GPUs. The weights of values
+    must not be rounded to 16 bits for tangents, whose weights are large differences.
+    """
     query, key, value = x.query, x.key, x.value
     tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
@@ -68,7 +72,10 @@ def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.
     logits_of = logits_of_blocks(spec, x, tiles)
     kept_of = kept_of_blocks(spec, x, tiles)
     real = accumulator(query.dtype)
-    dot = _dots(spec.precision)
+    low = _factor_dtype(query.dtype, on_gpu)
+    of_weights = low if round_weights else real
+    dot = _dots(spec.precision, real)
+    scores_of = _products_with_one_tangent(dot)
     steps = tiles.batch * tiles.row_tiles
     depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
@@ -81,14 +88,14 @@ def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.
 
     def one_tile(step, results):
         out, acc, rows = results
-        q_tile = row_tile(queries, step).astype(real)
+        q_tile = row_tile(queries, step).astype(low)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             acc, rows = state
             total, row_max = sums_and_maxima(at(rows, step), 0)
             block = block_of(visit)
-            s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
+            s = scores_of(q_tile, key_block(keys, block).astype(low))
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
             # The results do not depend on the shift, so it needs no tangent. The tangent of a
             # maximum also compares scores with the maximum, and possibly none is equal: the
@@ -100,7 +107,8 @@ def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.
             total = lax.add(lax.mul(total, keep), lax.reduce_sum(p, (2,)))
             if kept_of is not None:
                 p = select(kept_of(step, block), p, 0)
-            update = dot(p, key_block(values, block).astype(real), 2, 1)
+            v_block = key_block(values, block).astype(of_weights)
+            update = dot(p.astype(of_weights), v_block, 2, 1)
             keep, update = lax.expand_dims(keep, (0, 3)), lax.expand_dims(update, (0,))
             acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), update))
             # One write for both, after all reads of the old values, so that nothing is copied.
@@ -141,130 +149,214 @@ def forward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.
     return [out, lse, row_max] if spec.max_logits else [out, lse]
 
 
-def backward(spec: AttentionSpec, x: Operands, on_gpu: bool = False) -> list[jax.Array]:
-    """The results of backward_p, in one pass over the attended blocks.
+def backward(
+    spec: AttentionSpec,
+    x: Operands,
+    on_gpu: bool = False,
+    along: dict[str, jax.Array] | None = None,
+) -> list[jax.Array]:
+    """The results of backward_p, in one pass over the attended blocks. `along`: tangents of some
+    operands, by name; then the tangents of the results instead.
 
     Gradients that are not needed are returned as zeros without being computed: XLA does not remove
-    unused sums that a loop carries.
+    unused sums that a loop carries. For the same reason, each block's tangents are computed by
+    itself, instead of those of the loops, which would carry the gradients, too.
     """
-    query, key, value, out = x.query, x.key, x.value, x.out
+    query, key, value = x.query, x.key, x.value
     tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
-    queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    douts = cut_rows(x.dout, tiles)
     visits_of, allowed_of = _visits(spec, x, tiles)
     logits_of = logits_of_blocks(spec, x, tiles)
     kept_of = kept_of_blocks(spec, x, tiles)
     bias = BiasTiles(x.bias, tiles) if spec.bias_grad else None
     real = accumulator(query.dtype)
-    dot = _dots(spec.precision)
+    low = _factor_dtype(query.dtype, on_gpu)
+    dot = _dots(spec.precision, real)
+    scores_of = _products_with_one_tangent(dot)
 
-    # Rows that attend to nothing are masked, so that NaN or inf in them or their cotangents is
-    # ignored.
-    numbers = [y for y in reversed(row_sums.apart(x.lse)) if y is not None]
-    log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
-    attends = lax.ne(log, real.type(-np.inf))
-    attends = lax.broadcast_in_dim(attends, out.shape, (0, 1, 2))
-    # Computed for whole rows: in tiles, rounding would depend on the number of heads per device.
-    products = select(attends, lax.mul(out.astype(real), x.dout.astype(real)), 0)
-    delta = lax.reduce_sum(products, (3,))
-    if x.dlse is not None:
-        delta = delta - x.dlse.transpose(0, 2, 1).astype(real)
-    sums_of_rows = cut_rows(stack([log, delta, *top], 3), tiles)
-
-    def one_tile(step, state):
-        sums = row_tile(sums_of_rows, step)
-        shift, delta, *top = (
-            lax.index_in_dim(sums, n, 2, keepdims=False) for n in range(sums.shape[2])
-        )
-        attends = lax.ne(shift, real.type(-np.inf))
-        q_tile, do_tile = (
-            select(lax.broadcast_in_dim(attends, y.shape, (0, 1)), y, 0)
-            for y in (row_tile(y, step).astype(real) for y in (queries, douts))
-        )
+    def rows_of(by_name):
+        """What a tile reads of its rows: the logarithm, delta, and perhaps the largest logit."""
+        numbers = [y for y in reversed(row_sums.apart(by_name["lse"])) if y is not None]
+        log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
+        some = lax.ne(log, real.type(-np.inf))
+        # Computed for whole rows: in tiles, rounding would depend on the number of heads per
+        # device.
+        out, dout, dlse = (by_name[n] for n in ("out", "dout", "dlse"))
+        products = lax.mul(out.astype(real), dout.astype(real))
+        attends = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
+        delta = lax.reduce_sum(select(attends, products, 0), (3,))
+        if dlse is not None:
+            delta = delta - dlse.transpose(0, 2, 1).astype(real)
         if top:  # all biases of a row may be -inf
-            shift, top = select(attends, shift, jnp.inf), [select(attends, top[0], 0)]
+            log, top = select(some, log, jnp.inf), [select(some, top[0], 0)]
+        return cut_rows(stack([log, delta, *top], 3), tiles)
+
+    def cut(by_name):
+        """The other arrays that tiles and blocks read, of those that are present."""
+        some = {n: y for n, y in by_name.items() if y is not None}
+        arrays = {n: cut_rows(some[n], tiles) for n in ("query", "dout") if n in some}
+        arrays |= {n: cut_keys(some[n], tiles) for n in ("key", "value") if n in some}
+        arrays |= {n: some[n] for n in ("scales", "slopes") if n in some}
+        return arrays | ({"bias": BiasTiles(some["bias"], tiles).array} if "bias" in some else {})
+
+    def tile_of(arrays, step):
+        """`arrays` with those of rows replaced by a tile. Rows that attend to nothing are masked,
+        so that NaN or inf in them or their cotangents is ignored."""
+        rows = row_tile(arrays["rows"], step)
+        attends = lax.ne(lax.abs(rows[..., 0]), real.type(np.inf))
+        own = {n: row_tile(arrays[n], step).astype(low) for n in ("query", "dout")}
+        own = {
+            n: select(lax.broadcast_in_dim(attends, y.shape, (0, 1)), y, 0) for n, y in own.items()
+        }
+        return arrays | own | {"rows": rows}
+
+    def parts_of(arrays, step, block):
+        """What a block adds to each gradient, by name."""
+        q_tile, do_tile, rows = arrays["query"], arrays["dout"], arrays["rows"]
+        shift, delta, *top = (
+            lax.index_in_dim(rows, n, 2, keepdims=False) for n in range(rows.shape[2])
+        )
+        k_block, v_block = (key_block(arrays[n], block).astype(low) for n in ("key", "value"))
+        allowed = allowed_of(step, block)
+        s = scores_of(q_tile, k_block)
+        logits = logits_of(s, step, block, arrays)
+        # For pairs that are not attended, lse and dp may be inf or NaN (garbage in padding,
+        # overflow in another document): select, never multiply.
+        # The first select also prevents the compiler from computing s * scale - lse as one
+        # multiply-add. lse was computed from rounded logits, so p is more exact if the same
+        # rounding cancels.
+        logit = _where(allowed, logits.logit, -jnp.inf, tiles)
+        if top:
+            # The difference is above 0 only if a product rounds differently than in the
+            # forward. Not lax.min(logit, 0): its derivative at 0 would be 1/2.
+            logit = lax.sub(logit, lax.expand_dims(top[0], (2,)))
+            logit = lax.sub(logit, lax.stop_gradient(lax.max(logit, lax.full_like(logit, 0))))
+        # -0 marks pairs that are not attended, and differs from a p that underflows. Another
+        # read of `allowed` would make the compiler compute it again.
+        p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
+        dp = scores_of(do_tile, v_block)
+        dropped = p
+        if kept_of is not None:
+            keep = jnp.where(kept_of(step, block), inverse_keep(spec.dropout_threshold), 0)
+            dp, dropped = dp * keep.astype(real), p * keep.astype(real)
+        dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
+        not_attended = jnp.signbit(p)
+        parts = {}
+        if bias is not None:
+            parts["bias"] = jnp.where(not_attended, 0, dlogit)
+        ds = dlogit if logits.cap_slope is None else dlogit * logits.cap_slope
+        if spec.score_grads:
+            by_scale = by_slope = lax.full(ds.shape[:2], 0, real)
+            if x.scales is not None:
+                by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
+            if logits.distance is not None:
+                by_slope = _where(allowed, dlogit * logits.distance, 0, tiles).sum(axis=-1)
+            parts["scores"] = stack([by_scale, -by_slope], 2)
+        ds = lax.select(not_attended, lax.full_like(ds, 0), lax.mul(ds, logits.scale)).astype(low)
+        if "query" in spec.needs_grad:
+            parts["query"] = dot(ds, k_block, 2, 1)
+        if "key" in spec.needs_grad:
+            parts["key"] = dot(ds, q_tile, 1, 1)
+        if "value" in spec.needs_grad:
+            parts["value"] = dot(dropped.astype(low), do_tile, 1, 1)
+        return parts
+
+    by_name = x._asdict()
+    arrays = cut(by_name) | {"rows": rows_of(by_name)}
+    moved = {}  # the tangents of arrays
+    if along is not None:
+        of_rows = {n: along[n] for n in ("out", "lse", "dout", "dlse") if n in along}
+        moved = cut(along) | {"rows": _tangent(rows_of, by_name, of_rows)}
+
+    def one_tile(step, sums):
+        own = tile_of(arrays, step)
+        if along is not None:
+            tangents = _tangent(functools.partial(tile_of, step=step), arrays, moved)
+            own_moved = {n: tangents[n] for n in moved}
         first, last_of, block_of = visits_of(step)
 
-        def one_block(visit, state):
-            dq, parts, dk, dv, dbias = state
+        def one_block(visit, sums):
             block = block_of(visit)
-            k_block, v_block = (key_block(y, block).astype(real) for y in (keys, values))
-            allowed = allowed_of(step, block)
-            s = dot(q_tile, k_block, 2, 2)
-            logits = logits_of(s, step, block)
-            # For pairs that are not attended, lse and dp may be inf or NaN (garbage in padding,
-            # overflow in another document): select, never multiply.
-            # The first select also prevents the compiler from computing s * scale - lse as one
-            # multiply-add. lse was computed from rounded logits, so p is more exact if the same
-            # rounding cancels.
-            logit = _where(allowed, logits.logit, -jnp.inf, tiles)
-            if top:
-                # The difference is above 0 only if a product rounds differently than in the
-                # forward. Not lax.min(logit, 0): its derivative at 0 would be 1/2.
-                logit = lax.sub(logit, lax.expand_dims(top[0], (2,)))
-                logit = lax.sub(logit, lax.stop_gradient(lax.max(logit, lax.full_like(logit, 0))))
-            # -0 marks pairs that are not attended, and differs from a p that underflows. Another
-            # read of `allowed` would make the compiler compute it again.
-            p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
-            dp = dot(do_tile, v_block, 2, 2)
-            dropped = p
-            if kept_of is not None:
-                keep = jnp.where(kept_of(step, block), inverse_keep(spec.dropout_threshold), 0)
-                dp, dropped = dp * keep.astype(real), p * keep.astype(real)
-            dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
-            not_attended = jnp.signbit(p)
-            if bias is not None:
-                dbias = bias.add(dbias, step, block, jnp.where(not_attended, 0, dlogit))
-            ds = dlogit if logits.cap_slope is None else dlogit * logits.cap_slope
-            if parts is not None and x.scales is not None:
-                by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
-                parts = change(parts, step, lambda own: own.at[..., 0].add(by_scale[None]))
-            if parts is not None and logits.distance is not None:
-                by_slope = _where(allowed, dlogit * logits.distance, 0, tiles).sum(axis=-1)
-                parts = change(parts, step, lambda own: own.at[..., 1].add(-by_slope[None]))
-            ds = lax.select(not_attended, lax.full_like(ds, 0), lax.mul(ds, logits.scale))
-            dq = None if dq is None else add(dq, step, dot(ds, k_block, 2, 1))
-            dk = None if dk is None else add_keys(dk, block, dot(ds, q_tile, 1, 1))
-            dv = None if dv is None else add_keys(dv, block, dot(dropped, do_tile, 1, 1))
-            return dq, parts, dk, dv, dbias
+            of_block = functools.partial(parts_of, step=step, block=block)
+            parts = of_block(own) if along is None else _tangent(of_block, own, own_moved)
+            added = {}
+            for name, total in sums.items():
+                if bias is not None and name == "bias":
+                    added[name] = bias.add(total, step, block, parts[name])
+                elif name in ("key", "value"):
+                    added[name] = add_keys(total, block, parts[name])
+                else:
+                    added[name] = add(total, step, parts[name])
+            return added
 
-        return _loop(first, last_of, one_block, state)
+        return _loop(first, last_of, one_block, sums)
 
     # Sums are updated in place: a separate accumulator per tile would be zeroed and copied back.
-    scores_move = spec.score_grads
     steps = tiles.batch * tiles.row_tiles
     shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
-    start = (
-        lax.full((*shape, query.shape[-1]), 0, real) if "query" in spec.needs_grad else None,
-        jnp.zeros((*shape, 2), real) if scores_move else None,
-        lax.full(keys.shape, 0, real) if "key" in spec.needs_grad else None,
-        lax.full(values.shape, 0, real) if "value" in spec.needs_grad else None,
-        None if bias is None else bias.zeros(real),
-    )
-    dq, parts, dk, dv, dbias = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
+    shapes = {"query": (*shape, query.shape[-1]), "scores": (*shape, 2)}
+    shapes |= {n: arrays[n].shape for n in ("key", "value", "bias") if n in arrays}
+    wanted = [*spec.needs_grad, *(["scores"] if spec.score_grads else [])]
+    start = {n: lax.full(shapes[n], 0, real) for n in wanted if n in shapes}
+    sums = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
     q_len = query.shape[1]
     results = [
-        jnp.zeros_like(query)
-        if dq is None
-        else rows_together(dq, tiles, q_len).astype(query.dtype),
-        jnp.zeros_like(key) if dk is None else keys_together(dk, tiles, key),
-        jnp.zeros_like(value) if dv is None else keys_together(dv, tiles, value),
+        rows_together(sums["query"], tiles, q_len).astype(query.dtype)
+        if "query" in sums
+        else jnp.zeros_like(query),
+        *(
+            keys_together(sums[n], tiles, y) if n in sums else jnp.zeros_like(y)
+            for n, y in (("key", key), ("value", value))
+        ),
     ]
-    if parts is not None:
-        results.append(rows_together(parts, tiles, q_len).transpose(0, 2, 3, 1))
+    if spec.score_grads:
+        results.append(rows_together(sums["scores"], tiles, q_len).transpose(0, 2, 3, 1))
     if bias is not None:
-        results.append(bias.gradient(dbias, x.bias.dtype))
+        results.append(bias.gradient(sums["bias"], x.bias.dtype))
     return results
 
 
-def _dots(precision):
+def _tangent(function, values, tangents):
+    """The tangent of a function of a dictionary. Entries without one stay constants, which costs no
+    products."""
+    some = {n: values[n] for n in tangents}
+    return jax.jvp(lambda y: function(values | y), (some,), (tangents,))[1]
+
+
+def _factor_dtype(dtype, on_gpu):
+    """The dtype of the factors of products: on a GPU also 16 bits, as in the kernels."""
+    return dtype if on_gpu and dtype.itemsize == 2 else accumulator(dtype)
+
+
+def _dots(precision, real):
     """A product batched over key/value heads (axis 0) that contracts a_axis and b_axis."""
 
     def dot(a, b, a_axis, b_axis):
         dims = ((a_axis,), (b_axis,)), ((0,), (0,))
-        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=a.dtype)
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=real)
 
     return dot
+
+
+def _products_with_one_tangent(dot):
+    """a b^T. Its tangent is one product of twice the depth, so that only one array of scores is
+    written."""
+
+    @jax.custom_jvp
+    def scores(a, b):
+        return dot(a, b, 2, 2)
+
+    def rule(primals, tangents):
+        (a, b), (da, db) = primals, tangents
+        zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in tangents]
+        if zero[1]:
+            return scores(a, b), dot(da, b, 2, 2)
+        if zero[0]:
+            return scores(a, b), dot(a, db, 2, 2)
+        twice = lax.concatenate([da, a], 2), lax.concatenate([b, db], 2)
+        return scores(a, b), dot(*twice, 2, 2)
+
+    scores.defjvp(rule, symbolic_zeros=True)
+    return scores
 
 
 def _where(allowed, x, other, tiles):
@@ -374,7 +466,8 @@ class Logits(NamedTuple):
 
 
 def logits_of_blocks(spec, options, tiles):
-    """A function that turns the scores of a step and a block into Logits."""
+    """A function that turns the scores of a step and a block into Logits. Its last argument, if
+    any, has the scales, slopes and padded bias."""
     soft_cap = spec.soft_cap
     biased = options.slopes is not None
     bias = None if options.bias is None else BiasTiles(options.bias, tiles)
@@ -390,10 +483,13 @@ def logits_of_blocks(spec, options, tiles):
             )
         )
 
-    def of_block(s, step, block):
+    def of_block(s, step, block, arrays=None):
+        scales, slopes, biases = options.scales, options.slopes, None
+        if arrays is not None:
+            scales, slopes, biases = (arrays.get(x) for x in ("scales", "slopes", "bias"))
         factor = spec.scale
-        if options.scales is not None:
-            factor = batch_row(options.scales, step, tiles.row_tiles)
+        if scales is not None:
+            factor = batch_row(scales, step, tiles.row_tiles)
         factor = lax.convert_element_type(factor, s.dtype)
         logit, cap_slope, distance = lax.mul(s, factor), None, None
         if soft_cap:
@@ -405,11 +501,11 @@ def logits_of_blocks(spec, options, tiles):
             column = at(column, rem(block, tiles.key_blocks))
             distance = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
             distance = jnp.tile(distance, (tiles.group, 1))[None]
-            slopes = batch_row(options.slopes, step, tiles.row_tiles)
+            slopes = batch_row(slopes, step, tiles.row_tiles)
             slopes = slopes.reshape(tiles.kv_heads, tiles.group)
             logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * distance
         if bias is not None:
-            logit += bias.at(step, block, s.dtype)
+            logit += bias.at(step, block, s.dtype, biases)
         return Logits(logit, factor, cap_slope, distance)
 
     return of_block

@@ -303,19 +303,17 @@ class BiasTiles:
         rows = 1 if self.shape[2] == 1 else self.tiles.rows
         return (1, self.shape[1], rows, self.tiles.keys)
 
-    def at(self, step: Any, block: Any, real: Any) -> jax.Array:
-        """The bias of a step and a block, (Hkv, group * rows, keys), in the dtype `real`."""
+    def at(self, step: Any, block: Any, real: Any, array: jax.Array | None = None) -> jax.Array:
+        """The bias of a step and a block, (Hkv, group * rows, keys), in the dtype `real`. `array`
+        is read instead of self.array."""
         tiles = self.tiles
-        tile = read(self.array, self._start(step, block), self._sizes)[0].astype(real)
+        array = self.array if array is None else array
+        tile = read(array, self._start(step, block), self._sizes)[0].astype(real)
         heads = (1, 1) if self.shape[1] == 1 else (tiles.kv_heads, tiles.group)
         tile = tile.reshape(*heads, *tile.shape[1:])
         of_heads = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
         tile = jnp.broadcast_to(tile, of_heads)
         return tile.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
-
-    def zeros(self, real: Any) -> jax.Array:
-        """The initial sums of the gradient."""
-        return jnp.zeros(self.array.shape, real)
 
     def add(self, sums: jax.Array, step: Any, block: Any, part: jax.Array) -> jax.Array:
         """sums with `part` added, the gradients of a tile's logits, (Hkv, group * rows, keys)."""
