@@ -86,7 +86,7 @@ def row_of(
     elif key in table.SM80_FORWARD.get(kernel, {}):
         rows = table.SM80_FORWARD[kernel]
     else:
-        every = table.TILES | table.BIAS_TILES
+        every = table.TILES | table.SHARED_TILES
         rows, key = every.get(kernel, {}), (arch.tiles, max(dims))
     if dims not in table.ALL_DIMS or key not in rows:
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")

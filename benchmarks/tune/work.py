@@ -125,6 +125,8 @@ class Work:
             "query": normal(heads, qk), "key": normal(kv_heads, qk), "value": normal(kv_heads, v),
             "dout": normal(heads, v), "out": half((rows, heads, v)), "dq": half((rows, heads, qk)),
             "dk": half((rows, kv_heads, qk)), "dv": half((rows, kv_heads, v)),
+            "tq": normal(heads, qk), "tk": normal(kv_heads, qk), "tv": normal(kv_heads, v),
+            "tout": half((rows, heads, v)), "tlse": floats((heads * rows,)),
             "lse": floats((heads * rows,)), "delta": floats((heads * padded,)),
             "lse2": floats((heads * padded,)), "dq_sum": floats((heads * padded * qk,)),
             "lo": ints((padded,)), "hi": ints((padded,)), "counter": ints((1,)),
@@ -199,7 +201,7 @@ class Work:
             return kv_heads * -(-rows // 128) * (128 // block)
         if name == "backward_dkdv_sm90_parts":
             return kv_heads * -(-rows // 128) * (128 // block) * 2
-        if name in ("forward", "backward_dq", "backward_dq_sm90_parts"):
+        if name in ("forward", "forward_tangent", "backward_dq", "backward_dq_sm90_parts"):
             return heads * -(-rows // 128) * (128 // block)
         return heads * -(-rows // block)
 
@@ -236,7 +238,7 @@ class Work:
         found = {}
         for name in names:
             host = self.given[name].get()
-            host = host.reshape(self.case.heads, -1).T if name == "lse" else host
+            host = host.reshape(self.case.heads, -1).T if name in ("lse", "tlse") else host
             found[name] = float32(np.ascontiguousarray(host[::step]))
         return found
 
