@@ -71,7 +71,7 @@ POINTERS = {
     **dict.fromkeys(("bias", "dbias"), ""),  # or float32, which kernels check at run time
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
     **dict.fromkeys(("dbias_sums", "tlse"), "fp32"),
-    **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
+    **dict.fromkeys(("row_max", "row_delta", "scales", "slopes", "score_grads"), "fp32"),
     **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
     **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
     **dict.fromkeys(("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),

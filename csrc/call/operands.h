@@ -89,7 +89,9 @@ struct AttentionOperands : AttentionPointers {
 };
 
 // row_max is null if not requested; the kernel then does not write it.
-struct ForwardOperands : AttentionOperands, ForwardPointers {};
+struct ForwardOperands : AttentionOperands, ForwardPointers {
+  int32_t sink_batch;  // 1 or batch; 0: none
+};
 
 // The tangents of query, key and value may be absent.
 struct TangentOperands : AttentionOperands, ForwardTangentPointers {
@@ -105,6 +107,7 @@ enum class Algorithm {
   kSm90Fused,     // one kernel for all three, which accumulates dQ in memory (sm90, sm80)
 };
 
+// row_delta is null if not requested.
 struct BackwardOperands : AttentionOperands, BackwardPointers {
   TensorView dout, dq, dk, dv;
   // In the workspace, with q_len rounded up to whole blocks; `top` only with a bias.

@@ -100,6 +100,7 @@ ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
         Expect("score_grads", *b.score_grads, ffi::DataType::F32,
                {{"batch", o->batch}, {"heads", o->heads}, {"params", 2}, {"q_len", o->q_len}}));
   }
+  if (!Absent(*b.row_delta)) PACKAX_TRY(ExpectSums("row_delta", *b.row_delta, *o));
   if (o->needs_dbias) {
     PACKAX_CHECK(!Absent(b.bias), kInvalidArgument) << "dbias is there, but bias is absent";
     const auto sizes = b.bias.dimensions();
@@ -131,6 +132,7 @@ ffi::Error CheckBackward(Stream stream, BackwardBuffers b) {
   if (o.batch == 0) return ffi::Error::Success();
 
   Read(b, &o);
+  if (Absent(*b.row_delta)) o.row_delta = nullptr;
   o.out = RowsOf("out", b.out, o, o.v_dim);
   o.dout = RowsOf("dout", b.dout, o, o.v_dim);
   return RunBackward(stream, o);

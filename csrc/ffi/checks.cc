@@ -135,4 +135,14 @@ ffi::Error CheckSoftCap(float soft_cap) {
   return ffi::Error::Success();
 }
 
+ffi::Error ReadSinks(const ffi::AnyBuffer& sinks, int32_t batch, int32_t heads,
+                     int32_t* sink_batch) {
+  *sink_batch = 0;
+  if (Absent(sinks)) return ffi::Error::Success();
+  PACKAX_TRY(ExpectRank("sinks", sinks, 2, "(1 or batch, heads)"));
+  PACKAX_TRY(ReadBatch("sinks", sinks, batch, sink_batch));
+  return Expect("sinks", sinks, ffi::DataType::F32,
+                {{"sink_batch", *sink_batch}, {"heads", heads}});
+}
+
 }  // namespace packax

@@ -57,4 +57,8 @@ ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, int32_t bat
 
 ffi::Error CheckSoftCap(float soft_cap);
 
+// sinks: (1 or batch, heads) float32; `sink_batch` is the size of axis 0, 0 if absent.
+ffi::Error ReadSinks(const ffi::AnyBuffer& sinks, int32_t batch, int32_t heads,
+                     int32_t* sink_batch);
+
 }  // namespace packax

@@ -72,13 +72,9 @@ ffi::Error ReadRest(DecodeBuffers& b, DecodeOperands* o) {
   const ffi::DataType f32 = ffi::DataType::F32;
   PACKAX_TRY(Expect("kv_start", b.kv_start, ffi::DataType::S32, {batch, q_len}));
   PACKAX_TRY(Expect("kv_end", b.kv_end, ffi::DataType::S32, {batch, q_len}));
-  o->has_sinks = Absent(b.sinks) ? 0 : 1;
-  o->sink_batch = 1;
-  if (o->has_sinks != 0) {
-    PACKAX_TRY(ExpectRank("sinks", b.sinks, 2, "(1 or batch, heads)"));
-    PACKAX_TRY(ReadBatch("sinks", b.sinks, o->batch, &o->sink_batch));
-    PACKAX_TRY(Expect("sinks", b.sinks, f32, {{"sink_batch", o->sink_batch}, heads}));
-  }
+  PACKAX_TRY(ReadSinks(b.sinks, o->batch, o->heads, &o->sink_batch));
+  o->has_sinks = o->sink_batch > 0 ? 1 : 0;
+  o->sink_batch = std::max(o->sink_batch, 1);  // the kernel divides by it
   PACKAX_TRY(Expect("out", *b.out, DataTypeOf(o->dtype), {batch, q_len, heads, v_dim}));
   PACKAX_TRY(Expect("lse", *b.lse, f32, {batch, heads, q_len}));
   PACKAX_TRY(ExpectRank("partial", *b.partial, 5, "(splits, batch, q_len, heads, v_dim)"));

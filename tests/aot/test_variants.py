@@ -317,7 +317,7 @@ def test_kernels_with_a_block_mask_take_its_lists_and_sizes() -> None:
         lists = "kv_block_lists" if "dkdv" in mapped else "q_block_lists"
         names = [n for n in arguments_of(mapped) if not n.isupper()]
         assert names[names.index("scale") - 2 : names.index("scale")] == ["block_mask", lists]
-        at = names.index("mask_batch") + 1
+        at = names.index("sink_batch" if "sink_batch" in names else "mask_batch") + 1
         assert names[at : at + 4] == numbers
         left = [n for n in names if n not in ("block_mask", lists, *numbers)]
         assert left == [n for n in arguments_of(plain) if not n.isupper()]

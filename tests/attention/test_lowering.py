@@ -55,7 +55,7 @@ def test_forward():
     assert target == "packax_forward_v1"
     assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "mask_mode": "1 : i32"}
     mask = [*[ROWS] * 6, BLOCKS, ORDER]
-    assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT]
+    assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT, ABSENT]
     # No row_max; the last result is the counter, a workspace.
     assert results == [QUERY, SUMS, ABSENT, "1xi32"]
 
@@ -86,11 +86,11 @@ def options_of(function, *args):
         backward = target == "packax_backward_v1"
         assert backward or target == "packax_forward_v1"
         attributes.pop("mask_mode"), attributes.pop("scale")
-        assert len(results) == (6 if backward else 4)
+        assert len(results) == (7 if backward else 4)
         assert operands["init"] == ABSENT  # no heads written by an earlier call
         assert operands["q_order"] == ORDER
         if backward:
-            assert results.pop(3) == ABSENT  # dbias
+            assert [results.pop(4), results.pop(4)] == [ABSENT] * 2  # row_delta, dbias
         else:
             assert operands["q_order_192"] == ORDER_192 and results.pop() == "1xi32"
         params = [operands[name] for name in ALIBI]
@@ -140,6 +140,20 @@ def test_a_bias_of_indices(of_indices, grads, arguments, numbers):
         assert attributes["bias_of_indices"] == f"{of_indices} : i32"
         assert params == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
     assert both[1][2][0] == grads
+
+
+def test_sinks_are_an_operand_of_the_kernels():
+    """No other operation reads or writes an array as large as the query, so neither pass goes over
+    the output again. The backward returns a number per row for their gradient."""
+    sinks = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    without = jax.grad(lambda *x: loss(*x, MASK), (0, 1, 2))
+    with_sinks = jax.grad(lambda sinks, *x: loss(*x, MASK, sinks=sinks), (0, 1, 2, 3))
+    texts = [text_of(without, *abstract()), text_of(with_sinks, sinks, *abstract())]
+    forward, backward = calls(texts[1])
+    assert by_name(forward)["sinks"] == "1x8xf32" and forward[3][:2] == [QUERY, SUMS]
+    assert backward[3][4] == SUMS
+    large = [[x for x in y.splitlines() if "tensor<2x300x8x64x" in x] for y in texts]
+    assert len(large[0]) == len(large[1])
 
 
 def test_fallback_backward():
@@ -221,7 +235,7 @@ def test_backward():
         "kv_blocks": "2x4x5xi32",
         "kv_order": ORDER,
     }
-    assert results == [QUERY, KEY, KEY, ABSENT, ABSENT, DELTA]
+    assert results == [QUERY, KEY, KEY, *[ABSENT] * 3, DELTA]
 
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])

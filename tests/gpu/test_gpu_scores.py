@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,67 @@ pytestmark = pytest.mark.gpu
 def test_options(name, dims, options, dtype):
     case = cases.BY_NAME[name]
     check(case, dtype, dims, **options)
+
+
+@pytest.mark.parametrize("name", ["causal_long", "padding", "gqa_4"])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (96, 96), (256, 256), (192, 192), (512, 512)]
+)
+def test_sinks(name, dims):
+    """Without other options: the plain kernels."""
+    check(cases.BY_NAME[name], "bfloat16", dims, sinks=True)
+
+
+SINKS = jnp.array([-jnp.inf, 1.5, 3e38, jnp.inf])  # none, as large as logits, all of the weight
+
+
+@pytest.mark.parametrize("length", [500, 1500])
+@pytest.mark.parametrize("option", ["plain", "cap", "alibi", "bias", "blocks", "dropout", "max"])
+def test_extreme_sinks(option, length):
+    """Results and gradients are those of XLA, finite but for the infinite sink; -inf changes no bit
+    of its head."""
+    rng = np.random.default_rng(5)
+    query, key, value, dout = (
+        jnp.asarray(rng.standard_normal((2, length, heads, 64)), jnp.bfloat16)
+        for heads in (4, 2, 2, 4)
+    )
+    ids = np.repeat([0, 1, 2, -1], [length // 5, length // 2, length // 5, length // 10])
+    expression = packax.causal() & packax.documents(ids.astype(np.int32))
+    options = {
+        "cap": {"soft_cap": 2.0},
+        "alibi": {"bias": packax.alibi(jnp.array([0.5, 0.1, 0.02, 0.004]))},
+        "bias": {"bias": jnp.asarray(rng.standard_normal((1, 4, length, length)), jnp.bfloat16)},
+        "dropout": {"dropout_rate": 0.2, "dropout_key": jax.random.key(0)},
+        "max": {"return_max_logits": True},
+    }.get(option, {})
+    if option == "blocks":
+        blocks = rng.random((1, 4, -(-length // 64), -(-length // 64))) < 0.6
+        expression &= packax.masks.block_sparse(blocks, 64)
+    mask = packax.create_attention_mask(expression)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(sinks, implementation):
+        def attend(*x):
+            tensors, sinks = x[:3], x[3] if len(x) > 3 else None
+            out, lse, *_ = packax.flash_attention(
+                *tensors, mask, sinks=sinks, return_lse=True, implementation=implementation,
+                **options,
+            )  # fmt: skip
+            return out, lse
+
+        given = (query, key, value) if sinks is None else (query, key, value, sinks)
+        results, back = jax.vjp(attend, *given)
+        return *results, *back((dout, jnp.ones_like(results[1])))
+
+    got, want = run(SINKS, "cuda"), run(SINKS, "xla")
+    names = ("out", "lse", "query", "key", "value", "sinks")
+    for name, x, y in zip(names, got, want, strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, atol=0.05, rtol=0.02, err_msg=name)
+        assert not np.isnan(x).any(), name
+    for x, y in zip(got[:2], run(None, "cuda")[:2], strict=True):
+        head = np.s_[:, :, 0] if x.ndim == 4 else np.s_[:, 0]
+        np.testing.assert_array_equal(np.asarray(x[head]), np.asarray(y[head]))
 
 
 @pytest.mark.parametrize(

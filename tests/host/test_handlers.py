@@ -9,9 +9,9 @@ from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import CALLS, Sizes, backward, blocks, documents, forward, table_size
-from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward
-from cpp.machine import needs_compiler, needs_extension
+from cpp.calls import CALLS, Sizes, backward, blocks, documents, forward, table_size, with_sinks
+from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
+from cpp.machine import arguments, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -23,6 +23,26 @@ def test_forward(portable, s):
     grids = {"forward": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]}
     expect_launches(portable, call, attention(s, 0.0625, 1), grids)
     assert portable.calls("cuTensorMapEncodeTiled") == 0
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+@pytest.mark.parametrize("s", SIZES)
+def test_sinks(machine, s, of_batch):
+    """The kernels are those of the same calls without sinks; `sink_batch` says that there are some,
+    and the address of row_delta that it is needed."""
+    for make in (forward, backward):
+        plain = make(machine, s)
+        call = with_sinks(plain, s.batch if of_batch else 1)
+        kernels = kernels_of(machine, plain)
+        assert kernels_of(machine, call) == kernels
+        launch = machine.launches()[0]
+        got = dict(zip(arguments(launch["kernel"]), launch["params"], strict=False))
+        addresses = call.addresses()
+        if make is forward:
+            assert got["sinks"] == addresses["sinks"]
+            assert got["sink_batch"] == (s.batch if of_batch else 1)
+        else:
+            assert got["row_delta"] == addresses["row_delta"] != 0
 
 
 @pytest.mark.parametrize("has_dlse", [0, 1])

@@ -29,6 +29,7 @@ from cpp.calls import (
     forward_soft_cap,
     of_head_group,
     tangent,
+    with_sinks,
 )
 from cpp.machine import make_machine, needs_compiler, needs_extension
 
@@ -51,6 +52,8 @@ CALLS = {
 } | {
     "decode, pages": lambda m: decode(m, page_size=16),
     "decode, sinks": lambda m: decode(m, sink_batch=2),
+    "forward, sinks": lambda m: with_sinks(forward(m), 2),
+    "backward, sinks": lambda m: with_sinks(backward(m), 2),
     "decode, FP8": lambda m: decode(m, scale_rows=2),
     "decode, FP8 pages": lambda m: decode(m, page_size=16, scale_rows=99),
     "forward, some heads": some_heads(forward),
@@ -198,4 +201,4 @@ def test_wrong_number_of_operands(shared_machine):
     call.operands.popitem()
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
-    assert "Wrong number of arguments: expected 22 but got 21" in failure.message
+    assert "Wrong number of arguments: expected 23 but got 22" in failure.message

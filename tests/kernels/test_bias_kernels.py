@@ -75,6 +75,49 @@ def test_bias_and_dropout_equal_the_oracle(case, shape, dtype, rate, soft_cap, t
     check_against_the_oracle(case, shape, dtype, rate, soft_cap, tiles, DIMS, COMPILED)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_sinks(rate):
+    """With logits of about 0 and of -1e9, sinks of every size relative to them. Both numbers of lse
+    are finite, except in rows that attend to nothing and with an infinite sink."""
+    expression, q_len, kv_len, heads, kv_heads = ATTENTION["ranges with empty rows"]
+    mask = mask_of(expression, q_len, kv_len)
+    attends = np.asarray(expression.as_array(q_len, kv_len))
+    attends = attends if attends.ndim == 3 else attends[None]
+    batch, heads, kv_heads = len(attends), 8, 4
+    rng = np.random.default_rng(4)
+    query, key, value = (
+        rng.standard_normal((batch, n, h, 16)).astype(np.float32)
+        for n, h in ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
+    )
+    sizes = (batch, heads, q_len, kv_len)
+    added = added_of((0, 1, 1), np.float32, rate, sizes, rng)
+    least = np.float32(-3.3895314e38)  # of bfloat16
+    added.bias[:, :, ::3] = -1e9
+    added.bias[:, :, 1::3] = least
+    sinks = np.float32([[-np.inf, 0.5, 60, -1e9, least, 3e38, np.inf, 1e4]])
+    extras = interpreter.Extras(mask, 0.25)
+    out, lse, row_max = kernels.forward(query, key, value, mask, extras, added, TILES[0], (16, 16))
+    got, got_lse, got_max = kernels.forward(
+        query, key, value, mask, extras, added, TILES[0], (16, 16), sinks
+    )
+    np.testing.assert_array_equal(got_max, row_max)
+    top, log = (lse[..., i].astype(np.float64) for i in (0, 1))
+    empty = np.isneginf(top)
+    assert empty.any() and not empty.all()
+    below = sinks[0].astype(np.float64)[:, None] - np.where(empty, 0, top)
+    total = np.logaddexp(np.where(empty, 0, log), below)  # relative to the largest logit
+    weight = np.where(empty | np.isposinf(below), 0, np.exp(np.where(empty, 0, log) - total))
+    wanted = out * weight.swapaxes(1, 2)[..., None]
+    np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=2e-5)
+    found = np.where(empty, 0, got_lse[..., 0].astype(np.float64) - np.where(empty, 0, top))
+    found += np.where(empty, 0, got_lse[..., 1])
+    np.testing.assert_allclose(found, np.where(empty, 0, total), atol=1e-5, rtol=1e-6)
+    np.testing.assert_array_equal(got_lse[empty], lse[empty])
+    np.testing.assert_array_equal(got_lse[:, 0], lse[:, 0])  # without a sink
+    others = np.isfinite(sinks[0]) | np.isneginf(sinks[0])
+    assert np.isfinite(got_lse[:, others][~empty[:, others]]).all()
+
+
 @pytest.mark.parametrize(
     "case,shape,dtype,rate,soft_cap,kind,dims",
     some(

@@ -45,8 +45,8 @@ def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> di
     return found | changed
 
 
-def forward(p: Problem, changed: dict[str, int], shape: str = "") -> None:
-    """`shape`: the end of the name of a kernel for calls of some sizes."""
+def forward(p: Problem, changed: dict[str, int], shape: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """out and lse. `shape`: the end of the name of a kernel for calls of some sizes."""
     out, lse = (
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
@@ -62,23 +62,24 @@ def forward(p: Problem, changed: dict[str, int], shape: str = "") -> None:
         extra["bias"] = planes(p.bias)
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"][0], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
-        "out": rows_of(out), "lse": lse, **extra,
+        "out": rows_of(out), "lse": lse, **p.sinks_or_none(), **extra,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
         **p.masks("q_block_lists"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
+    stored = lse
     p.check("out", out)
     if p.bias is not None:
         largest = p.want["top"]
-        np.testing.assert_allclose(lse[..., 0], largest, atol=1e-4, rtol=1e-6)
+        if p.sinks is None:
+            np.testing.assert_allclose(lse[..., 0], largest, atol=1e-4, rtol=1e-6)
         nothing = np.isneginf(largest)
         assert (lse[nothing, 1] == np.finfo(np.float32).max).all()
         lse = np.where(nothing, -np.inf, lse.sum(-1))
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(p.want["lse"]))
-    some = np.isfinite(lse)
-    np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4, rtol=1e-6)
+    np.testing.assert_allclose(lse, p.want["lse"], atol=1e-4, rtol=1e-6)
     if "row_max" in extra:
         np.testing.assert_allclose(extra["row_max"], p.want["top"], atol=1e-4, rtol=1e-6)
+    return out, stored
 
 
 # For kernels that mask like a plain kernel of the table, and for candidates outside the table.
@@ -359,3 +360,47 @@ def test_packed_trees(dims, case):
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
     queries_alone(p)
+
+
+# The sinks of four heads: none, about as large as a row's logits, all of the weight, infinite.
+SINKS = np.float32([-np.inf, 1.5, 3e38, np.inf])
+WITH_SINKS = [
+    *((option, (64, 64)) for option in ("", "_short", "_max_logits", "_block_lists", "_bias")),
+    *((option, (128, 128)) for option in ("_soft_cap", "_alibi", "_float32_bias")),
+    *(("", dims) for dims in ((128, 128), (192, 128), (256, 256), (512, 512))),
+    ("_low_occupancy", (64, 64)),
+]
+
+
+@pytest.mark.parametrize("option,dims", some(WITH_SINKS, 0, 1, 2, 3, 4), ids=str)
+def test_sinks(option, dims):
+    """Each batch row has sinks. Rows that attend to nothing have none: their lse is -inf."""
+    sinks = np.stack([SINKS, SINKS[::-1] - 4])
+    blocks = (64, 64, 4) if option == "_block_lists" else ()
+    shape = option if option in ("_low_occupancy", "_short") else ""
+    p = Problem("two rows", dims, "" if shape else option, 4, 2, blocks, sinks=sinks)
+    assert np.isneginf(p.want["lse"]).any()
+    forward(p, {}, shape)
+
+
+@pytest.mark.parametrize("option", ["", "_bias"])
+def test_a_sink_of_minus_infinity_changes_no_bit(option):
+    p = Problem("ids that come back", (64, 64), option)
+    want = forward(p, {})
+    p.sinks = np.full((1, 2), -np.inf, np.float32)
+    for a, b in zip(forward(p, {}), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nan_in_sinks_and_under_a_large_sink():
+    """A NaN sink makes the rows of its head NaN. A NaN in a value reaches the rows that attend to
+    it, even if the sink takes all the weight."""
+    p = Problem("two rows", (64, 64), "", 4, 2, sinks=np.float32([[np.nan, 1, 3e38, 0]]))
+    p.value[:, :, 1] = np.nan
+    p.check = lambda name, got: None
+    p.want["lse"][:, 0] = np.where(np.isneginf(p.want["lse"][:, 1]), -np.inf, np.nan)
+    out, _ = forward(p, {})
+    some = np.isfinite(p.want["lse"][:, 1])
+    nan = np.isnan(out.astype(float)).all(-1).swapaxes(1, 2)
+    for head, has in enumerate((True, False, True, True)):
+        np.testing.assert_array_equal(nan[:, head], some & has, err_msg=str(head))

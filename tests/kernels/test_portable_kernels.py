@@ -193,6 +193,47 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
 
 
+def with_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """float64 out and lse with sinks (1 or B, H), from those without, (B, Sq, H, D), (B, H, Sq)."""
+    lse, sinks = lse.astype(np.float64), sinks[..., None].astype(np.float64)
+    total = np.where(np.isneginf(lse), lse, np.logaddexp(lse, sinks))
+    with np.errstate(invalid="ignore"):
+        weight = np.where(np.isneginf(lse) | np.isposinf(sinks), 0, np.exp(lse - total))
+    return out * weight.swapaxes(1, 2)[..., None], total
+
+
+@pytest.mark.parametrize("case", ["documents", "three rows", "ranges with empty rows"])
+def test_sinks(case: str) -> None:
+    """None, about as large as a row's logits, all of the weight, infinite; also for each batch row.
+    Rows that attend to nothing have none."""
+    expression, q_len, kv_len, _, _ = ATTENTION[case]
+    mask = mask_of(expression, q_len, kv_len)
+    rng = np.random.default_rng(3)
+    query, key, value = (
+        rng.standard_normal((mask.batch, n, h, 16)).astype(np.float32)
+        for n, h in ((q_len, 4), (kv_len, 2), (kv_len, 2))
+    )
+    out, lse = interpreter.forward(query, key, value, mask, 0.4, (64, 32))
+    sinks = np.float32([-np.inf, 1.5, 3e38, np.inf])
+    rows = np.stack([np.roll(sinks, b) - b for b in range(mask.batch)])
+    for each in (sinks[None], rows):
+        got = interpreter.forward(query, key, value, mask, 0.4, (64, 32), None, each)
+        extras = interpreter.Extras(mask, 0.4)
+        fallback = interpreter.forward_fallback(
+            query, key, value, mask, extras, (64, 32), (16, 16), each
+        )
+        for found in (got, fallback[:2]):
+            for name, a, b in zip(("out", "lse"), found, with_sinks(out, lse, each), strict=True):
+                np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-6, err_msg=name)
+    none = np.full((1, 4), -np.inf, np.float32)
+    for a, b in zip(
+        interpreter.forward(query, key, value, mask, 0.4, (64, 32), None, none),
+        (out, lse),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_head_group_equals_a_separate_call() -> None:
     """Bit for bit; the other heads of out and dq keep their initial content."""
     mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)

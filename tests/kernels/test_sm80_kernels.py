@@ -54,12 +54,19 @@ def check_forward(p, kernel):
     programs = -(-p.q_len // 128) * (128 // block) * p.batch * p.heads
     launch("sm80.fwd", "forward", programs, {
         "query": p.query, "key": p.key, "value": p.value, "out": out, "lse": lse,
-        **p.masks(*ROWS, "q_order"), **sizes(p), **tile,
+        **p.sinks_or_none(), **p.masks(*ROWS, "q_order"), **sizes(p), **tile,
     }, p.seed)  # fmt: skip
     p.check("out", out)
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(p.want["lse"]))
-    some = np.isfinite(lse)
-    np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4)
+    np.testing.assert_allclose(lse, p.want["lse"], atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["", "_soft_cap"])
+def test_sinks(option):
+    """None, about as large as a row's logits, all of the weight, infinite; for each batch row."""
+    sinks = np.float32([[-np.inf, 1.5, 3e38, np.inf], [np.inf, -2.0, 0.5, -np.inf]])
+    p = Problem("two rows", (128, 128), option, heads=4, kv_heads=2, sinks=sinks)
+    assert np.isneginf(p.want["lse"]).any()
+    check_forward(p, f"forward_sm80{option}" if option else "forward")
 
 
 BACKWARD = [("ampere", dim, case) for dim in (64, 128) for case in MASKS]

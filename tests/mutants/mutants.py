@@ -315,9 +315,9 @@ MUTANTS = [
         (EQ + "sinks=sinks",),
     ),
     Mutant(
-        "sinks' gradient without dlse",
-        "ops/score_mods.py",
-        "delta -= dlse.astype(real)",
+        "sinks ignored",
+        XLA,
+        "out, lse = add_sinks(out, lse, x.sinks)",
         "pass",
         (EQ + "sinks=sinks",),
     ),

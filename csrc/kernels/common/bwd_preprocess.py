@@ -7,15 +7,15 @@ import triton.language as tl
 
 @triton.jit
 def backward_preprocess(
-    out, dout, lse, dlse, kv_start, kv_end, delta, lse2, lo, hi, top, dq_sum,
+    out, dout, lse, dlse, kv_start, kv_end, delta, row_delta, lse2, lo, hi, top, dq_sum,
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Results have P = q_len rounded up to 64 rows, so that for TMA every block is aligned and rows
     past the end are empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e),
     +inf for an empty row; lo, hi (Bm, P), copies of the row ranges; with clear_dq, dq_sum (B, H, P,
-    Dqk) = 0. Rows of out and dout are `row_heads` heads apart, of which this launch computes
-    `heads`.
+    Dqk) = 0. row_delta (B, H, Sq) gets delta, unless it is null. Rows of out and dout are
+    `row_heads` heads apart, of which this launch computes `heads`.
 
     With a bias (top is not None), lse has two numbers per row (row_sums.py): top (B, H, P) is a
     row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it.
@@ -61,6 +61,8 @@ def backward_preprocess(
         # if all logits of a row are -inf, its logarithm is so large that lse2 becomes +inf
         tl.store(top + at, tl.where(largest == float("-inf"), 0.0, largest))
     tl.store(delta + at, total)
+    if row_delta.to(tl.int64) != 0:
+        tl.store(row_delta + bh * q_len + rows, total, mask=in_bounds)
     tl.store(lse2 + at, natural * 1.4426950408889634)
     if clear_dq != 0:
         cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM

@@ -83,11 +83,11 @@ class RowOperands(NamedTuple):
 
 @triton.jit
 def backward_delta(
-    out, dout, dlse, delta, kv_start, kv_end, has_dlse, batch, mask_batch, q_len, heads, row_heads,
-    v_dim, V_DIM: tl.constexpr, ROWS: tl.constexpr,
+    out, dout, dlse, delta, row_delta, kv_start, kv_end, has_dlse, batch, mask_batch, q_len, heads,
+    row_heads, v_dim, V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
-    memory.
+    """delta (B, H, Sq), also in row_delta unless that is null. Heads are the fastest index:
+    neighbouring programs read neighbouring memory.
 
     Here and below, rows of query, out and their gradients are `row_heads` heads apart (None:
     `heads`), and the kernel processes `heads` of them.
@@ -113,6 +113,8 @@ def backward_delta(
     if has_dlse != 0:
         total -= tl.load(dlse + at, mask=attended, other=0.0)
     tl.store(delta + at, total, mask=in_bounds)
+    if row_delta.to(tl.int64) != 0:
+        tl.store(row_delta + at, total, mask=in_bounds)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from portable.kv_ranges import (
     store_rows,
     tile_of_program,
 )
-from portable.row_sums import LEAST, power, store_sums
+from portable.row_sums import LEAST, add_sink, power, sink_of, store_sums
 from portable.row_tile import over_keys, row_tile, tile_pointers
 from portable.scoring import logits, scoring_of, terms_of
 from portable.steps import pair_of, pointers_of
@@ -65,12 +65,12 @@ def attend(state, q, kv, tile, scoring, first_key, inside, FLOAT32_PRODUCTS: tl.
 
 @triton.jit
 def forward(
-    query, key, value, out, lse, row_max, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
+    query, key, value, out, lse, row_max, sinks, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
     dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, mask_mode, bias_kind,
-    bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
-    block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    row_heads, qk_dim, v_dim,
+    bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, sink_batch, scales_batch,
+    bias_batch, block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads,
+    kv_heads, row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
@@ -115,10 +115,12 @@ def forward(
 
     # a block mask may exclude all keys of a row; NaN counts as attended and reaches the result
     attended = (tile.hi > tile.lo) & (l != 0.0)
+    sink = sink_of(sinks, sink_batch, b, heads, head)
+    l = add_sink(m, l, sink, bias)
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
     if dropout_threshold is not None:
         result *= inverse_keep
     out_rows = tile_pointers(out, tile, v_dim, V_DIM)
     store_rows(out_rows, result.to(out.dtype.element_ty), tile.valid[:, None], v_dim, V_DIM)
     stat = (b.to(tl.int64) * heads + head) * q_len
-    store_sums(lse, row_max, stat, tile.rows, tile.valid, m, l, attended, bias)
+    store_sums(lse, row_max, stat, tile.rows, tile.valid, m, l, sink, attended, bias)

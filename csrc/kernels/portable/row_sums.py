@@ -7,6 +7,9 @@ logit rounds the logarithm away, and multiplying the logit by log2(e) may overfl
 bias array therefore use logits in base e and store two numbers per row, (B, H, Sq, 2): the largest
 logit, and the logarithm of the sum of exp(logit - largest). A row that attends to nothing has -inf
 and the largest finite number, which make every probability 0.
+
+Both forms include the sink. If it takes all the weight of a row, the log-sum-exp is the sink; as
+two numbers, the sink and 0, but for a sink of +inf the largest logit and +inf.
 """
 
 from typing import NamedTuple
@@ -99,16 +102,35 @@ def probabilities(x, sums, AXIS: tl.constexpr):
 
 
 @triton.jit
-def store_sums(lse, row_max, first, rows, valid, m, l, attended, bias):
-    """Stores the statistics of a forward with running maximum `m` and sum `l`, at `rows` relative
-    to row `first`. `row_max` gets the largest logit, unless it is None or null."""
+def sink_of(sinks, sink_batch, b, heads, head):
+    """The sink of a head: one more logit in the softmax's denominator. `sinks` has one row of
+    heads, or one per batch row. In calls without sinks, `sink_batch` is 0, and the sink -inf."""
+    at = tl.where(sink_batch > 1, b, 0).to(tl.int64) * heads + head
+    return tl.load(sinks + at, mask=sink_batch > 0, other=float("-inf"))
+
+
+@triton.jit
+def add_sink(m, l, sink, bias):
+    """The sums `l` of rows with running maximum `m`, with the sink: `l` if there is none, +inf if
+    the sink takes all the weight."""
+    return l + power(in_base(sink, bias) - m, bias)
+
+
+@triton.jit
+def store_sums(lse, row_max, first, rows, valid, m, l, sink, attended, bias):
+    """Stores the statistics of a forward with running maximum `m` and sum `l` (with the sink), at
+    `rows` relative to row `first`. `row_max` gets the largest logit, unless it is None or null."""
     log = tl.log2(l)
+    sink_alone = l == float("inf")
     if bias is None:
-        tl.store(lse + first + rows, tl.where(attended, (m + log) * LN2, float("-inf")), mask=valid)
+        natural = tl.where(sink_alone, sink, (m + log) * LN2)
+        tl.store(lse + first + rows, tl.where(attended, natural, float("-inf")), mask=valid)
         m *= LN2
     else:
         pair = lse + 2 * (first + rows)
-        tl.store(pair, tl.where(attended, m, float("-inf")), mask=valid)
-        tl.store(pair + 1, tl.where(attended, log * LN2, -LEAST), mask=valid)
+        top = tl.where(sink_alone, tl.where(sink == float("inf"), m, sink), m)
+        log = tl.where(sink_alone, sink - top, log * LN2)
+        tl.store(pair, tl.where(attended, top, float("-inf")), mask=valid)
+        tl.store(pair + 1, tl.where(attended, log, -LEAST), mask=valid)
     if row_max is not None and row_max.to(tl.int64) != 0:
         tl.store(row_max + first + rows, tl.where(attended, m, float("-inf")), mask=valid)

@@ -11,7 +11,6 @@ and 64 columns.
 """
 
 from common.kv_ranges import (
-    LN2,
     LOG2E,
     key_range,
     nth_step,
@@ -20,6 +19,7 @@ from common.kv_ranges import (
     position_row,
     split,
 )
+from common.sinks import add_sink, log_sum_exp, sink_of
 from common.soft_cap import tanh_of_scores
 from sm80.common import (
     accumulator,
@@ -68,8 +68,9 @@ def kept(s, row, rows, keys, ranges, segments, checked):
 
 @gluon.jit
 def forward(
-    query, key, value, out, lse, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scale, soft_cap, mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    query, key, value, out, lse, sinks, kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    q_order, scale, soft_cap, mask_mode, batch, mask_batch, sink_batch, q_len, kv_len, heads,
+    kv_heads, row_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROW_WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -186,9 +187,11 @@ def forward(
 
     l = gl.sum(l, 1)
     attended = (hi > lo) & (l != 0.0)  # True for NaN, so that it reaches the result
+    sink = sink_of(sinks, sink_batch, b, heads, head)
+    l = add_sink(l, m, sink, False)
     inverse = gl.where(attended, 1.0 / l, 0.0)
     acc = scaled(acc, inverse[:, None], V_DIM)
-    natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
+    natural = gl.where(attended, log_sum_exp(l, m, sink), float("-inf"))
     gl.store(lse + (b.to(gl.int64) * heads + head) * q_len + rows, natural, mask=in_bounds)
     columns = gl.arange(0, V_CHUNK, gl.SliceLayout(0, s_layout))
     local = (rows - row)[:, None] * row_heads

@@ -28,10 +28,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def forward_sm90(
-    query, key, value, out, lse, row_max,
+    query, key, value, out, lse, row_max, sinks,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     slopes, bias, block_mask, q_block_lists,
-    scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
+    scale, soft_cap, mask_mode, batch, mask_batch, sink_batch, block_mask_batch, block_mask_heads,
     q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -48,7 +48,7 @@ def forward_sm90(
     or `row_max`. `bias` is a tensor map of an array in the query's dtype or float32, whose planes
     `bias_axes` describes (portable/bias.py); its tiles are loaded with those of the keys. `row_max`
     receives the largest logit of every row. With a bias, logits are in base e, and `lse` has two
-    numbers per row (portable/row_sums.py).
+    numbers per row (portable/row_sums.py). Every kernel takes `sinks` (common/sinks.py).
     """
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
@@ -114,7 +114,8 @@ def forward_sm90(
         ),
         bias_axes=bias_axes, q_blocks=q_blocks, q_order=q_order, counter=counter,
         programs=gl.num_programs(0),
-        shared=shared, out=out, lse=lse, row_max=row_max, slopes=slopes,
+        shared=shared, out=out, lse=lse, row_max=row_max, sinks=sinks, sink_batch=sink_batch,
+        slopes=slopes,
         first_scale=first_scale, scale2=scale2,
     )  # fmt: skip
     if SCHEDULER:

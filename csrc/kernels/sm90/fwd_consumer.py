@@ -2,6 +2,7 @@
 producer sends."""
 
 from common.kv_ranges import LN2, LOG2E
+from common.sinks import add_sink, log_sum_exp, sink_of
 from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.args import Map, Number, RowTileArgs
@@ -55,6 +56,8 @@ class ForwardArgs(RowTileArgs):
     out: Map
     lse: Number
     row_max: Number
+    sinks: Number
+    sink_batch: Number
     slopes: Number
     first_scale: Number
     scale2: Number
@@ -205,19 +208,24 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         in_bounds = rows < q_len
         lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
         hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+        sink = sink_of(args.sinks, args.sink_batch, tile.b, scalars.heads, head)
         attended = (l != 0.0) & (hi > lo)  # true for a NaN, which must reach the result
+        l = add_sink(l, m, sink, config.BIAS)
         if config.BIAS:
             pair = args.lse + 2 * ((tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows)
-            gl.store(pair, gl.where(attended, m, float("-inf")), mask=in_bounds)
-            gl.store(pair + 1, gl.where(attended, gl.log2(l) * LN2, -LEAST), mask=in_bounds)
+            sink_alone = l == float("inf")
+            top = gl.where(sink_alone, gl.where(sink == float("inf"), m, sink), m)
+            log = gl.where(sink_alone, sink - top, gl.log2(l) * LN2)
+            gl.store(pair, gl.where(attended, top, float("-inf")), mask=in_bounds)
+            gl.store(pair + 1, gl.where(attended, log, -LEAST), mask=in_bounds)
         else:
             lse_row = args.lse + (tile.b.to(gl.int64) * scalars.heads + head) * q_len
-            natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
+            natural = gl.where(attended, log_sum_exp(l, m, sink), float("-inf"))
             gl.store(lse_row + rows, natural, mask=in_bounds)
         if config.ROW_MAX:
             max_row = args.row_max + (tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows
             gl.store(max_row, gl.where(attended, m * LN2, float("-inf")), mask=in_bounds)
-        inverse = gl.where(attended, 1.0 / l, 0.0)
+        inverse = gl.where(attended, 1.0 / l, -1.0)
         tma.store_wait(0)  # the previous output has left o_s
         acc = wait_products(acc_tokens, 0, V_CHUNKS)
         warp_arrive(shared.v_empty.index(old))
@@ -227,7 +235,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         # select, not multiply: a row that attends to nothing may have summed garbage in full steps
         outputs = ()
         for c in gl.static_range(V_CHUNKS):
-            outputs = outputs + (gl.where(inverse != 0.0, acc[c] * inverse, 0.0),)  # noqa: RUF005
+            outputs = outputs + (gl.where(inverse < 0.0, 0.0, acc[c] * inverse),)  # noqa: RUF005
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
             shared.o_s.index(FIRST_O + c).store(outputs[c].to(dtype))

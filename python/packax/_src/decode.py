@@ -29,8 +29,8 @@ from packax._src.requests import (
     as_arrays,
     checked_options,
     checked_scale,
+    checked_sinks,
     flag,
-    per_head,
 )
 
 MAX_ROWS = 16
@@ -201,12 +201,6 @@ def checked_spec(
         )
     factor: Any = checked_scale(scale, query)
     return AttentionSpec(scale=factor, **options)
-
-
-def checked_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
-    """The sinks as (1, heads), for a query (B, Sq, H, D)."""
-    of_heads = per_head("sinks", "logit", sinks, query)
-    return None if of_heads is None else of_heads.astype(accumulator(query.dtype))[None]
 
 
 def checked_scales(

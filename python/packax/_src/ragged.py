@@ -16,14 +16,13 @@ from packax._src.decode import (
     check_sequences,
     check_tensors,
     checked_scales,
-    checked_sinks,
     checked_spec,
     checked_window,
     row_ranges,
 )
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
-from packax._src.requests import as_arrays, flag
+from packax._src.requests import as_arrays, checked_sinks, flag
 
 _AXES = "(tokens, heads, dim)"
 

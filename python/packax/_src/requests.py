@@ -100,7 +100,7 @@ def check(
         check_key(dropout_key)
     if not isinstance(factor, jax.Array):
         query, options["scale"] = _with_positive_scale(query, factor)
-    scores = ScoreParams(sinks=per_head("sinks", "logit", sinks, query))
+    scores = ScoreParams(sinks=checked_sinks(sinks, query))
     positions: tuple[jax.Array, ...] = ()
     if isinstance(factor, jax.Array):
         scores = scores._replace(scales=factor.astype(accumulator(query.dtype))[None])
@@ -323,6 +323,12 @@ def per_head(name: str, what: str, given: Any, query: jax.Array) -> jax.Array | 
     if own[0] == of_heads[2]:
         return given
     return jax.sharding.reshard(given, NamedSharding(sharding.mesh, P(of_heads[2])))
+
+
+def checked_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
+    """The sinks as (1, heads), for a query (B, Sq, H, D)."""
+    of_heads = per_head("sinks", "logit", sinks, query)
+    return None if of_heads is None else of_heads.astype(accumulator(query.dtype))[None]
 
 
 def _alibi(

@@ -82,6 +82,7 @@ def options(direction, **present):
     operands = {**OPTIONS, **present}
     if direction == "forward":
         del operands["kv_block_lists"]
+        operands.setdefault("sinks", ABSENT)
     return {**operands, "init": ABSENT}
 
 
@@ -156,12 +157,25 @@ def backward(
         "dq": query if needs_grad & 1 else ABSENT,
         "dk": key if dkv else ABSENT,
         "dv": value if dkv else ABSENT,
-        "dbias": ABSENT,
         "score_grads": ABSENT,
+        "row_delta": ABSENT,
+        "dbias": ABSENT,
         "workspace": workspace(s, algorithm, query.shape[3]),
     }
     more = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
     return make_call("packax_backward_v1", operands, results, {**f.attributes, **more})
+
+
+def with_sinks(call, batch):
+    """A call of either pass with sinks. `batch`: the number of their rows in the forward. The
+    backward returns row_delta for them."""
+    operands, results = dict(call.operands), dict(call.results)
+    _, heads, _ = operands["lse"].shape if "lse" in operands else results["lse"].shape
+    if "lse" in operands:
+        results["row_delta"] = replace(operands["lse"])
+    else:
+        operands["sinks"] = Array("float32", (batch, heads))
+    return make_call(call.target, operands, results, call.attributes)
 
 
 def of_head_group(plain, first, row_heads, is_first_group=0):
@@ -259,8 +273,9 @@ def backward_fallback(
         "dq": query if needs_grad & 1 or score_grads else ABSENT,
         "dk": key if dkv else ABSENT,
         "dv": value if dkv else ABSENT,
-        "dbias": ABSENT,
         "score_grads": Array("float32", (s.batch, s.heads, 2, s.q_len)) if score_grads else ABSENT,
+        "row_delta": ABSENT,
+        "dbias": ABSENT,
         "workspace": workspace(s, algorithm, query.shape[3]),
     }
     out = f.results["out"]

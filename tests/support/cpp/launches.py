@@ -25,16 +25,18 @@ def expect_launches(machine, call, scalars, grids):
     assert [launch["kernel"] for launch in launches] == list(grids)
     addresses = call.addresses()
     addresses["delta"] = addresses.get("workspace")  # its first section
-    row_max = call.results.get("row_max")
-    if row_max is not None and row_max.shape == (0,):
-        addresses["row_max"] = 0  # the kernel writes it only if it has an address
+    for name in ("row_max", "row_delta"):
+        if name in call.results and call.results[name].shape == (0,):
+            addresses[name] = 0  # the kernel writes it only if it has an address
+    sinks = call.operands.get("sinks")
+    sink_batch = sinks.shape[0] if sinks is not None and sinks.shape != (0,) else 0
     for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
         row = machine.row(kernel, machine.variant["cc"])
         assert launch["grid"] == [*grid(row["block"]), 1, 1][:3], kernel
         assert launch["block"] == [row["threads"], 1, 1]
         assert launch["shared"] == row["shared"]
         assert launch["stream"] == machine.xla.stream
-        values = {**addresses, **scalars.get(kernel, scalars)}
+        values = {"sink_batch": sink_batch, **addresses, **scalars.get(kernel, scalars)}
         names = arguments(kernel)
         got = dict(zip(names, launch["params"], strict=False))
         assert got == {name: values[name] for name in names}, kernel

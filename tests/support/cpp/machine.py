@@ -30,24 +30,23 @@ FP8 = ("decode_fp8", "decode_tall_fp8", "decode_fp8_pages", "decode_tall_fp8_pag
 # The arguments of kernels in order, as in docs/internals/kernels.md: pointers first. A suffix gives
 # the type of an argument that is neither a pointer nor an int32: t(ensor map), f(loat).
 POINTERS = {
-    "forward": "query key value out lse kv_start kv_end q_ids kv_ids q_pos kv_pos q_blocks q_order",
-    "forward_sm90": "query:t key:t value:t out:t lse kv_start kv_end q_ids kv_ids q_pos kv_pos "
-    "q_blocks q_order counter",
-    "backward_preprocess": "out dout lse dlse kv_start kv_end delta lse2 lo hi dq_sum",
+    "forward": f"query key value out lse sinks {ROWS}",
+    "forward_sm90": f"query:t key:t value:t out:t lse sinks {ROWS} counter",
+    "backward_preprocess": "out dout lse dlse kv_start kv_end delta row_delta lse2 lo hi dq_sum",
     "backward_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_postprocess": "dq_sum dq",
     "backward_sm80": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
     "backward_postprocess_sm80": "dq_sum dq",
-    "forward_sm80_soft_cap": f"query key value out lse {ROWS}",
+    "forward_sm80_soft_cap": f"query key value out lse sinks {ROWS}",
     "backward_sm80_soft_cap": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids "
     "q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_dkdv_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta kv_start kv_end q_ids kv_ids "
     "q_pos kv_pos q_blocks q_order counter",
-    "backward_delta": "out dout dlse delta kv_start kv_end",
+    "backward_delta": "out dout dlse delta row_delta kv_start kv_end",
     "backward_dkdv": "query key value dout lse delta dk dv kv_start kv_end q_ids kv_ids q_pos "
     "kv_pos q_blocks kv_blocks kv_order",
     "backward_dq": "query key value dout lse delta dq kv_start kv_end q_ids kv_ids q_pos kv_pos "
@@ -55,12 +54,12 @@ POINTERS = {
     **{
         f"{kernel}_fallback": f"{pointers}_block_lists scales slopes q_bias_pos kv_bias_pos"
         for kernel, pointers in (
-            ("forward", f"query key value out lse row_max {ROWS} block_mask q"),
+            ("forward", f"query key value out lse row_max sinks {ROWS} block_mask q"),
             ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS} block_mask kv"),
             ("backward_dq", f"query key value dout lse delta dq score_grads {ROWS} block_mask q"),
         )
     },
-    "backward_delta_fallback": "out dout dlse delta kv_start kv_end",
+    "backward_delta_fallback": "out dout dlse delta row_delta kv_start kv_end",
     "documents_init": "kv_ids workspace",
     "documents_runs": "kv_ids kv_pos workspace",
     "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi segment_checked",
@@ -230,6 +229,11 @@ SCALARS["forward_tangent_fallback"] = (
     f"scale:f soft_cap:f mask_mode has_tq has_tk has_tv {FALLBACK_SIZES}"
 )
 SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in ALIBI}
+SCALARS |= {
+    kernel: re.sub(r"\bmask_batch\b", "mask_batch sink_batch", names)
+    for kernel, names in SCALARS.items()
+    if kernel.startswith("forward") and "tangent" not in kernel
+}
 
 
 def layout(kernel):

@@ -55,7 +55,7 @@ def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...
 
 
 def alone(
-    query, key, value, dout, mask, extras, added: Added, tiles, dims, stages
+    query, key, value, dout, mask, extras, added: Added, tiles, dims, stages, sinks=None
 ) -> dict[str, np.ndarray]:
     """Both passes with the kernels that support only a bias, chosen as in C++. `tiles`: one each
     for the forward, dK/dV and dQ, and the side of the square dbias tile."""
@@ -66,6 +66,7 @@ def alone(
     lse, delta = (guarded(n, np.float32) for n in ((batch, heads, q_len, 2), (batch, heads, q_len)))
     dq, dk, dv, dbias = (guarded(x.shape, x.dtype) for x in (*tensors, added.bias))
     arguments = _alone(mask, extras, added, tensors)
+    of_forward = interpreter.with_sink_batch(arguments, 6, sinks)
 
     def constants(rows: int, keys: int) -> dict[str, int]:
         return {
@@ -77,12 +78,13 @@ def alone(
         return (batch * heads * ceil(q_len, 128) * (128 // rows),)
 
     launch(
-        "forward_bias_alone", rows_grid(tiles[0][0]), *tensors, out, lse, *mask.rows,
-        mask.q_blocks, mask.q_order, *arguments, **constants(*tiles[0]),
+        "forward_bias_alone", rows_grid(tiles[0][0]), *tensors, out, lse,
+        interpreter.UNREAD if sinks is None else sinks, *mask.rows, mask.q_blocks, mask.q_order,
+        *of_forward, **constants(*tiles[0]),
     )  # fmt: skip
     launch(
         "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, lse, delta,
-        mask.lo, mask.hi, 0, batch, mask.batch, q_len, heads, value.shape[3], V_DIM=dims[1],
+        delta, mask.lo, mask.hi, 0, batch, mask.batch, q_len, heads, value.shape[3], V_DIM=dims[1],
         ROWS=32,
     )  # fmt: skip
     of_backward = (*tensors, dout, lse, delta)
@@ -124,7 +126,9 @@ def log_sum_exp(lse: np.ndarray) -> np.ndarray:
     return np.where(top == -np.inf, top, top + np.where(top == -np.inf, 0, log))
 
 
-def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[np.ndarray, ...]:
+def forward(
+    query, key, value, mask, extras, added: Added, tile, dims, sinks=None
+) -> tuple[np.ndarray, ...]:
     """out, lse (B, H, Sq, 2) and row_max. `dims`: the head dims that the kernel is compiled for."""
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
@@ -133,8 +137,9 @@ def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[
     row_max = guarded((batch, heads, q_len), np.float32)
     launch(
         "forward_bias", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
-        out, lse, row_max, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
-        *_call(mask, extras, added, (query, key, value)),
+        out, lse, row_max, interpreter.UNREAD if sinks is None else sinks, *mask.rows,
+        mask.q_blocks, mask.q_order, *extras.rows_map,
+        *interpreter.with_sink_batch(_call(mask, extras, added, (query, key, value)), -12, sinks),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=1, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return out, lse, row_max
@@ -152,8 +157,8 @@ def backward(
     tensors = (query, key, value)
     launch(
         "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
-        mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, value.shape[3], V_DIM=dims[1],
-        ROWS=32,
+        delta, mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, value.shape[3],
+        V_DIM=dims[1], ROWS=32,
     )  # fmt: skip
 
     def constants(rows: int, keys: int) -> dict[str, int]:

@@ -50,9 +50,11 @@ class Problem:
         kv_heads: int = 1,
         blocks: tuple[int, ...] = (),
         batch: int = 1,
+        sinks: np.ndarray | None = None,
     ):
         """`option`: the suffix of the kernels' names. `blocks`: the block sizes of a block mask,
-        for rows and keys, and its number of heads. `batch`: of a mask with one batch row."""
+        for rows and keys, and its number of heads. `batch`: of a mask with one batch row. `sinks`:
+        (1 or batch, heads), which only the forward takes."""
         expression, self.q_len, self.kv_len = (MASKS | TREES)[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
@@ -72,6 +74,7 @@ class Problem:
         self.seed = int(self.rng.integers(1 << 30))
         self.scale = float(1.3 * self.qk_dim**-0.5)
         self.option = option
+        self.sinks = sinks
         self.extra: dict[str, Any] = {}
         if option == "_soft_cap":
             self.extra = {"soft_cap": 2.0}
@@ -127,7 +130,14 @@ class Problem:
         s = np.where(self.attends, s, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e300)
         p = np.exp(s - top)
-        total = p.sum(-1, keepdims=True)
+        attended = p.sum(-1, keepdims=True) > 0
+        sinks = -np.inf if self.sinks is None else self.sinks[..., None, None].astype(float)
+        larger = np.where(attended, np.maximum(top, sinks), top)
+        p = p * np.exp(top - larger)
+        with np.errstate(invalid="ignore", over="ignore"):
+            of_sinks = np.where(sinks == larger, 1, np.exp(sinks - larger))
+        total = p.sum(-1, keepdims=True) + np.where(attended, of_sinks, 0)
+        top = larger
         with np.errstate(divide="ignore"):
             lse = np.where(total > 0, np.log(total) + top, -np.inf)[..., 0]
         p = p / np.where(total > 0, total, 1)
@@ -179,6 +189,12 @@ class Problem:
             "mask_batch": len(self.mask["kv_start"]), "q_len": self.q_len,
             "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
         }  # fmt: skip
+
+    def sinks_or_none(self) -> dict[str, Any]:
+        """The kernel arguments of the sinks; without sinks, the array must not be read."""
+        if self.sinks is None:
+            return {"sinks": np.full(1, np.nan, np.float32), "sink_batch": 0}
+        return {"sinks": self.sinks, "sink_batch": len(self.sinks)}
 
     def masks(self, *names: str) -> dict[str, np.ndarray]:
         """The mask's arrays by name; block lists are included only if the mask has them."""

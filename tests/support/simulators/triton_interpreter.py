@@ -109,6 +109,14 @@ def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]
     return (mask.mask_mode, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
 
 
+UNREAD = np.full(1, np.nan, np.float32)  # in place of an absent array
+
+
+def with_sink_batch(numbers: tuple[Any, ...], at: int, sinks: np.ndarray | None) -> tuple[Any, ...]:
+    """The scalars of a forward, with the number of rows of sinks at index `at`."""
+    return (*numbers[:at], 0 if sinks is None else len(sinks), *numbers[at:])
+
+
 def sizes_of_rows(
     mask: Operands, query: np.ndarray, key: np.ndarray, head_range: range
 ) -> tuple[int, ...]:
@@ -129,9 +137,10 @@ def forward(
     scale: float,
     tile: tuple[int, int],
     head_range: range | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`head_range`: the query heads that share the given key and value heads. The other heads of
-    out keep the fill of guarded()."""
+    out keep the fill of guarded(). `sinks`: (1 or batch, heads)."""
     batch, q_len, heads, qk_dim = query.shape
     head_range = range(heads) if head_range is None else head_range
     v_dim = value.shape[3]
@@ -141,8 +150,8 @@ def forward(
     grid = (batch * len(head_range) * ceil(q_len, 128) * (128 // rows),)
     launch(
         "forward", grid, from_head(query, head_range), key, value, from_head(out, head_range), lse,
-        *mask.rows, mask.q_blocks,
-        mask.q_order, scale, *sizes_of_rows(mask, query, key, head_range),
+        UNREAD if sinks is None else sinks, *mask.rows, mask.q_blocks, mask.q_order, scale,
+        *with_sink_batch(sizes_of_rows(mask, query, key, head_range), 3, sinks),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return out, lse
@@ -158,7 +167,7 @@ def backward(
     head_range = range(all_heads) if head_range is None else head_range
     heads = len(head_range)
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
-    delta = guarded((batch, heads, q_len), np.float32)
+    delta, row_delta = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     dq, dk, dv = (
         guarded(query.shape, query.dtype),
         guarded(key.shape, key.dtype),
@@ -167,10 +176,10 @@ def backward(
     launch(
         "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, head_range),
         from_head(dout, head_range),
-        lse if dlse is None else dlse, delta, mask.lo, mask.hi, int(dlse is not None), batch,
-        mask.batch, q_len, heads,
-        all_heads, V_DIM=v_dim, ROWS=32,
+        lse if dlse is None else dlse, delta, row_delta, mask.lo, mask.hi, int(dlse is not None),
+        batch, mask.batch, q_len, heads, all_heads, V_DIM=v_dim, ROWS=32,
     )  # fmt: skip
+    np.testing.assert_array_equal(row_delta, delta)
     rows, keys = dkdv_tile
     launch(
         "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
@@ -295,18 +304,19 @@ def fallback_sizes(mask: Operands, extras: Extras, query, key, value, *flags: in
 
 def forward_fallback(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, extras: Extras,
-    tile: tuple[int, int], dims: tuple[int, int],
+    tile: tuple[int, int], dims: tuple[int, int], sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """`dims`: the head dims that the kernel is compiled for."""
+    """`dims`: the head dims that the kernel is compiled for. `sinks`: (1 or batch, heads)."""
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
     lse, row_max = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     launch(
         "forward_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
-        out, lse, row_max,
+        out, lse, row_max, UNREAD if sinks is None else sinks,
         *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands, extras.scale,
-        extras.soft_cap, *fallback_sizes(mask, extras, query, key, value),
+        extras.soft_cap,
+        *with_sink_batch(fallback_sizes(mask, extras, query, key, value), 3, sinks),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return out, lse, row_max
@@ -320,13 +330,15 @@ def backward_fallback(
     """Returns dq, dk, dv and score_grads."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
-    delta = guarded((batch, heads, q_len), np.float32)
+    delta, row_delta = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     dq, dk, dv = (guarded(x.shape, x.dtype) for x in (query, key, value))
     score_grads = guarded((batch, heads, 2, q_len), np.float32)
     launch(
         "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
-        mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, v_dim, V_DIM=dims[1], ROWS=32,
+        row_delta, mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, v_dim, V_DIM=dims[1],
+        ROWS=32,
     )  # fmt: skip
+    np.testing.assert_array_equal(row_delta, delta)
     rows, keys = dkdv_tile
     launch(
         "backward_dkdv_fallback", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query,

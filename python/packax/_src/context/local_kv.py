@@ -60,8 +60,8 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, and this rank's part of the gradients of scale and
-    slopes."""
+    """The gradients of query, key and value, this rank's part of the gradients of scale and slopes,
+    row_delta, and None for the bias."""
     results = (out, lse, dout, dlse)
     fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
     many = fetched > _HALVES * key.shape[1]
@@ -85,16 +85,18 @@ def backward(
         to_send = [x for part in shared for x in part.groups.to_send_back]
         private.groups.gradients_ready = dependency_token(*to_send)
     backward_groups(spec, private.groups, halves, private.rows, own)
-    dq, dk, dv, of_scores, _ = whole(own)
+    dq, dk, dv, of_scores, row_delta, _ = whole(own)
     if private.return_gradients is not None:
         dk, dv = private.return_gradients([dk, dv], None)
     for part, more in zip(shared, others, strict=True):
-        more_dq, *of_keys, more_scores, _ = whole(more)
+        more_dq, *of_keys, more_scores, more_delta, _ = whole(more)
         dq = part.place.put(jnp.add, dq, more_dq, 1)
         dk, dv = part.add_keys([dk, dv], of_keys)
         of_scores = None if of_scores is None else of_scores + more_scores
+        if row_delta is not None:  # 0 in the parts in which a row is empty
+            row_delta = part.place.put(jnp.add, row_delta, more_delta, 2)
     groups = private.groups
-    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
+    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, row_delta, None
 
 
 # Halves of heads are faster if the keys that a rank fetches are more than this fraction of the keys

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import KVGatherPipeline
 from packax._src.core.context_mask import ContextMask
+from packax._src.core.mask import Pass
 from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import head_groups
@@ -43,7 +44,7 @@ def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, this rank's part of the gradients of scale and slopes,
-    (H, 2) or None, and the gradient of the bias or None."""
+    (H, 2) or None, row_delta or None, and the gradient of the bias or None."""
     gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
     groups = KVGatherPipeline(spec.layout, *gathered, backward=True)
     rows = Rows(query, scores, mask, fixed, out, lse, dout, dlse)
@@ -63,7 +64,7 @@ def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) ->
         head_range = groups.heads_of(query.shape[2], group)
         operands = Operands(query, keys, values, init=out)._replace(
             **groups.mask(mask, group).operands("forward"),
-            **_score_operands(spec, scores, fixed, groups, group),
+            **_score_operands("forward", spec, scores, fixed, groups, group),
         )
         out, lse, *top = head_groups.run("forward", head_range, spec.of_primitive(mask), operands)
         others.append([lse, *top])
@@ -86,39 +87,40 @@ def backward_groups(
 
 
 def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[Any, ...]:
-    """Joins the gradients of all groups: dq, dk, dv, (H, 2) for scale and slopes or None, and that
-    of `bias` or None."""
-    dqs, dks, dvs, scores, biases = map(list, zip(*found, strict=True))
+    """Joins the gradients of all groups: dq, dk, dv, (H, 2) for scale and slopes or None, row_delta
+    or None, and that of `bias` or None."""
+    dqs, dks, dvs, scores, deltas, biases = map(list, zip(*found, strict=True))
     of_scores = None if scores[0] is None else _concat(scores, 1).sum(axis=(0, 3))
+    row_delta = None if deltas[0] is None else _concat(deltas, 1)
     of_bias = None
     if bias is not None and biases[0] is not None:
         one_for_all = bias.shape[1] == 1
         of_bias = sum(biases[1:], biases[0]) if one_for_all else _concat(biases, 1)
-    return dqs[-1], _concat(dks, 2), _concat(dvs, 2), of_scores, of_bias
+    return dqs[-1], _concat(dks, 2), _concat(dvs, 2), of_scores, row_delta, of_bias
 
 
 def _backward_group(
     spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
     """The gradients of one group: dq (with the heads of earlier groups, from the argument `dq`), dk
-    and dv, and the gradients of score parameters and of the bias, or None."""
+    and dv, and `spec.score_params`."""
     query, scores, mask, fixed, out, lse, dout, dlse = rows
     keys, values = groups.next()
     lse, dlse = (None if x is None else groups.rows(x, group, 1) for x in (lse, dlse))
     operands = Operands(query, keys, values, out, lse, dout, dlse, init=dq)._replace(
         **groups.mask(mask, group).operands("backward"),
-        **_score_operands(spec, scores, fixed, groups, group),
+        **_score_operands("backward", spec, scores, fixed, groups, group),
     )
     head_range = groups.heads_of(query.shape[2], group)
     dq, dk, dv, *others = head_groups.run("backward", head_range, spec.of_primitive(mask), operands)
     # dq only if there is no other: the next group writes into it, and would wait for the read.
     key_gradients = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
     groups.gather_after((key_gradients or [dq])[0])
-    of_scores = others.pop(0) if spec.score_grads else None
-    return dq, *groups.scatter(dk, dv), of_scores, others.pop(0) if spec.bias_grad else None
+    return dq, *groups.scatter(dk, dv), *spec.score_params(others)
 
 
 def _score_operands(
+    direction: Pass,
     spec: AttentionSpec,
     scores: ScoreParams,
     fixed: NonDiffOperands,
@@ -130,7 +132,7 @@ def _score_operands(
         name: groups.rows(x, group, 1)
         if ROWS[name].axes[1:2] in ("h", "H") and x.shape[1] > 1
         else x
-        for name, x in score_operands(spec, scores, fixed).items()
+        for name, x in score_operands(direction, spec, scores, fixed).items()
     }
 
 

@@ -116,7 +116,7 @@ OPERANDS = (
         *("B.", "d"),
     ),
     Array("value_scale", "like key_scale", "B.", "d"),
-    Array("sinks", "(1 or batch, heads) float32; or absent", "Bh", "d", gradient=True),
+    Array("sinks", "(1 or batch, heads) float32; or absent", "Bh", "fd", gradient=True),
 )
 ROWS = {x.name: x for x in OPERANDS}
 
@@ -195,8 +195,9 @@ TARGETS = {  # packax_NAME_v1
                 Array(f"d{x[0]}", f"like {x}; absent if nothing writes it", view=True)
                 for x in ("query", "key", "value")
             ),
-            Array("dbias", "like bias; or absent", view=True),
             Array("score_grads", "(batch, heads, 2, q_len) float32; or absent"),
+            Array("row_delta", "(batch, heads, q_len) float32; or absent"),
+            Array("dbias", "like bias; or absent", view=True),
             Array("workspace", "(elements) float32, depends on the algorithm", view=True),
         ),
         (

@@ -112,8 +112,24 @@ class AttentionSpec:
         return "scales" in self.needs_grad or "slopes" in self.needs_grad
 
     @property
+    def row_delta(self) -> bool:
+        """Whether the backward returns sum(dout * out) - dlse of each row, for the gradient of the
+        sinks."""
+        return "sinks" in self.needs_grad
+
+    @property
     def bias_grad(self) -> bool:
         return "bias" in self.needs_grad
+
+    @property
+    def has_score_params(self) -> tuple[bool, bool, bool]:
+        """Which results backward_p has after dq, dk, dv: score_grads, row_delta, that of bias."""
+        return self.score_grads, self.row_delta, self.bias_grad
+
+    def score_params(self, results: Iterable[Any]) -> list[Any]:
+        """These three results, or None."""
+        rest = iter(results)
+        return [next(rest) if has else None for has in self.has_score_params]
 
     def of_primitive(self, mask: Any) -> AttentionSpec:
         """The spec for primitives: with the mask's fields, without those that no primitive reads.
@@ -124,7 +140,6 @@ class AttentionSpec:
             self,
             mask_mode=mask.mask_mode,
             block_size=mask.block_size,
-            needs_grad=tuple(x for x in self.needs_grad if x != "sinks"),
             layout=None,
             gather_head_groups=None,
             bias_dims=(),

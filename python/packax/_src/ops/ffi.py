@@ -402,10 +402,9 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     dkv = algorithm == "sm90_fused" or of_keys
     written = (of_query or spec.score_grads, dkv, dkv)
     tensors = [x if w else nothing for x, w in zip(ctx.avals_out, written, strict=False)]
-    others = list(ctx.avals_out[3:])
-    dbias = others.pop() if spec.bias_grad else ABSENT
+    more = (ABSENT if x is None else x for x in spec.score_params(ctx.avals_out[3:]))
     call_results = _call(
-        ctx.replace(avals_out=[*tensors, dbias, *(others or [ABSENT])]),
+        ctx.replace(avals_out=[*tensors, *more]),
         "backward",
         avals,
         values,
@@ -419,8 +418,8 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         x if w else zeros(ctx, plain(aval))  # unused, so never computed
         for x, w, aval in zip(call_results, written, ctx.avals_out, strict=False)
     ]
-    results += call_results[4:] if spec.score_grads else []
-    return [*results, *(call_results[3:4] if spec.bias_grad else [])]
+    given = zip(call_results[3:], spec.has_score_params, strict=True)
+    return [*results, *(x for x, has in given if has)]
 
 
 def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[str, ...]):

@@ -323,7 +323,9 @@ def rewritten(
 ) -> tuple[Rewrite, Any] | None:
     """The rewrite for these avals, and its last argument; None: no rewrite."""
     # Batch packing does not support positions and block masks, which refer to one batch row.
-    if not of.optional_operands and not spec.block_size and worth_packing(of.query, of.key):
+    own_sinks = of.sinks is not None and of.sinks.shape[0] > 1  # of batch rows, under vmap
+    packable = not of.optional_operands and not spec.block_size and not own_sinks
+    if packable and worth_packing(of.query, of.key):
         return packed, None
     if direction == "backward" and ("key" in spec.needs_grad or "value" in spec.needs_grad):
         parts = parts_of_group(of.query, of.key)
@@ -375,11 +377,13 @@ def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> 
         name: _flat(y, batch) for name, y in (("lse", x.lse), ("dlse", x.dlse)) if y is not None
     }
     results = run(direction, spec, x._replace(**joined, **one_row(spec, x)))
+    tensors, numbers = results[:1], results[1:]
+    shapes = [(*x.query.shape[:3], x.value.shape[3])]
     if direction == "backward":
-        return [y.reshape(like.shape) for y, like in zip(results, x[:3], strict=True)]
-    out, *numbers = results
+        tensors, numbers = results[:3], results[3:]
+        shapes = [y.shape for y in x[:3]]
     apart = (y.reshape(heads, batch, q_len).swapaxes(0, 1) for y in numbers)
-    return [out.reshape(*x.query.shape[:3], out.shape[3]), *apart]
+    return [*(y.reshape(n) for y, n in zip(tensors, shapes, strict=True)), *apart]
 
 
 def _flat(x: jax.Array, batch: int) -> jax.Array:

@@ -41,7 +41,8 @@ def forward_tangent(*avals, spec, names, tangents) -> Dims:
 
 def backward(*avals, spec, names) -> Dims:
     letters = _letters(names, avals)
-    gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if spec.score_grads else [])]
+    gradients = ["b.h.", "b.g.", "b.g."]
+    gradients += ["bh.."] * spec.score_grads + ["bh."] * spec.row_delta
     summed = {}
     if spec.bias_grad:  # each device has only its part of the sum over broadcast dimensions
         summed[len(gradients)] = names.index("bias")

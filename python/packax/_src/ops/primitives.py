@@ -6,7 +6,8 @@ forward_p: leaves of `Operands` (core/spec.py) -> out, lse; with spec.max_logits
     logit of every row
 backward_p: leaves of `Operands` -> dq, dk, dv (those not in spec.needs_grad may hold anything);
     with spec.score_grads also every row's part of the gradients of scale and slope, (B, H, 2, Sq);
-    with spec.bias_grad also the gradient of bias
+    with spec.row_delta also sum(dout * out) - dlse, (B, H, Sq), 0 in rows with an empty range; with
+    spec.bias_grad also the gradient of bias
 decode_p: leaves of `Operands` -> out, lse
 "FFI targets" in the documentation lists all shapes. lowering.py implements the primitives per
 platform.
@@ -24,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from packax._src.core.jax_compat import check_for_nans, run_compiled
-from packax._src.core.mask import AttentionMask
+from packax._src.core.mask import AttentionMask, Pass
 from packax._src.core.schema import ROWS
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import (
@@ -48,7 +49,6 @@ from packax._src.ops.row_sums import zero_unattended
 from packax._src.ops.score_mods import (
     NonDiffOperands,
     ScoreParams,
-    add_sinks,
     sinks_gradient,
     summed,
 )
@@ -145,11 +145,12 @@ def backward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]
     """The avals of backward_p's results, for `heads` query heads."""
     query = of.query
     gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of.key, of.value)]
+    batch, q_len, _, _ = query.shape
+    real = accumulator(query.dtype)
     if spec.score_grads:
-        batch, q_len, _, _ = query.shape
-        gradients.append(
-            _like(query, (batch, heads, 2, q_len), accumulator(query.dtype), (0, 2, None, 1))
-        )
+        gradients.append(_like(query, (batch, heads, 2, q_len), real, (0, 2, None, 1)))
+    if spec.row_delta:
+        gradients.append(_like(query, (batch, heads, q_len), real, (0, 2, 1)))
     if spec.bias_grad:
         gradients.append(_like(of.bias, of.bias.shape, of.bias.dtype, range(4)))
     return gradients
@@ -171,7 +172,7 @@ register_batching(forward_p, batch_attention)
 register_batching(backward_p, batch_attention)
 
 
-# --- The passes of one device: the primitives, sinks, and the gradients of score parameters.
+# --- The passes of one device: the primitives, and the gradients of score parameters.
 # context/shard.py runs these functions on every rank, with `kernels` that gather keys.
 
 
@@ -181,10 +182,7 @@ def forward_pass(
 ) -> list[jax.Array]:  # fmt: skip
     """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
     (B, H, Sq)."""
-    out, lse, *top = (kernels or _forward)(spec, query, key, value, scores, mask, fixed)
-    if scores.sinks is not None:
-        out, lse = add_sinks(out, lse, scores.sinks)
-    return [out, lse, *top]
+    return (kernels or _forward)(spec, query, key, value, scores, mask, fixed)
 
 
 def backward_pass(
@@ -203,12 +201,12 @@ def backward_pass(
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
     if scores.bias is not None:  # a bias of -inf may mask all keys of a row
         dout, dlse = zero_unattended(lse, dout, dlse)
-    dq, dk, dv, of_rows, dbias = (kernels or _backward)(
+    dq, dk, dv, of_rows, row_delta, dbias = (kernels or _backward)(
         spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
     )
     gradients = jax.tree.map(jnp.zeros_like, scores)  # 0 if not needed
-    if scores.sinks is not None:
-        gradients = gradients._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
+    if row_delta is not None:
+        gradients = gradients._replace(sinks=sinks_gradient(scores.sinks, lse, row_delta))
     if of_rows is not None:  # (H, 2), the part of this rank's rows
         if scores.scales is not None:
             gradients = gradients._replace(scales=of_rows[:, 0].sum()[None])
@@ -221,7 +219,7 @@ def backward_pass(
 
 def _forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
     operands = Operands(require_device_info(query), key, value)._replace(
-        **mask.operands("forward"), **score_operands(spec, scores, fixed)
+        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
     )
     return forward(spec.of_primitive(mask), operands)
 
@@ -230,18 +228,21 @@ def _backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
     operands = Operands(require_device_info(query), key, value, out, lse, dout, dlse)._replace(
-        **mask.operands("backward"), **score_operands(spec, scores, fixed)
+        **mask.operands("backward"), **score_operands("backward", spec, scores, fixed)
     )
     dq, dk, dv, *others = backward(spec.of_primitive(mask), operands)
-    of_rows = others.pop(0).sum(axis=(0, 3)) if spec.score_grads else None
-    return dq, dk, dv, of_rows, others.pop(0) if spec.bias_grad else None
+    of_rows, row_delta, dbias = spec.score_params(others)
+    of_rows = None if of_rows is None else of_rows.sum(axis=(0, 3))
+    return dq, dk, dv, of_rows, row_delta, dbias
 
 
 def score_operands(
-    spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands
+    direction: Pass, spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands
 ) -> dict[str, jax.Array]:
     """The operands that change scores and probabilities, by their names in `Operands`."""
-    arrays = {**scores._asdict(), **fixed._asdict(), "sinks": None}  # sinks: see forward_pass
+    arrays = {**scores._asdict(), **fixed._asdict()}
+    if direction == "backward":
+        arrays["sinks"] = None  # out and lse include them
     operands = {name: x for name, x in arrays.items() if x is not None}
     if scores.slopes is not None and scores.scales is None:
         operands["scales"] = jnp.full((1,), spec.scale, scores.slopes.dtype)

@@ -3,9 +3,10 @@
 A sink is one more logit in the denominator of a head's softmax (gpt-oss, arXiv 2508.10925; "softmax
 off by one" if it is 0). From out and lse of attention without sinks, a sink z gives
     lse' = log(exp(lse) + exp(z)),   out' = out * exp(lse - lse')
-As without a sink, p' = exp(s - lse') and delta' = sum(dout * out') - dlse, so the backward kernels
-are exact when given out' and lse'. The gradient of the sink is the sum over rows of
--exp(z - lse') * delta'.
+The forward kernels return out' and lse'; `add_sinks` is for blockwise XLA. As without a sink,
+p' = exp(s - lse') and delta' = sum(dout * out') - dlse, so the backward kernels are exact when
+given out' and lse'. The gradient of the sink is the sum over rows of -exp(z - lse') * delta', from
+the delta' of the kernels.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _fields(gradient: bool) -> Any:
 
 class ScoreParams(_Named, _fields(True)):  # type: ignore[misc]
     """Differentiable operands other than query, key and value: those of schema.py, with sinks
-    (H,), scales (1,) and slopes (1, H)."""
+    (1, H), scales (1,) and slopes (1, H)."""
 
     __slots__ = ()
 
@@ -154,7 +155,7 @@ def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H).
+    """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (B or 1, H).
 
     Rows that attend to nothing do not change. With an infinite sink, out' is 0 and lse' is the
     sink, also in derivatives.
@@ -170,18 +171,12 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     return out, row_sums.together(top, log)
 
 
-def sinks_gradient(
-    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-) -> jax.Array:
-    """The gradient of the sinks (H,) from these rows' out' and lse'. Ignores empty rows."""
-    real = lse.dtype
-    delta = jnp.sum(out.astype(real) * dout.astype(real), -1).transpose(0, 2, 1)
-    if dlse is not None:
-        delta -= dlse.astype(real)
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of the sinks (1, H) from these rows' lse' and delta'. Ignores empty rows."""
     top, log = row_sums.apart(lse)
     attended, finite, sink = _sink_terms(top, log, sinks)
     weight = jnp.exp(jnp.where(finite, sink, 0) - jnp.where(attended & finite, log, 0))
-    return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2)).astype(sinks.dtype)
+    return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2))[None]
 
 
 def _sink_terms(
@@ -191,6 +186,6 @@ def _sink_terms(
 
     Like `log`, sinks are relative to the row's largest logit if that is stored separately.
     """
-    attended, sink = log != -jnp.inf, jnp.atleast_2d(sinks).astype(log.dtype)[..., None]
+    attended, sink = log != -jnp.inf, sinks[..., None]
     finite = sink != jnp.inf
     return attended, finite, sink if top is None else sink - jnp.where(attended, top, 0)

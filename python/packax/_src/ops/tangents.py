@@ -28,7 +28,7 @@ from packax._src.ops import ffi, lowering, partition_rules, xla_attention
 from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import backward_p, forward_p, forward_results, score_operands
-from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
+from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, add_sinks
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: a forward-mode derivative "
@@ -160,16 +160,32 @@ def tangent_pass(
         query, key, value, scores, out, lse, along, mask, fixed
     )
     operands = Operands(require_device_info(query), key, value, out, lse)._replace(
-        **mask.operands("forward"), **score_operands(spec, scores, fixed)
+        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
     )
     return _forward_tangent(spec.of_primitive(mask), operands, tuple(along), list(along.values()))
 
 
 def _forward_jvp(primals, tangents, *, spec, names):
+    if "sinks" in names:
+        return _jvp_with_sinks(primals, tangents, spec, names)
     out, lse, *top = forward_p.bind(*primals, spec=spec, names=names)
     operands = Operands.of(names, primals)._replace(out=out, lse=lse)
     moved = _forward_tangent(spec, operands, *_with_tangent(names, tangents))
     return [out, lse, *top], [*moved, *map(jnp.zeros_like, top)]
+
+
+def _jvp_with_sinks(primals, tangents, spec, names):
+    """The jvp of a forward without sinks, and of adding them to its results."""
+    some, along = _with_tangent(names, tangents)
+    given = dict(zip(names, primals, strict=True))
+
+    def of_some(*values):
+        x = given | dict(zip(some, values, strict=True))
+        sinks = x.pop("sinks")
+        out, lse, *top = forward_p.bind(*x.values(), spec=spec, names=tuple(x))
+        return [*add_sinks(out, lse, sinks), *top]
+
+    return jax.jvp(of_some, [given[name] for name in some], along)
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp

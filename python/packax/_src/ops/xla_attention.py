@@ -28,6 +28,7 @@ from packax._src.core.spec import (
 )
 from packax._src.ops import block_lists, row_sums
 from packax._src.ops.dropout import inverse_keep, philox
+from packax._src.ops.score_mods import add_sinks
 from packax._src.ops.xla_tiles import (
     BiasTiles,
     add,
@@ -146,6 +147,8 @@ def forward(
     if x.lse_in_two:
         lse = row_sums.together(row_max, lse)
     out = uncut_rows(out, tiles, query.shape[1])
+    if x.sinks is not None:
+        out, lse = add_sinks(out, lse, x.sinks)
     return [out, lse, row_max] if spec.max_logits else [out, lse]
 
 
@@ -173,22 +176,24 @@ def backward(
     dot = _dots(spec.precision, real)
     scores_of = _products_with_one_tangent(dot)
 
+    def delta_of(by_name):
+        """(B, Sq, H). Computed for whole rows: in tiles, rounding would depend on the number of
+        heads per device."""
+        out, dout, dlse = (by_name[n] for n in ("out", "dout", "dlse"))
+        some = lax.ne(row_sums.apart(by_name["lse"])[1].transpose(0, 2, 1), real.type(-np.inf))
+        products = lax.mul(out.astype(real), dout.astype(real))
+        attends = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
+        delta = lax.reduce_sum(select(attends, products, 0), (3,))
+        return delta if dlse is None else delta - dlse.transpose(0, 2, 1).astype(real)
+
     def rows_of(by_name):
         """What a tile reads of its rows: the logarithm, delta, and perhaps the largest logit."""
         numbers = [y for y in reversed(row_sums.apart(by_name["lse"])) if y is not None]
         log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
-        some = lax.ne(log, real.type(-np.inf))
-        # Computed for whole rows: in tiles, rounding would depend on the number of heads per
-        # device.
-        out, dout, dlse = (by_name[n] for n in ("out", "dout", "dlse"))
-        products = lax.mul(out.astype(real), dout.astype(real))
-        attends = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
-        delta = lax.reduce_sum(select(attends, products, 0), (3,))
-        if dlse is not None:
-            delta = delta - dlse.transpose(0, 2, 1).astype(real)
         if top:  # all biases of a row may be -inf
+            some = lax.ne(log, real.type(-np.inf))
             log, top = select(some, log, jnp.inf), [select(some, top[0], 0)]
-        return cut_rows(stack([log, delta, *top], 3), tiles)
+        return cut_rows(stack([log, delta_of(by_name), *top], 3), tiles)
 
     def cut(by_name):
         """The other arrays that tiles and blocks read, of those that are present."""
@@ -310,6 +315,10 @@ def backward(
     ]
     if spec.score_grads:
         results.append(rows_together(sums["scores"], tiles, q_len).transpose(0, 2, 3, 1))
+    if spec.row_delta:
+        delta = delta_of(by_name) if along is None else _tangent(delta_of, by_name, of_rows)
+        attended = (x.kv_end > x.kv_start)[..., None]
+        results.append(jnp.where(attended, delta, 0).transpose(0, 2, 1))
     if bias is not None:
         results.append(bias.gradient(sums["bias"], x.bias.dtype))
     return results
