@@ -29,10 +29,10 @@ SM80_BACKWARD = ("backward_preprocess", "backward_sm80", "backward_postprocess_s
 NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("row_max", "score_grads", "scales", "slopes", "q_bias_pos", "kv_bias_pos",
         "block_mask", "q_block_lists", "kv_block_lists", "bias", "dropout_streams",
-        "dropout_rows")),
+        "dropout_rows", "sinks", "row_delta")),
     **dict.fromkeys(("scales_batch", "bias_batch", "block_mask_batch", "block_mask_heads",
         "has_score_grads", "bias_kind", "bias_axes", "dropout_threshold",
-        "dropout_rows_batch"), 0),
+        "dropout_rows_batch", "sink_batch"), 0),
     "soft_cap": 0.0, "inverse_keep": 1.0, "q_block": 64, "kv_block": 64,
 }  # fmt: skip
 
