@@ -154,6 +154,7 @@ nb::list SelectKernels(const std::string& pass, int cc, int multiprocessors, con
     ForwardOperands o{};
     o.dtype = dtype;
     ReadAttention(call, &o);
+    Read(call, "row_keys", &o.row_keys);
     found = KernelsOf(o, device);
   } else {
     BackwardOperands o{};

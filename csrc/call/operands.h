@@ -91,6 +91,9 @@ struct AttentionOperands : AttentionPointers {
 // row_max is null if not requested; the kernel then does not write it.
 struct ForwardOperands : AttentionOperands, ForwardPointers {
   int32_t sink_batch;  // 1 or batch; 0: none
+
+  // Not a kernel argument.
+  int32_t row_keys;  // a bound on the keys that a row attends to; 0: unknown
 };
 
 // The tangents of query, key and value may be absent.

@@ -53,11 +53,33 @@ def test_forward():
         text_of(lambda *x: step(*x, MASK, scale=0.125), *abstract())
     )
     assert target == "packax_forward_v1"
-    assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "mask_mode": "1 : i32"}
+    wanted = {"scale": "1.250000e-01 : f32", "mask_mode": "1 : i32", "row_keys": "0 : i32"}
+    assert attributes == NO_OPTION | wanted
     mask = [*[ROWS] * 6, BLOCKS, ORDER]
     assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT, ABSENT]
     # No row_max; the last result is the counter, a workspace.
     assert results == [QUERY, SUMS, ABSENT, "1xi32"]
+
+
+@pytest.mark.parametrize(
+    "expression,keys",
+    [
+        (packax.sliding_window(127), 128),
+        (packax.sliding_window(128) & packax.documents(IDS), 256),
+        (packax.sliding_window(100, 27) & packax.chunked(100), 128),
+        (packax.chunked(64) | packax.sliding_window(9), 128),
+        (packax.chunked(5000) & packax.causal(), 0),
+        (packax.sliding_window(None, 3), 0),
+        (packax.prefix(np.array([7, 9])) | packax.sliding_window(9), 0),
+    ],
+)
+def test_the_keys_of_a_row(expression, keys):
+    """The bound that C++ chooses kernels by, also if the mask is an argument of the program."""
+    query = jnp.zeros((2, 300, 8, 64), jnp.bfloat16)
+    mask = packax.create_attention_mask(expression, q_len=300, kv_len=300)
+    assert mask.row_keys == keys
+    ((_, attributes, *_),) = calls(text_of(step, query, query, query, mask))
+    assert attributes["row_keys"] == f"{keys} : i32"
 
 
 def test_two_limits_of_positions():
@@ -93,6 +115,7 @@ def options_of(function, *args):
             assert [results.pop(4), results.pop(4)] == [ABSENT] * 2  # row_delta, dbias
         else:
             assert operands["q_order_192"] == ORDER_192 and results.pop() == "1xi32"
+            assert attributes.pop("row_keys") == "0 : i32"
         params = [operands[name] for name in ALIBI]
         found.append((attributes, params, results[3 if backward else 2 :]))
     return found

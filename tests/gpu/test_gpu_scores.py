@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import cases
@@ -94,6 +95,32 @@ def test_extreme_sinks(option, length):
     for x, y in zip(got[:2], run(None, "cuda")[:2], strict=True):
         head = np.s_[:, :, 0] if x.ndim == 4 else np.s_[:, 0]
         np.testing.assert_array_equal(np.asarray(x[head]), np.asarray(y[head]))
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("window", [9, 128, 500])
+def test_windows_in_long_rows(window, sinks):
+    """`row_keys` chooses the kernel on Hopper; every choice gives the results of XLA."""
+    rng = np.random.default_rng(window)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, 3001, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2)
+    )
+    ids = np.repeat(np.int32([0, 1, 2, -1]), [1000, 1700, 101, 200])
+    mask = packax.create_attention_mask(packax.sliding_window(window - 1) & packax.documents(ids))
+    assert mask.row_keys in (128, 512)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def attend(mask, implementation):
+        return packax.flash_attention(
+            query, key, value, mask, sinks=sinks, return_lse=True, implementation=implementation
+        )
+
+    want = attend(mask, "xla")
+    for row_keys in (0, 1):
+        got = attend(dataclasses.replace(mask, row_keys=row_keys), "cuda")
+        for x, y in zip(got, want, strict=True):
+            x, y = (np.asarray(z, np.float32) for z in (x, y))
+            np.testing.assert_allclose(x, y, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize(

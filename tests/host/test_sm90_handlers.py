@@ -115,10 +115,14 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
     few = forward(machine, s)
     for call in (few, of_head_group(few, 0, heads, 0)):
         assert kernels_of(machine, call) == ["forward_sm90_low_occupancy"]
-    more = forward(machine, replace(s, heads=heads + 1))
+    more = forward(machine, replace(s, heads=heads + 1)).change(row_keys=("int32", 512))
     many = forward(machine, replace(s, batch=MULTIPROCESSORS, q_len=1))
     for call in (more, of_head_group(few, 1, heads + 1, 0), many):
         assert kernels_of(machine, call) == ["forward_sm90"]
+    if machine.has("forward_short"):  # each row attends to few of the keys
+        for call in (few, more):
+            call = call.change(row_keys=("int32", 256))
+            assert kernels_of(machine, call) == ["forward_sm90_short"]
 
 
 def test_more_tiles_than_the_counter_counts(sm90):

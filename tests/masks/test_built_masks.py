@@ -69,6 +69,17 @@ def test_text_of_windows_of_several_sizes():
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
+def test_the_bound_of_a_row_s_keys():
+    """Rounded up; a stack has the largest, or none if a mask has none."""
+    near, far, every = (
+        packax.create_attention_mask(x, q_len=600, kv_len=600)
+        for x in (packax.sliding_window(9), packax.sliding_window(128), packax.causal())
+    )
+    assert (near.row_keys, far.row_keys, every.row_keys) == (128, 256, 0)
+    assert packax.masks.stack_masks([near, far])[0].row_keys == 256
+    assert packax.masks.stack_masks([near, every])[0].row_keys == 0
+
+
 def test_as_array_is_for_small_lengths():
     mask = packax.create_attention_mask(packax.causal(), q_len=4097, kv_len=4096)
     with pytest.raises(ValueError, match="4097 x 4096 booleans, but makes at most 16777216"):

@@ -404,7 +404,9 @@ def _fields(direction: Any, of: Operands, spec: AttentionSpec) -> dict[str, Any]
     if spec.block_size is not None:
         fields["q_block"], fields["kv_block"] = spec.block_size
         fields["block_mask_heads"] = of.block_mask.shape[1]
-    if direction == "backward":
+    if direction == "forward":
+        fields["row_keys"] = spec.row_keys
+    else:
         algorithm = ffi.choose_algorithm(of, spec)
         fields |= {
             "algorithm": _ALGORITHMS.index(algorithm),

@@ -119,7 +119,7 @@ def forward(m, s=Sizes(), scale=0.125, mask_mode=2):
             "row_max": ABSENT,
             "counter": Array("int32", (1,)),
         },
-        attributes(scale, mask_mode),
+        attributes(scale, mask_mode) | {"row_keys": ("int32", 0)},
     )
 
 
@@ -163,7 +163,8 @@ def backward(
         "workspace": workspace(s, algorithm, query.shape[3]),
     }
     more = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
-    return make_call("packax_backward_v1", operands, results, {**f.attributes, **more})
+    shared = {name: x for name, x in f.attributes.items() if name != "row_keys"}
+    return make_call("packax_backward_v1", operands, results, {**shared, **more})
 
 
 def with_sinks(call, batch):
@@ -254,7 +255,8 @@ def forward_fallback(
         attributes(
             0.125, 2, soft_cap, q_block=q_block, kv_block=kv_block, bias_of_indices=has[1] // 2,
             float32_products=float32,
-        ),
+        )
+        | {"row_keys": ("int32", 0)},
     )  # fmt: skip
 
 
@@ -284,7 +286,10 @@ def backward_fallback(
         "packax_backward_v1",
         {**b.operands, **tensors, **options("backward", **present)},
         results,
-        {**f.attributes, **{name: b.attributes[name] for name in ("algorithm", "needs_grad")}},
+        {
+            name: b.attributes[name] if name in ("algorithm", "needs_grad") else f.attributes[name]
+            for name in b.attributes
+        },
     )
 
 
@@ -413,7 +418,8 @@ def tangent(m, s=Sizes(), has=(1, 1, 1), of=None):
     operands = {name: x for name, x in f.operands.items() if name not in ("q_order_192", "init")}
     operands |= {"out": out, "lse": lse, **tangents}
     results = {"tout": out, "tlse": lse}
-    return make_call("packax_forward_tangent_v1", operands, results, f.attributes)
+    shared = {name: x for name, x in f.attributes.items() if name != "row_keys"}
+    return make_call("packax_forward_tangent_v1", operands, results, shared)
 
 
 CALLS = {

@@ -101,6 +101,10 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
     kv_len: int
     mask_mode: MaskMode
     block_size: tuple[int, int] | None = None
+    # A bound on the keys that a row attends to: a power of two from LEAST_ROW_KEYS to
+    # MOST_ROW_KEYS, or 0 if unknown or larger. It only chooses kernels. Rounded, so that masks of
+    # windows of similar sizes share a compiled program.
+    row_keys: int = 0
     # The expression as text, for `repr`. It is not part of the pytree: masks of windows of several
     # sizes share a compiled program.
     expression: str | None = dataclasses.field(default=None, init=False)

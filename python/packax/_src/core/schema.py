@@ -186,6 +186,7 @@ TARGETS = {  # packax_NAME_v1
             Array("row_max", "(batch, heads, q_len) float32; or absent"),
             Array("counter", "(1,) int32; workspace"),
         ),
+        (Attribute("row_keys", "a bound on the keys that a row attends to; 0: unknown"),),
         of_attention=True,
     ),
     "backward": Target(

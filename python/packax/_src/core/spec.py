@@ -21,6 +21,7 @@ BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys per entry of q_order and kv_order
 TILE_192 = 192  # rows per entry of q_order_192
 INT_MAX = 2**31 - 1
+LEAST_ROW_KEYS, MOST_ROW_KEYS = 128, 1024  # of AttentionMask.row_keys
 MAX_LENGTH = 1 << 29  # of a sequence; the same number is in csrc/call/sizes.h
 ONE_BLOCK = (1 << 30, 1 << 30)
 """The block size of a mask that has block lists but no block mask, such as a tree: elements are
@@ -95,6 +96,7 @@ class AttentionSpec:
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     mask_mode: MaskMode = MaskMode.NO_CHECK
     block_size: tuple[int, int] | None = None  # of the block mask
+    row_keys: int = 0  # a bound on the keys that a row attends to; 0: unknown
     dropout_threshold: int = 0  # out of 2^32: smaller random words drop
     max_logits: bool = False  # whether the forward also returns each row's largest logit
     deterministic: bool = False
@@ -140,6 +142,7 @@ class AttentionSpec:
             self,
             mask_mode=mask.mask_mode,
             block_size=mask.block_size,
+            row_keys=mask.row_keys,
             layout=None,
             gather_head_groups=None,
             bias_dims=(),

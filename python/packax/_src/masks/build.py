@@ -29,7 +29,7 @@ from packax._src.core.sharding import (
     typed_mesh,
     vary_together,
 )
-from packax._src.core.spec import ONE_BLOCK, MaskMode
+from packax._src.core.spec import LEAST_ROW_KEYS, MOST_ROW_KEYS, ONE_BLOCK, MaskMode
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import (
@@ -173,7 +173,8 @@ def create_attention_mask(
         layout = _layout_of_types(expression)
     halos = halos_of(expression, plan, layout, q_len, kv_len, permuted_keys)
     sizes = (batch, q_len, kv_len, block_size, implementation)
-    static = _Static(*sizes, sharding, layout, bool(permuted_keys), of_plan, halos)
+    row_keys = _rounded(expression.row_keys())
+    static = _Static(*sizes, sharding, layout, bool(permuted_keys), of_plan, halos, row_keys)
     terms = _Terms(sides, intervals_of(expression), ranges, block_mask, tree)
     build = functools.partial(_build, static=static)
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
@@ -183,6 +184,13 @@ def create_attention_mask(
         mask = build(terms, plan)
     object.__setattr__(mask, "expression", repr(expression))  # the dataclass is frozen
     return mask
+
+
+def _rounded(row_keys: int | None) -> int:
+    """The bound as in AttentionMask.row_keys."""
+    if row_keys is None or not 1 <= row_keys <= MOST_ROW_KEYS:
+        return 0
+    return max(LEAST_ROW_KEYS, 1 << (row_keys - 1).bit_length())
 
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
@@ -268,6 +276,7 @@ class _Static(NamedTuple):
     permuted_keys: bool
     of_plan: bool | None  # see `made_of`
     halos: Halos | None
+    row_keys: int
 
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)
@@ -279,7 +288,7 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
     the key's subtree. Both sides are stored negated, because kernels check key position <= row
     position. Permuted rows keep the values that they have in the original order.
     """
-    batch, q_len, kv_len, _, implementation, sharding, layout, *_, halos = static
+    batch, q_len, kv_len, _, implementation, sharding, layout, *_, halos, row_keys = static
     block_size: Any = static.block_size
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.is_unsharded:
@@ -366,6 +375,7 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
         "kv_len": kv_len,
         "mask_mode": mode,
         "block_size": block_size,
+        "row_keys": row_keys,
     }
     if sharding is None and plan is None:
         return AttentionMask(**computed)
@@ -377,14 +387,14 @@ def _context_fields(
     ranks: RankRows, static: _Static, mode: MaskMode, limits: Any, parts: Any
 ) -> dict[str, Any]:
     """What a sharding or a plan adds to a mask. parts: the arrays of masks for halos."""
-    sharding, layout, permuted_keys, of_plan, halos = static[5:]
+    sharding, layout, permuted_keys, of_plan, halos, row_keys = static[5:]
     plan, kv_len = ranks.plan, static.kv_len
     fields: dict[str, Any] = {"sharding": sharding, "shards": ranks.pieces}
     fields["permuted"] = plan is not None
     sources = 1 if layout is None else layout.size(layout.kv_context)
     fetched: Any = kv_len - kv_len // sources if sources > 1 else 0
     if halos is not None:
-        fields |= masks_of(halos, parts, mode, static.q_len, sharding, ranks)
+        fields |= masks_of(halos, parts, mode, static.q_len, row_keys, sharding, ranks)
         fetched = halos.halo.fetched if halos.known else fetched
     if plan is not None and permuted_keys:
         orders = jnp.stack([plan.order, plan.inverse], axis=1)

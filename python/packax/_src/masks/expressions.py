@@ -164,6 +164,10 @@ class MaskExpression(NotAnArray):
         the first bound is n, only the first n rows of a chunk attend to keys before it."""
         return None, None
 
+    def row_keys(self) -> int | None:
+        """An upper bound on how many keys a row attends to, if sizes in the expression give one."""
+        return None
+
     def without_positions(self) -> MaskExpression:
         """The same expression with documents(...) that has no positions."""
         return self
@@ -344,6 +348,9 @@ class And(_Joined):
         before, after = (min((x for x in side if x is not None), default=None) for side in sides)
         return before, after
 
+    def row_keys(self) -> int | None:
+        return min((x for m in self.members if (x := m.row_keys()) is not None), default=None)
+
     def without_positions(self) -> And:
         return And(tuple(member.without_positions() for member in self.members))
 
@@ -398,6 +405,10 @@ class Or(_Joined):
         sides = zip(*(member.reach(chunk) for member in self.members), strict=True)
         before, after = (None if None in side else max(side) for side in sides)
         return before, after
+
+    def row_keys(self) -> int | None:
+        counts = [member.row_keys() for member in self.members]
+        return None if None in counts else sum(counts)
 
 
 def _combine(members: Any, at: Positions, lower: str, upper: str, unbounded_wins: bool) -> Limits:

@@ -113,6 +113,7 @@ def masks_of(
     made: list[dict[str, Any]],
     mode: MaskMode,
     q_len: int,
+    row_keys: int,
     sharding: Any,
     ranks: RankRows,
 ) -> dict[str, Any]:
@@ -126,6 +127,7 @@ def masks_of(
             q_len=q_len // halo.chunk * stretch.rows,
             kv_len=halo.chunks * stretch.keys,
             mask_mode=mode if halos.known else MaskMode.NO_CHECK,
+            row_keys=row_keys,
             sharding=sharding,
             shards=ranks.pieces,
             permuted=ranks.plan is not None,

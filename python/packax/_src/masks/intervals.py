@@ -186,6 +186,11 @@ class SlidingWindow(_Offset):
         before = None if self.left is None else max(0, self.left - offsets[0])
         return before, None if self.right is None else max(0, self.right + offsets[1])
 
+    def row_keys(self) -> int | None:
+        if self.left is None or self.right is None:
+            return None
+        return self.left + self.right + 1
+
 
 @pytree("offset", static=("size",))
 class Chunked(_Offset):
@@ -217,6 +222,9 @@ class Chunked(_Offset):
         common = math.gcd(self.size, chunk, *offsets)
         inside = self.size - (common if offsets[0] == offsets[1] else 1)
         return max(0, inside - offsets[0]), max(0, inside + offsets[1])
+
+    def row_keys(self) -> int | None:
+        return self.size
 
 
 @pytree("lengths", static=("per_row",))

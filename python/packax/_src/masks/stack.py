@@ -128,11 +128,13 @@ def _with_same_arrays(masks: Sequence[Mask]) -> list[Mask]:
     if any(mask.mask_mode != mode for mask in masks):
         mode = max(mode, MaskMode.IDS)
         masks = [_with_mode(mask, mode) for mask in masks]
+    counts = [mask.row_keys for mask in masks]
+    row_keys = 0 if 0 in counts else max(counts)
     any_kv_ids = any(mask.kv_ids is not None for mask in masks)
     any_kv_pos = any(mask.kv_pos is not None for mask in masks)
     changed: list[Any] = []
     for mask in masks:
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"row_keys": row_keys}
         if any_kv_ids and mask.kv_ids is None:
             changes["kv_ids"] = mask.q_ids
         if any_kv_pos and mask.kv_pos is None:

@@ -383,7 +383,8 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
     """The results of forward_p."""
     avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER))
+    attributes = {"row_keys": np.int32(spec.row_keys)}
+    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER), **attributes)
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
