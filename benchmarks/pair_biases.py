@@ -62,7 +62,13 @@ class PairCase:
 
 CASES = tuple(
     PairCase(*sizes, dtype)
-    for sizes in ((384, 384, 4, 32), (512, 512, 4, 32), (768, 768, 4, 32), (384, 384, 8, 64))
+    for sizes in (
+        (384, 384, 4, 32),
+        (512, 512, 4, 32),
+        (768, 768, 4, 32),
+        (384, 384, 8, 64),
+        (383, 383, 4, 32),
+    )
     for dtype in ("float32", "bfloat16")
 ) + tuple(PairCase(256, 256, 4, 32, dtype, 2) for dtype in ("float32", "bfloat16"))
 

@@ -1,5 +1,5 @@
-"""Head dims padded to those of the kernels: when, what the kernels receive, and that results and
-gradients do not change.
+"""Head dims padded to those of the kernels, and keys to rows of 16 bytes of a bias: when, what the
+kernels receive, and that results and gradients do not change.
 
 Guards against padding that gains nothing (an option without such kernels), missing padding where
 the fallback kernels are slower, head dims that only another GPU has, a scale computed from the
@@ -332,8 +332,8 @@ def test_results_and_gradients(monkeypatch, dims, option):
 @pytest.mark.parametrize("groups,parts", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("dtype,kind", [(jnp.float32, "_float32"), (jnp.bfloat16, "")])
 def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, parts):
-    """Head dim 24 is padded to 32, and the workspace has sums for the gradient of a bias that rows
-    share. Elsewhere, and for keys that are no multiple of 16 bytes, the portable kernels run."""
+    """Head dim 24 is padded to 32, and 298 keys to rows of whole 16 bytes. The workspace has sums
+    for the gradient of a bias that rows share. Elsewhere the portable kernels run."""
     kernels = [f"{x}_sm90{kind}_bias" for x in ("forward", "backward_dkdv", "backward_dq")]
     rows = with_sm90(dims=((32, 32),), kernels=(*kernels, f"backward_shared{kind}_dbias"))
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
@@ -349,9 +349,68 @@ def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, p
         found = calls(text_of(gradients, *abstract(dim=24, v_dim=24, kv_len=kv_len, batch=4), bias))
         return [x for x in found if x[0] == "packax_backward_v1" and x[3][5] != "0xf32"]
 
-    ((_, attributes, operands, results),) = of(296)
-    assert attributes["algorithm"] == '"sm90_separate"' and operands[0] == "4x300x8x32xbf16"
-    stats = 3 * 4 * 8 * 320 + 2 * 320
-    assert results[-1] == f"{stats + 64 + parts * groups * 8 * 300 * 296}xf32"
-    ((_, attributes, operands, _),) = of(298)
+    for kv_len, keys in ((296, 296), (298, 304)):
+        ((_, attributes, operands, results),) = of(kv_len)
+        assert attributes["algorithm"] == '"sm90_separate"' and operands[0] == "4x300x8x32xbf16"
+        assert operands[1] == f"4x{keys}x2x32xbf16"
+        stats = 3 * 4 * 8 * 320 + 2 * 320
+        assert results[-1] == f"{stats + 64 + parts * groups * 8 * 300 * keys}xf32"
+    without = with_sm90(dims=((32, 32),), kernels=())
+    monkeypatch.setattr(ffi.ext, "variants", lambda: without)
+    ((_, attributes, operands, _),) = of(299)
     assert attributes["algorithm"] == '"portable"' and operands[0] == "4x300x8x24xbf16"
+    assert operands[1] == "4x299x2x24xbf16"
+
+
+def test_a_bias_of_one_element_per_logit_on_hopper(extension, monkeypatch):
+    """Its backward is padded, too."""
+    kernels = ("forward_sm90_bias", "backward_dkdv_sm90_dbias")
+    rows = with_sm90(dims=((32, 32),), kernels=kernels)
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+
+    def gradients(*x):
+        return jax.grad(lambda *x: loss(*x[:3], packax.full(), bias=x[3]), (0, 1, 2, 3))(*x)
+
+    bias = jax.ShapeDtypeStruct((4, 8, 300, 298), jnp.bfloat16)
+    text = text_of(gradients, *abstract(dim=24, v_dim=24, kv_len=298, batch=4), bias)
+    ((_, attributes, operands, _),) = [x for x in calls(text) if x[0] == "packax_backward_v1"]
+    assert attributes["algorithm"] == '"sm90_separate"'
+    assert operands[:2] == ["4x300x8x32xbf16", "4x304x2x32xbf16"]
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_results_with_padded_keys(monkeypatch, ids):
+    """Runs on the CPU; each bind is padded as lowering does for Hopper."""
+    rng = np.random.default_rng(3)
+    shapes = [(2, 40, 4, 16), *[(2, 37, 2, 16)] * 2, (1, 4, 40, 37)]
+    tensors = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in (*shapes, (4,))]
+    expression = packax.causal(offset=-3)
+    if ids:  # in any order, so that rows compare the ids of keys
+        q_ids, kv_ids = (np.arange(n, dtype=np.int32)[None] % 3 for n in (40, 37))
+        expression = packax.documents(q_ids, kv_segment_ids=kv_ids)
+    mask = packax.create_attention_mask(expression, q_len=40, kv_len=37)
+
+    def total(query, key, value, bias, sinks):
+        options = {"bias": bias, "sinks": sinks, "return_lse": True}
+        out, lse = packax.flash_attention(query, key, value, mask, **options)
+        return jnp.sin(out).sum() + jnp.where(lse > -jnp.inf, jnp.sin(lse), 0).sum(), out
+
+    gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3, 4), has_aux=True))
+    expected = gradients(*tensors)
+    seen = []
+    for direction in ("forward", "backward"):
+        bind = getattr(primitives, direction)
+
+        def replacement(spec, x, bind=bind, direction=direction):
+            if x.key.shape[1] == 40:
+                seen.append(direction)
+                return bind(spec, x)
+            return lowering.with_keys(direction, spec, x, 40)
+
+        monkeypatch.setattr(primitives, direction, replacement)
+    jax.clear_caches()  # otherwise the first program would be reused
+    found = gradients(*tensors)
+    assert set(seen) == {"forward", "backward"}
+    for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

@@ -358,6 +358,8 @@ def _change(before: Operands, after: Operands) -> str:
     if before.key.shape[2] != after.key.shape[2]:
         parts = after.key.shape[2] // before.key.shape[2]
         return f"the query heads of each key/value head are divided into {parts} parts"
+    if before.key.shape[1] != after.key.shape[1]:
+        return f"keys are padded from {before.key.shape[1]} to {after.key.shape[1]}"
     old, new = (f"{x.query.shape[3]}/{x.value.shape[3]}" for x in (before, after))
     return f"head dims (query/value) are padded from {old} to {new}"
 

@@ -29,6 +29,7 @@ from packax._src.core.spec import (
     MaskMode,
     Operands,
     ceil_div,
+    fill_up,
     is_exact,
     is_fp8,
     is_symbolic,
@@ -331,6 +332,9 @@ def rewritten(
         parts = parts_of_group(of.query, of.key)
         if parts > 1:
             return in_parts, parts
+    keys = padded_keys(direction, of, spec, for_export)
+    if keys is not None:
+        return with_keys, keys
     dims = padded_dims(direction, of, spec, for_export)
     return None if dims is None else (padded, dims)
 
@@ -485,6 +489,7 @@ def padded_dims(
     suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
+    suffix = suffix.replace("_dbias", "_bias")  # of the backward alone
     kernels = ("forward_sm90" + suffix, "forward_sm80" + suffix if suffix else "forward")
     available = ffi.common_dims(kernels, str(of.query.dtype), for_export=for_export)
     wide_enough = (x for x in available if x[0] >= dims[0] and x[1] >= dims[1])
@@ -525,3 +530,59 @@ def padded(
 
 def _wider(x: jax.Array, dim: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
+
+
+# --- A bias whose rows are no multiple of 16 bytes: the keys are padded.
+#
+# The kernels for Hopper read a bias and write its gradient by TMA, which needs rows of whole 16
+# bytes. The kernels for other rows take up to three times as long, and a copy moves the bias only
+# twice. No row attends to the padding, which is behind all key ranges. Blocks of 64 keys are
+# multiples of 8, so the mask has the same blocks.
+
+
+def padded_keys(direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool) -> int | None:
+    """The number of keys to which to pad the call. None: it needs no padding, or no kernel supports
+    the padded call."""
+    if ffi.ext is None or of.bias is None or suffix_of(of, spec) is not None:
+        return None
+    kv_len = of.key.shape[1]
+    if is_symbolic(kv_len) or kv_len % ffi.MULTIPLE == 0:
+        return None
+    keys = ffi.MULTIPLE * ceil_div(kv_len, ffi.MULTIPLE)
+    wide = of._replace(
+        **{n: _with_size(getattr(of, n), axis, keys) for n, axis in _AXIS_OF_KEYS.items()}
+    )
+    suffix, dims = suffix_of(wide, spec), (of.query.shape[3], of.value.shape[3])
+    if suffix is None:
+        return None
+    if direction == "forward":
+        kernel = "forward_sm90" + suffix
+        fast = ffi.kernel_here(kernel, str(of.query.dtype), *dims, for_export=for_export)
+    else:
+        fast = choose_algorithm(wide, spec, for_export) != "portable"
+    return keys if fast or padded_dims(direction, wide, spec, for_export) else None
+
+
+_AXIS_OF_KEYS = {"key": 1, "value": 1, "bias": 3}
+
+
+def _with_size(x: Any, axis: int, size: int) -> Any:
+    return plain(x).update(shape=(*x.shape[:axis], size, *x.shape[axis + 1 :]))
+
+
+def with_keys(direction: Pass, spec: AttentionSpec, x: Operands, keys: int) -> list[jax.Array]:
+    """The call with keys padded with zeros to this number."""
+    kv_len = x.key.shape[1]
+    axes = {**_AXIS_OF_KEYS, "kv_ids": 1, "kv_pos": 1}
+    longer = {}
+    for name, axis in axes.items():
+        y = getattr(x, name)
+        if y is not None and y.shape[axis] == kv_len:  # otherwise nothing reads it
+            longer[name] = fill_up(y, axis, keys)
+    results = run(direction, spec, x._replace(**longer))
+    if direction == "forward":
+        return results
+    dq, dk, dv, *others = results
+    if spec.bias_grad:  # the last result
+        others[-1] = others[-1][..., :kv_len]
+    return [dq, dk[:, :kv_len], dv[:, :kv_len], *others]
