@@ -1,4 +1,4 @@
-"""Times the attention of structure predictors: rows that share a pair bias, with its gradient.
+"""Times rows that share a bias, with its gradient: structure predictors, and windows of Swin.
 
     python benchmarks/pair_biases.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
 
@@ -60,17 +60,14 @@ class PairCase:
         return q, k, v, jax.random.normal(keys[4], of_bias, jnp.dtype(self.dtype)), dout
 
 
-CASES = tuple(
-    PairCase(*sizes, dtype)
-    for sizes in (
-        (384, 384, 4, 32),
-        (512, 512, 4, 32),
-        (768, 768, 4, 32),
-        (384, 384, 8, 64),
-        (383, 383, 4, 32),
-    )
-    for dtype in ("float32", "bfloat16")
-) + tuple(PairCase(256, 256, 4, 32, dtype, 2) for dtype in ("float32", "bfloat16"))
+# Rows of any length; and the windows of Swin, 64 images: the first stage of Swin-B with windows of
+# 7 x 7, and of 12 x 12.
+SIZES = ((384, 384, 4, 32), (512, 512, 4, 32), (768, 768, 4, 32), (384, 384, 8, 64),
+    (383, 383, 4, 32), (4096, 49, 4, 32), (4096, 144, 4, 32))  # fmt: skip
+CASES = (
+    *(PairCase(*sizes, dtype) for sizes in SIZES for dtype in ("float32", "bfloat16")),
+    *(PairCase(256, 256, 4, 32, dtype, 2) for dtype in ("float32", "bfloat16")),
+)
 
 Function = Callable[..., jax.Array]
 
