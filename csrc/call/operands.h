@@ -138,17 +138,21 @@ struct DecodeOperands : DecodePointers {
   int32_t pages, page_size, table_width;  // 0 if the cache is not paged
   int32_t qk_eighths, v_eighths;          // the head dims / 8
   int32_t splits;                         // the most shares per sequence
-  int32_t shares;          // in all, divided among sequences by length; 0: `splits` for each
-  int32_t scale_rows;      // 1, batch or pages
-  int32_t bfloat16_query;  // for a cache in FP8; 1: bfloat16, 0: float16
+  int32_t shares;  // in all, divided among sequences by length; 0: `splits` for each
+  // Packed rows of several sequences, in a batch of 1 (packax_ragged_v1).
+  const void* workspace = nullptr;  // int32: 2 for each row, then 8 for each item
+  int32_t tile_rows = 0;            // the most tokens of an item; 0: rows are not packed
+  int32_t has_tall = 0;             // whether a tall kernel computes the items with more rows
+  int32_t scale_rows;               // 1, batch or pages
+  int32_t bfloat16_query;           // for a cache in FP8; 1: bfloat16, 0: float16
 
   Dtype dtype;
   bool fp8;  // key and value are float8_e4m3fn
   int32_t qk_dim, v_dim;
-  int32_t room;  // shares that fit in the workspace
+  int32_t room;  // shares that fit in the workspace, or items
 
-  // New rows of a sequence for one key/value head.
-  int64_t rows() const { return int64_t{q_len} * (heads / kv_heads); }
+  // New rows of a sequence, or the most of an item, for one key/value head.
+  int64_t rows() const { return int64_t{tile_rows > 0 ? tile_rows : q_len} * (heads / kv_heads); }
 };
 
 // Mask kernels have neither a dtype nor head dims.

@@ -489,8 +489,13 @@ constexpr Row<T> kTangent[] = {
 using D = DecodeOperands;
 
 Grid Shares(const D& o, int64_t block) {
-  const int64_t all = o.shares == 0 ? Product({o.batch, o.splits}) : int64_t{o.shares} + o.batch;
-  return {Product({CeilDiv(o.rows(), block), o.kv_heads, all})};
+  int64_t all = o.shares == 0 ? Product({o.batch, o.splits}) : int64_t{o.shares} + o.batch;
+  int64_t tiles = CeilDiv(o.rows(), block);
+  if (o.tile_rows > 0) {
+    all = o.room;
+    if (o.has_tall != 0 && TakesSmallDecodeTile(block)) tiles = 1;  // the other items are tall
+  }
+  return {Product({tiles, o.kv_heads, all})};
 }
 
 Grid DecodedRows(const D& o, int64_t) { return {Product({o.batch, o.q_len, o.heads})}; }
@@ -498,6 +503,11 @@ Grid DecodedRows(const D& o, int64_t) { return {Product({o.batch, o.q_len, o.hea
 template <typename Args>
 constexpr Steps<D> Decode() {
   return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
+}
+
+template <typename Tall, typename Small>
+constexpr Steps<D> DecodeBoth() {
+  return {Use<Tall, D>(Shares), Use<Small, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
 enum class CacheOf { k16Bits, kFp8, kFp8Pages };  // k16Bits: float32, too
@@ -510,12 +520,22 @@ bool Takes(const D& o, const Device&) {
 
 template <CacheOf cache>
 bool TakesTallTile(const D& o, const Device& device) {
-  return Takes<cache>(o, device) && !TakesSmallDecodeTile(o.rows());
+  return Takes<cache>(o, device) && o.tile_rows == 0 && !TakesSmallDecodeTile(o.rows());
+}
+
+// Packed rows, some of which may be of sequences with few rows. Their cache is paged.
+template <CacheOf cache>
+bool TakesBoth(const D& o, const Device& device) {
+  return Takes<cache>(o, device) && o.tile_rows > 0 && !TakesSmallDecodeTile(o.rows());
 }
 
 // There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most
 // GPUs. Large groups then take several tiles of the smaller kernels.
 constexpr Row<D> kDecode[] = {
+    {TakesBoth<CacheOf::kFp8Pages>, Gpus::kSome, Dims::kCovering,
+     DecodeBoth<DecodeTallFp8PagesArgs, DecodeFp8PagesArgs>()},
+    {TakesBoth<CacheOf::k16Bits>, Gpus::kSome, Dims::kCovering,
+     DecodeBoth<DecodeTallArgs, DecodeArgs>()},
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
     {Takes<CacheOf::kFp8>, Gpus::kAll, Dims::kCovering, Decode<DecodeFp8Args>()},
     {TakesTallTile<CacheOf::kFp8Pages>, Gpus::kSome, Dims::kCovering,
@@ -610,6 +630,10 @@ ffi::Error RunDecode(Stream stream, DecodeOperands o) {
   Device* device;
   Selected<D> selected;
   PACKAX_TRY(Select(kDecode, o, &device, &selected));
+  if (o.tile_rows > 0) {  // the shares are in `work`
+    o.has_tall = selected.row->steps[2].list != nullptr ? 1 : 0;
+    return Run(stream, o, selected);
+  }
   const int64_t most = std::min(o.room, selected.block(1));  // the most that decode_combine merges
   ChooseDecodeShares(*device, CeilDiv(o.rows(), selected.block(0)), most, &o);
   return Run(stream, o, selected);

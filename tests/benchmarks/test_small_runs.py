@@ -86,6 +86,24 @@ decode.LIMIT = {"bfloat16": -1.0}
 row = run(1, decode.Case("dense", (64,), heads=2, kv_heads=1, dim=8))
 assert row["left_out"]["packax"].startswith("wrong") and "packax" not in row["times"]
 """,
+    "serving": """
+import json, pathlib, sys
+import serving
+
+serving.machine = dict
+sizes = {"heads": 2, "kv_heads": 1, "dim": 8, "page_size": 4}
+cases = {
+    "flash_attention": serving.Case("chunk", (64,), (20,), **sizes),
+    "decoding alone, chunk alone": serving.Case("mix", (30, 30, 40), (1, 1, 17), **sizes),
+    "decode_attention": serving.Case("decoding", (30, 40), (2, 2), room=9, fp8=True, **sizes),
+}
+options = ["--out", sys.argv[1], "--implementation", "xla", "--rounds", "1"]
+assert serving.main(options, tuple(cases.values())) == 0
+rows = json.loads(pathlib.Path(sys.argv[1], "serving.json").read_text())["cases"].values()
+for row, others in zip(rows, cases, strict=True):
+    assert [*row["times"]] == ["packax", *others.split(", ")] and row["ratio"] > 0
+    assert row["errors"]["packax"] == 0
+""",
 }
 
 

@@ -1,4 +1,5 @@
-"""The calls for CUDA that decode_attention lowers to, and what it rejects."""
+"""The calls for CUDA that decode_attention and ragged_paged_attention lower to, and what they
+reject."""
 
 from __future__ import annotations
 
@@ -51,6 +52,29 @@ def test_lowering(monkeypatch):
     assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
     assert operands[5:] == ["2x7xi32", "0xf32", "0xf32", "1x8xf32"]
     assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
+
+
+@pytest.mark.parametrize("tokens,rows,items", [(70, 16, 4 + 5 + 512), (5, 1, 5 + 512)])
+def test_packed_rows(monkeypatch, tokens, rows, items):
+    """Without a copy of the query or the cache. Tiles of at most 64 rows, and 1,024 programs."""
+    monkeypatch.setattr(ffi, "ext", Extension)
+    sequences = [jax.ShapeDtypeStruct((5, *more), jnp.int32) for more in ((), (44,))]
+    bounds = jax.ShapeDtypeStruct((6,), jnp.int32)
+    query, *cache, _ = shapes(1, tokens, keys=(99, 16))
+    query = jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
+    text = text_of(packax.ragged_paged_attention, query, *cache, *sequences, bounds)
+    ((target, _, operands, results),) = calls(text)
+    assert target == "packax_ragged_v1"
+    pages = "99x16x2x64xbf16"
+    assert operands == [
+        *(f"1x{tokens}x8x64xbf16", pages, pages, f"1x{tokens}xi32", f"1x{tokens}xi32", "5x44xi32"),
+        *("0xf32", "0xf32", "0xf32", f"{2 * tokens + 8 * items}xi32"),
+    ]
+    assert results == [
+        *(f"1x{tokens}x8x64xbf16", f"1x8x{tokens}xf32", f"{items}x{rows}x8x64xf32"),
+        f"{items}x{rows}x8xf32",
+    ]
+    assert not re.search("(gather|concatenate|pad).*bf16", text)
 
 
 def test_export_for_cuda(monkeypatch):

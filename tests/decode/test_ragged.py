@@ -14,26 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from decode_calls import RaggedCall
+from decode_calls import RAGGED_MIXES, RaggedCall
 from tiers import some
 
-MIXES = [
-    "ragged",
-    "ragged,cache=dense,heads=4/1,window=left",
-    "ragged,mix=chunk,starts=of rows,sinks=sinks",
-    "ragged,mix=decoding,numbers=float8 scales of rows,dtype=bfloat16",
-    "ragged,mix=more sequences,cap=soft cap,dims=16x8",
-    "ragged,cache=dense,mix=chunk,numbers=float8 scales of heads",
-    "ragged,mix=chunk,window=both,heads=4/4",
-    "ragged,cache=dense,mix=decoding,scale=negative,dtype=float16",
-    "ragged,numbers=float8,dims=8x12,sinks=sinks,cap=soft cap",
-    "ragged,dtype=bfloat16,starts=of rows,window=left",
-    "ragged,cache=dense,mix=more sequences,window=both,sinks=sinks",
-    "ragged,mix=chunk,dtype=float16,numbers=float8 scales of rows,cap=soft cap",
-]
 
-
-@pytest.mark.parametrize("text", some(MIXES, 0, 1, 2, 3, 5))
+@pytest.mark.parametrize("text", some(RAGGED_MIXES, 0, 1, 2, 3, 5))
 def test_25_random_mixes(text):
     """One program for all of them."""
     call = decode_calls.parse(text)

@@ -9,8 +9,8 @@ from paths import DOCS, ROOT
 
 SCRIPT = ROOT / ".ci" / "gpu"
 PARTS = (
-    "info tests memcheck racecheck synccheck bench overheads short decode masks biases models"
-    " pairs jvp context tune fa4 proxy counters power versus train windows calls demo"
+    "info tests memcheck racecheck synccheck bench overheads short decode serving masks biases"
+    " models pairs jvp context tune fa4 proxy counters power versus train windows calls demo"
 )
 
 

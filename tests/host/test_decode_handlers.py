@@ -1,5 +1,5 @@
-"""packax_decode_v1 with valid and invalid buffers: kernels, grids, arguments, the number of shares,
-every error message.
+"""packax_decode_v1 and packax_ragged_v1 with valid and invalid buffers: kernels, grids, arguments,
+the number of shares, every error message.
 
 Guards against arguments in the wrong order, more shares than fit in the workspace or the merging
 kernel supports, and a launch after a failed check. Runs on a fake libcuda (tests/support/cpp):
@@ -11,7 +11,7 @@ from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import Sizes, decode
+from cpp.calls import Sizes, decode, ragged
 from cpp.launches import expect_launches
 from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 
@@ -54,6 +54,7 @@ def expect(
         "v_eighths": dims[1] // 8,
         "splits": splits,
         "shares": dealt,
+        **dict.fromkeys(("tile_rows", "has_tall", "workspace"), 0),
         "scale_rows": scale_rows,
         "bfloat16_query": int(call.operands["query"].dtype == "bfloat16"),
     }
@@ -125,6 +126,30 @@ def machine_of_fp8(tmp_path, driver):
         return m.ext.find("decode_fp8", v["cc"], "e4m3", v["qk_dim"], v["v_dim"]) is not None
 
     return make_machine(tmp_path, driver, choose=serves)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_packed_rows(request, fp8, tile_rows):
+    """Items with more than 16 rows, and others, by two kernels if there is a tall one."""
+    m = request.getfixturevalue("machine_of_fp8" if fp8 else "machine")
+    v, s = m.variant, Sizes(1, 1, 70, 700, 8, 2)
+    suffix, dtype = ("_fp8_pages", "e4m3") if fp8 else ("", v["dtype"])
+    call = ragged(m, s, tile_rows, scale_rows=99 if fp8 else 0)
+    tall = m.ext.find(f"decode_tall{suffix}", v["cc"], dtype, v["qk_dim"], v["v_dim"])
+    both = tile_rows == 16 and tall is not None
+    dims = [call.operands[n].shape[3] for n in ("query", "value")]
+    sizes = {"batch": 1, "sink_batch": 1, "q_len": 70, "kv_len": 704, "pages": 99}
+    sizes |= {"page_size": 16, "table_width": 44, "heads": 8, "kv_heads": 2, "splits": 0}
+    sizes |= {"shares": 0, "tile_rows": tile_rows, "has_tall": int(both), "has_sinks": 0}
+    sizes |= {"qk_eighths": dims[0] // 8, "v_eighths": dims[1] // 8, "scale": 0.125}
+    sizes |= {"scale_rows": 99 * fp8, "soft_cap": 0.0}
+    sizes["workspace"] = call.addresses()["work"]
+    sizes["bfloat16_query"] = int(call.operands["query"].dtype == "bfloat16")
+    grids = {f"decode_tall{suffix}": lambda m: [ceil(4 * tile_rows / m) * 2 * 40]} if both else {}
+    small = 1 if both else ceil(4 * tile_rows / 16)
+    grids |= {f"decode{suffix}": lambda _: [small * 2 * 40], "decode_combine": lambda _: [70 * 8]}
+    expect_launches(m, call, sizes, grids)
 
 
 @pytest.mark.parametrize("q_len", [2, 16])

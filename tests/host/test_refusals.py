@@ -28,6 +28,7 @@ from cpp.calls import (
     forward_fallback,
     forward_soft_cap,
     of_head_group,
+    ragged,
     tangent,
     with_sinks,
 )
@@ -47,7 +48,7 @@ CALLS = {
     for make in (
         *(forward, forward_fallback, forward_bias, forward_soft_cap, forward_alibi),
         *(backward, backward_fallback, backward_bias, backward_soft_cap, backward_alibi),
-        *(forward_block_lists, backward_block_lists, documents, blocks, decode, tangent),
+        *(forward_block_lists, backward_block_lists, documents, blocks, decode, ragged, tangent),
     )
 } | {
     "decode, pages": lambda m: decode(m, page_size=16),

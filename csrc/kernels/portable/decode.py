@@ -10,6 +10,13 @@ number that depends on its length: every program then derives its sequence and s
 ranges. Keys that all rows of the tile attend to come first, without a mask. `decode_combine` merges
 the shares of a row, adds the sink to the denominator and writes the results.
 
+With `tile_rows` above 0, the new tokens of all sequences are packed, and `workspace` lists the
+work: two numbers for each token, then ITEM for each item (packax/_src/ops/packed_rows.py). An item
+is at most `tile_rows` tokens of one sequence and a share of their keys, for each key/value head. If
+the GPU has a tall kernel, it computes the items with more than FEW rows, and the other kernel the
+rest. Results of a share are at the item's index, and the numbers of a token say where its shares
+begin, and how many there are.
+
 A cache is contiguous, (batch, kv_len, ...) with page_size 0, or consists of pages listed in
 `block_table`. Head dims are run-time arguments in units of 8, which tells the compiler that rows
 are 16-byte aligned; the tile's columns past the head dim are not read. A row is NaN if its range
@@ -38,6 +45,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 ENTRIES = tl.constexpr(128)  # block table entries checked at once
 SEQUENCES = tl.constexpr(64)  # maximum batch size of `deal`: csrc/launch/decode_shares.cc
 ROWS = tl.constexpr(16)  # maximum q_len of `deal`
+FEW = tl.constexpr(16)  # rows of a group, per tile of `decode`: csrc/launch/decode_shares.cc
+ITEM = tl.constexpr(8)  # numbers of an item: packax/_src/ops/packed_rows.py
 LEAST = tl.constexpr(128)  # minimum keys per share: with fewer, a program costs more than its keys
 TINY = tl.constexpr(2.0**-100)  # lower bound of `top`; smaller weights do not matter
 
@@ -256,9 +265,9 @@ def attend(
 
 @triton.jit
 def decode(
-    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares, scale_rows, bfloat16_query,
+    query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, workspace, partial,
+    sums, scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+    qk_eighths, v_eighths, splits, shares, tile_rows, has_tall, scale_rows, bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
@@ -276,25 +285,41 @@ def decode(
         v_part = v_eighths * 8
     qk_dim = qk_part * PARTS
     v_dim = v_part * PARTS
-    tiles = tl.cdiv(q_len * group, BLOCK_M)
+    SHORT: tl.constexpr = BLOCK_M <= FEW
+    most = tl.where(tile_rows > 0, tile_rows, q_len) * group
+    if SHORT:
+        most = tl.where((tile_rows > 0) & (has_tall != 0), tl.minimum(most, FEW), most)
+    tiles = tl.cdiv(most, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
     rest = pid // tiles
     kv_head = rest % kv_heads
     rest = rest // kv_heads
-    if shares > 0:
-        b, split, parts = deal(
-            kv_start, kv_end, rest, batch, q_len, kv_len, shares, splits, BLOCK_N
-        )
+    tokens = q_len
+    if tile_rows > 0:
+        item = workspace + 2 * q_len.to(tl.int64) + rest.to(tl.int64) * ITEM
+        b, tokens = tl.load(item), tl.load(item + 2)
+        split, parts = tl.load(item + 3), tl.load(item + 4)
+        first = tl.load(item + 1).to(tl.int64)
+        short = tokens * group <= FEW
+        elsewhere = (has_tall != 0) & (short != SHORT)
+        if elsewhere | (tile * BLOCK_M >= tokens * group):  # or no item
+            return
     else:
-        b, split, parts = rest // splits, rest % splits, splits
-    if b >= batch:
-        return
+        if shares > 0:
+            b, split, parts = deal(
+                kv_start, kv_end, rest, batch, q_len, kv_len, shares, splits, BLOCK_N
+            )
+        else:
+            b, split, parts = rest // splits, rest % splits, splits
+        if b >= batch:
+            return
+        first = b.to(tl.int64) * q_len
 
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = member < q_len * group
+    valid = member < tokens * group
     token = member // group
-    bounds = b.to(tl.int64) * q_len + token
+    bounds = first + token
     lo, hi = attended(kv_start, kv_end, bounds, valid, kv_len)
     some = lo < hi
     start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
@@ -305,6 +330,8 @@ def decode(
     row = bounds * heads + kv_head * group + member % group
     rows = batch.to(tl.int64) * q_len * heads
     left = split * rows + row
+    if tile_rows > 0:
+        left += (rest.to(tl.int64) * tile_rows - first) * heads - split * rows
     nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if split == parts - 1:  # for the splits that this sequence does not use
         for other in tl.range(parts, splits):
@@ -411,8 +438,8 @@ def decode(
 
 @triton.jit
 def decode_combine(
-    partial, sums, sinks, kv_start, kv_end, out, lse, has_sinks, batch, sink_batch, q_len, kv_len,
-    heads, v_eighths, splits,
+    partial, sums, sinks, kv_start, kv_end, workspace, out, lse, has_sinks, batch, sink_batch,
+    q_len, kv_len, heads, v_eighths, splits, tile_rows,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Merges the shares of one row of (batch, q_len, heads): at most SPLITS, STEP at a time."""
@@ -426,8 +453,15 @@ def decode_combine(
     lo = tl.maximum(tl.load(kv_start + bounds), 0)
     hi = tl.load(kv_end + bounds)
 
+    step = rows
+    place = row
+    count = splits
+    if tile_rows > 0:
+        step = tile_rows.to(tl.int64) * heads
+        place = tl.load(workspace + 2 * bounds).to(tl.int64) * heads + head
+        count = tl.load(workspace + 2 * bounds + 1)
     every = tl.arange(0, SPLITS)
-    parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))
+    parts = tl.load(sums + every * step + place, mask=every < count, other=float("-inf"))
     row_max = tl.max(parts, 0)
     has_keys = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # True for NaN
     sink = float("-inf")
@@ -442,10 +476,10 @@ def decode_combine(
     acc = tl.zeros([v_dims.shape[0]], tl.float32)
     for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
         some = first + tl.arange(0, STEP)
-        part = tl.load(sums + some * rows + row, mask=some < splits, other=float("-inf"))
+        part = tl.load(sums + some * step + place, mask=some < count, other=float("-inf"))
         full = part != float("-inf")
         values = tl.load(
-            partial + (some * rows + row)[:, None] * v_dim + v_dims[None, :],
+            partial + (some * step + place)[:, None] * v_dim + v_dims[None, :],
             mask=full[:, None] & (v_dims[None, :] < v_dim),
             other=0.0,
         )

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from packax._src.core.arguments import ArrayLike
 from packax._src.core.sharding import Axes, over_auto_axes, typed_axes
-from packax._src.decode import MAX_ROWS, as_integers, decode_attention
+from packax._src.decode import as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
+from packax._src.ops.packed_rows import MAX_ROWS
 from packax._src.ops.primitives import Implementation
 from packax._src.requests import as_arrays, flag
 

@@ -21,6 +21,7 @@ from packax._src.core.spec import (
     is_fp8,
     is_symbolic,
 )
+from packax._src.ops.packed_rows import MAX_ROWS
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
 from packax._src.requests import (
@@ -33,7 +34,6 @@ from packax._src.requests import (
     flag,
 )
 
-MAX_ROWS = 16
 _AXES = "(batch, queries, heads, dim)"
 
 

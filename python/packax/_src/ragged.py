@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
-from packax._src.core.spec import AttentionSpec, Operands, accumulator, ceil_div, is_symbolic
+from packax._src.core.sharding import vary_together
+from packax._src.core.spec import Operands, accumulator, is_symbolic
 from packax._src.decode import (
-    MAX_ROWS,
     as_integers,
     check_sequences,
     check_tensors,
@@ -20,6 +19,7 @@ from packax._src.decode import (
     checked_window,
     row_ranges,
 )
+from packax._src.ops.packed_rows import PackedRows
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
 from packax._src.requests import as_arrays, checked_sinks, flag
@@ -164,8 +164,15 @@ def ragged_paged_attention(
         )
     else:
         packing = _packing(rows, bounds, count)
-        lo, hi = packing.ranges(lengths, starts, *limits, causal)
-        out, lse = _in_tiles(spec, operands, lo, hi, packing)
+        lo, hi = _ranges(packing, lengths, starts, *limits, causal)
+        call = operands._replace(
+            query=operands.query[None],
+            kv_start=lo[None],
+            kv_end=hi[None],
+            row_bounds=jnp.stack([packing.start, packing.end]),
+        )
+        out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
+        out, lse = out.reshape(out.shape[1:]), lse.reshape(lse.shape[1:])
     return (out, lse) if return_lse else out
 
 
@@ -198,22 +205,23 @@ def token_positions(
     return sequence, jnp.where(packing.valid, packing.positions(lengths), 0)
 
 
-def _in_tiles(
-    spec: AttentionSpec, x: Operands, lo: jax.Array, hi: jax.Array, packing: _Packing
-) -> tuple[jax.Array, jax.Array]:
-    """out (T, H, Dv) and lse (H, T): decoding of tiles of at most MAX_ROWS rows."""
-    rows, batch = lo.size, packing.start.size
-    tiles = packing.tiles(min(MAX_ROWS, ceil_div(rows, batch)))
-    head_axes = typed_axes(x.query)[1]
-    call = x._replace(
-        query=over_auto_axes(_taken, (x.query, tiles.row), ((), (), head_axes)),
-        kv_start=_taken(lo, tiles.row),
-        kv_end=_taken(hi, tiles.row),
-        block_table=x.block_table.at[tiles.sequence].get(mode="clip"),
-    )
-    out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
-    out = over_auto_axes(_packed, (out, tiles.place), ((), head_axes))
-    return out, over_auto_axes(_packed_lse, (lse, tiles.place), (head_axes,))
+def _packing(rows: int, cu_q_lens: jax.Array, count: jax.Array) -> PackedRows:
+    batch = cu_q_lens.size - 1
+    last = cu_q_lens.at[jnp.clip(count, 0, batch)].get(mode="clip")
+    index = jnp.arange(batch + 1)
+    bounds = jnp.maximum(jnp.where(index <= count, cu_q_lens, last), 0)
+    bounds = jax.lax.cummax(bounds)
+    return PackedRows.of(bounds[:-1], bounds[1:], rows)
+
+
+def _ranges(
+    packing: PackedRows, lengths: jax.Array, starts: jax.Array | None, left: Any, right: Any,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(T,) int32: each row attends to the keys lo <= j < hi. Padding has empty ranges."""
+    position = jnp.where(packing.valid, packing.positions(lengths), -1)
+    lengths = jnp.maximum(lengths, 0)[packing.sequence]
+    return row_ranges(position, lengths, starts, left, right, causal)
 
 
 def _checked_count(num_seqs: Any, batch: int) -> jax.Array:
@@ -237,83 +245,3 @@ def _checked_batch(tokens: Any, lengths: jax.Array, cu_q_lens: jax.Array) -> int
             f"{cu_q_lens.shape}"
         )
     return batch
-
-
-class _Tiles(NamedTuple):
-    """Rows in tiles of one sequence each, padded at the end of a sequence."""
-
-    sequence: jax.Array  # (tiles,), any number of at least N without rows
-    row: jax.Array  # (tiles, rows per tile), T for padding
-    place: jax.Array  # (T,), the index in `row`, flattened; beyond it for padding
-
-
-def _taken(x: jax.Array, row: jax.Array) -> jax.Array:
-    """(T, ...) as (tiles, rows per tile, ...), with 0 for padding."""
-    return x.at[row].get(mode="fill", fill_value=0)
-
-
-def _packed(x: jax.Array, place: jax.Array, padding: float = 0) -> jax.Array:
-    """The inverse of `_taken`."""
-    flat = x.reshape(-1, *x.shape[2:])
-    return flat.at[place].get(mode="fill", fill_value=padding)
-
-
-def _packed_lse(lse: jax.Array, place: jax.Array) -> jax.Array:
-    """(tiles, H, rows per tile) as (H, T)."""
-    return _packed(lse.swapaxes(1, 2), place, -jnp.inf).T
-
-
-class _Packing(NamedTuple):
-    """Which rows belong to which sequence."""
-
-    start: jax.Array  # (N,), the first row of each sequence
-    end: jax.Array  # (N,)
-    sequence: jax.Array  # (T,)
-    valid: jax.Array  # (T,): not padding
-
-    def ranges(
-        self, lengths: jax.Array, starts: jax.Array | None, left: Any, right: Any, causal: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """(T,) int32: each row attends to the keys lo <= j < hi. Padding has empty ranges."""
-        position = jnp.where(self.valid, self.positions(lengths), -1)
-        lengths = jnp.maximum(lengths, 0)[self.sequence]
-        return row_ranges(position, lengths, starts, left, right, causal)
-
-    def positions(self, lengths: jax.Array) -> jax.Array:
-        """(T,) int32: the position of each row, if it is not padding."""
-        rows = jnp.arange(self.sequence.size, dtype=jnp.int32)
-        return jnp.maximum(lengths, 0)[self.sequence] - (self.end[self.sequence] - rows)
-
-    def tiles(self, size: int) -> _Tiles:
-        """As many tiles as `size` rows each can need, whatever the mix."""
-        rows, batch = self.sequence.size, self.start.size
-        start, end = (jnp.minimum(x, rows) for x in (self.start, self.end))
-        count = ceil_div(end - start, size)
-        last = jnp.cumsum(count, dtype=jnp.int32)
-        most = min(rows, batch)  # sequences that have rows
-        tile = jnp.arange((rows - most) // size + most, dtype=jnp.int32)
-        of_tile = _found(last, tile)
-        first, begin, stop = (x.at[of_tile].get(mode="clip") for x in (last - count, start, end))
-        row = (begin + (tile - first) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        row = jnp.where((of_tile < batch)[:, None] & (row < stop[:, None]), row, rows)
-        within = jnp.arange(rows, dtype=jnp.int32) - start[self.sequence]
-        place = (last - count)[self.sequence] * size + within
-        return _Tiles(of_tile, row, jnp.where(self.valid, place, tile.size * size))
-
-
-def _packing(rows: int, cu_q_lens: jax.Array, count: jax.Array) -> _Packing:
-    batch = cu_q_lens.size - 1
-    last = cu_q_lens.at[jnp.clip(count, 0, batch)].get(mode="clip")
-    index = jnp.arange(batch + 1)
-    bounds = jnp.maximum(jnp.where(index <= count, cu_q_lens, last), 0)
-    bounds = jax.lax.cummax(bounds)
-    start, end = bounds[:-1], bounds[1:]
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = _found(end, row)
-    valid = (sequence < batch) & (row >= start[0])
-    return _Packing(start, end, jnp.minimum(sequence, batch - 1), valid)
-
-
-def _found(ends: jax.Array, places: jax.Array) -> jax.Array:
-    """The index of the run, ending at `ends`, in which each place is; their number beyond."""
-    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)

@@ -409,6 +409,21 @@ def decode(
     )
 
 
+def ragged(m, s=Sizes(1, 1, 70, 700, 8, 2), tile_rows=16, items=40, sequences=5, **more):
+    """Packed rows, `s.q_len` in all. `more`: arguments of `decode`."""
+    of = decode(m, s, **{"page_size": 16} | more)
+    heads, v_dim = of.results["out"].shape[2:]
+    work = {"work": Array("int32", (2 * s.q_len + 8 * items,))}
+    table = Array("int32", (sequences, *of.operands["block_table"].shape[1:]))
+    sums = Array("float32", (items, tile_rows, heads))
+    return make_call(
+        "packax_ragged_v1",
+        of.operands | {"block_table": table} | work,
+        of.results | {"partial": Array("float32", (*sums.shape, v_dim)), "sums": sums},
+        of.attributes,
+    )
+
+
 def tangent(m, s=Sizes(), has=(1, 1, 1), of=None):
     """`has`: which of tq, tk and tv are present. `of`: a call of the forward, by default plain."""
     f = of or forward(m, s)

@@ -67,13 +67,14 @@ POINTERS = {
     "blocks_keys": "q_blocks kv_blocks",
     "blocks_order": "q_blocks kv_blocks q_order q_order_192 kv_order",
     **dict.fromkeys(
-        ("decode", "decode_tall"), "query key value kv_start kv_end block_table partial sums"
+        ("decode", "decode_tall"),
+        "query key value kv_start kv_end block_table workspace partial sums",
     ),
     **dict.fromkeys(
         FP8,
-        "query key value kv_start kv_end block_table key_scale value_scale partial sums",
+        "query key value kv_start kv_end block_table key_scale value_scale workspace partial sums",
     ),
-    "decode_combine": "partial sums sinks kv_start kv_end out lse",
+    "decode_combine": "partial sums sinks kv_start kv_end workspace out lse",
 }
 BIAS_POINTERS = "bias dropout_streams dropout_rows"
 for _name in ("forward", "backward_dkdv", "backward_dq"):
@@ -143,7 +144,7 @@ ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
 ROW_ATTENTION = f"{ATTENTION} row_heads"  # for kernels without tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
-    "qk_eighths v_eighths splits shares"
+    "qk_eighths v_eighths splits shares tile_rows has_tall"
 )
 FALLBACK_SIZES = (
     "batch mask_batch scales_batch bias_batch block_mask_batch block_mask_heads q_block kv_block "
@@ -198,7 +199,7 @@ SCALARS = {
     "decode": DECODE,
     "decode_tall": DECODE,
     **dict.fromkeys(FP8, f"{DECODE} scale_rows bfloat16_query"),
-    "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
+    "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits tile_rows",
 }
 BIAS_SCALARS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
 SCALARS |= {

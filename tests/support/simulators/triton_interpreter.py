@@ -238,18 +238,60 @@ def decode(
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
         kernel, grid, query, key, value, kv_start, kv_end, kv_start if table is None else table,
-        *more, partial, sums, scale, soft_cap,
+        *more, kv_start, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
-        splits,
-        shares, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
+        splits, shares, 0, 0, *sizes,
+        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
         FLOAT32_PRODUCTS=exact, V_PARTS=v_parts, **constants,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums,
-        kv_start if sinks is None else sinks, kv_start, kv_end, out,
+        kv_start if sinks is None else sinks, kv_start, kv_end, kv_start, out,
         lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len,
-        heads, v_dim // 8, splits,
+        heads, v_dim // 8, splits, 0,
         V_DIM=room[1], SPLITS=128, STEP=16,
+    )  # fmt: skip
+    return out, lse
+
+
+def ragged(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
+    table: np.ndarray, sinks: np.ndarray | None, of_rows: np.ndarray, of_items: np.ndarray,
+    scale: float, soft_cap: float, tile_rows: int,
+    *, kernels: dict[str, tuple[int, int]], room: tuple[int, int],
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Packed rows. query (1, T, H, D). `kernels`: the tile of each kernel that runs, the tall one
+    first if there is one. Products are exact."""
+    _, rows, heads, qk_dim = query.shape
+    pages, page_size, kv_heads, v_dim = value.shape
+    group, items, width = heads // kv_heads, len(of_items), table.shape[1]
+    work = np.concatenate([of_rows.ravel(), of_items.ravel()])
+    partial = guarded((items, tile_rows, heads, v_dim), np.float32)
+    sums = guarded((items, tile_rows, heads), np.float32)
+    out = guarded((1, rows, heads, v_dim), np.float32)
+    lse = guarded((1, heads, rows), np.float32)
+    more, sizes, constants = (), (), {}
+    if scales is not None:
+        more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
+        query, key, value = query.view(np.int16), key.view(np.int16), value.view(np.int16)
+        constants = {"NATIVE_FP8": 0, "PAGED": 1}
+    has_tall, kv_len = len(kernels) - 1, page_size * width
+    for kernel, (block_m, block_n) in kernels.items():
+        most = tile_rows * group if block_m > 16 or not has_tall else min(16, tile_rows * group)
+        arithmetic = sys.modules["portable.arithmetic"]
+        with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
+            launch(
+                kernel, (ceil(most, block_m) * kv_heads * items,), query, key, value, kv_start,
+                kv_end, table, *more, work, partial, sums, scale, soft_cap, 1, rows, kv_len, pages,
+                page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, 0, 0, tile_rows,
+                has_tall, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n,
+                STAGES=2, FLOAT32_PRODUCTS=0, V_PARTS=1, **constants,
+            )  # fmt: skip
+    launch(
+        "decode_combine", (rows * heads,), partial, sums, kv_start if sinks is None else sinks,
+        kv_start, kv_end, work, out, lse, int(sinks is not None), 1, 1, rows, kv_len, heads,
+        v_dim // 8, 0, tile_rows, V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
 

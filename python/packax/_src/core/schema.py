@@ -25,7 +25,7 @@ class Array(NamedTuple):
     name: str
     shape: str  # and dtype, as text
     axes: str = ""
-    passes: str = ""  # letters of the targets that take it as operand: f, b, t, d (TARGETS)
+    passes: str = ""  # letters of the targets that take it as operand: f, b, t, d, r (TARGETS)
     fold: str = ""  # arrays of equal `fold` have equal batches; "": only this one
     view: bool = False  # C++ has a TensorView of it, not a pointer
     optional: bool = False  # changes scores or probabilities
@@ -117,6 +117,9 @@ OPERANDS = (
     ),
     Array("value_scale", "like key_scale", "B.", "d"),
     Array("sinks", "(1 or batch, heads) float32; or absent", "Bh", "fd", gradient=True),
+    # Packed rows of several sequences, in a batch of 1: of the primitive, and of the FFI call.
+    Array("row_bounds", "(2, sequences) int32: the first row of each, and one past the last", ".."),
+    Array("work", "(2 * q_len + 8 * items,) int32", ".", "r"),
 )
 ROWS = {x.name: x for x in OPERANDS}
 
@@ -213,6 +216,16 @@ TARGETS = {  # packax_NAME_v1
             *(_OUT._replace(view=False), _LSE),
             Array("partial", "(splits, batch, q_len, heads, v_dim) float32; workspace"),
             Array("sums", "(splits, batch, q_len, heads) float32; workspace"),
+        ),
+        tuple(x for x in SHARED.attributes if x.name in _OF_DECODE),
+    ),
+    "ragged": Target(
+        # In a batch of 1. A paged cache; block_table has a row for each sequence.
+        tuple(x._replace(view=False) for x in OPERANDS if {*x.passes} & {*"dr"}),
+        (
+            *(_OUT._replace(view=False), _LSE),
+            Array("partial", "(items, rows of an item, heads, v_dim) float32; workspace"),
+            Array("sums", "(items, rows of an item, heads) float32; workspace"),
         ),
         tuple(x for x in SHARED.attributes if x.name in _OF_DECODE),
     ),

@@ -36,6 +36,7 @@ from packax._src.core.spec import (
 )
 from packax._src.ops import (
     ffi,
+    packed_rows,
     partition_rules,
     primitives,
     xla_attention,
@@ -235,10 +236,17 @@ _MOST_SHARES = 128  # DECODE_SPLITS in csrc/aot/tiles_decode.py
 
 
 def _xla_decode(*operands, spec, names):
-    return xla_decode.decode(spec, Operands.of(names, operands))
+    decode, x = functools.partial(xla_decode.decode, spec), Operands.of(names, operands)
+    return decode(x) if x.row_bounds is None else packed_rows.in_tiles(decode, x)
 
 
-_decode_xla = lower_xla(_xla_decode, _STATIC)
+def _with_work_list(*operands, spec, names):
+    x = Operands.of(names, operands)
+    work = jnp.concatenate([y.reshape(-1) for y in packed_rows.work_list(x)])
+    return primitives.decode(spec, x._replace(row_bounds=None, work=work))
+
+
+_decode_xla, _decode_packed = (lower_xla(x, _STATIC) for x in (_xla_decode, _with_work_list))
 
 
 def _decode_cuda(ctx, *operands, spec, names):
@@ -247,11 +255,14 @@ def _decode_cuda(ctx, *operands, spec, names):
     of = Operands.of(names, ctx.avals_in)
     float32_products = is_exact(spec.precision)
     require_decode_kernel(of.query, of.value, float32_products)
+    if of.row_bounds is not None:
+        return _decode_packed(ctx, *operands, spec=spec, names=names)
     workspace = decode_workspace(of)
-    avals, buffers = ffi.in_order(ctx, OPERAND_NAMES["decode"], of, Operands.of(names, operands))
+    target = "decode" if of.work is None else "ragged"
+    avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], of, Operands.of(names, operands))
     return ffi_call(
         ctx.replace(avals_in=avals),
-        SYMBOLS["decode"],
+        SYMBOLS[target],
         buffers,
         tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
         scale=np.float32(spec.scale),
@@ -263,6 +274,10 @@ def _decode_cuda(ctx, *operands, spec, names):
 def decode_workspace(of: Operands) -> tuple[tuple[int, ...], ...]:
     """The shapes of the float32 arrays of the workspace: partial results and their sums."""
     batch, q_len, heads, _ = of.query.shape
+    if of.work is not None:
+        sequences, kv_heads = of.block_table.shape[0], of.key.shape[2]
+        size, _, items = packed_rows.room(q_len, sequences, heads, kv_heads)
+        return (items, size, heads, of.value.shape[3]), (items, size, heads)
     keys = of.key.shape[1] * (1 if of.block_table is None else of.block_table.shape[1])
     rows = (splits(batch, q_len, heads, of.key.shape[2], keys), batch, q_len, heads)
     return (*rows, of.value.shape[3]), rows

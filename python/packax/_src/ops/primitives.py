@@ -8,7 +8,8 @@ backward_p: leaves of `Operands` -> dq, dk, dv (those not in spec.needs_grad may
     with spec.score_grads also every row's part of the gradients of scale and slope, (B, H, 2, Sq);
     with spec.row_delta also sum(dout * out) - dlse, (B, H, Sq), 0 in rows with an empty range; with
     spec.bias_grad also the gradient of bias
-decode_p: leaves of `Operands` -> out, lse
+decode_p: leaves of `Operands` -> out, lse. With `row_bounds`, the rows of several sequences are
+    packed, in a batch of 1. With `work`, only as the call of kernels.
 "FFI targets" in the documentation lists all shapes. lowering.py implements the primitives per
 platform.
 """
@@ -37,6 +38,7 @@ from packax._src.core.spec import (
     accumulator,
     ceil_div,
 )
+from packax._src.ops import packed_rows
 from packax._src.ops.batching_rules import (
     batch_attention,
     batch_axis,
@@ -280,6 +282,13 @@ def _decode_gradient(primals, tangents, **params):
 
 def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
     """Folds the mapped axis. Unmapped caches are not repeated, but read through a block table."""
+    if "row_bounds" in names:  # the tiles of all mapped calls are decoded together
+
+        def in_tiles(*leaves):
+            x = Operands.of(names, leaves)
+            return packed_rows.in_tiles(functools.partial(decode, spec), x)
+
+        return jax.vmap(in_tiles, dims)(*operands), [0, 0]
     folding = batching_rule(operands, dims)
     size = folding.size
     mapped = dict(zip(names, zip(operands, dims, strict=True), strict=True))
@@ -316,6 +325,10 @@ def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
         (folded["sinks"],) = folding.fold_shared([sinks], [dim], batch)
     call = Operands(**folded)
     return folding.unfold(primitive.bind(*call.leaves, spec=spec, names=call.names))
+
+
+def decode(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    return decode_p.bind(*x.leaves, spec=spec, names=x.names)
 
 
 register_batching(decode_p, _batch_decode)
