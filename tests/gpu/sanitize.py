@@ -122,7 +122,7 @@ def run(
 
 def decode(dims, dtype, page_size) -> bool:
     """Both query tiles, a sequence that fills the cache, and invalid block table entries after the
-    pages in use."""
+    pages in use. Last, packed rows of these sequences: a chunk, few rows, and padding."""
     rng = np.random.default_rng(1)
     lengths, room, kv_heads = np.array([200, 0, 3, 131], np.int32), 200, 2
     table = None
@@ -134,17 +134,29 @@ def decode(dims, dtype, page_size) -> bool:
         cache = (4 * blocks, page_size)
     key, value = (jnp.asarray(rng.normal(size=(*cache, kv_heads, d)), dtype) for d in dims)
     good = True
-    for q_len, heads in ((1, 6), (7, 20)):
-        query = jnp.asarray(rng.normal(size=(4, q_len, heads, dims[0])), dtype)
+    starts = np.array([1, 41, 41, 43, 44], np.int32)  # of the packed rows
+
+    def uniform(*arrays, implementation):
+        given = {"block_table": table, "implementation": implementation}
+        return packax.decode_attention(*arrays, lengths, **given)
+
+    def ragged(*arrays, implementation):
+        given = {"cu_q_lens": starts, "implementation": implementation}
+        return packax.ragged_paged_attention(*arrays, lengths, table, **given)
+
+    for attend, rows, heads in (
+        (uniform, (4, 1), 6), (uniform, (4, 7), 20), (ragged, (46,), 20)
+    ):  # fmt: skip
+        query = jnp.asarray(rng.normal(size=(*rows, heads, dims[0])), dtype)
         arrays = query, key, value
-        got = packax.decode_attention(*arrays, lengths, block_table=table, implementation="cuda")
+        got = attend(*arrays, implementation="cuda")
         # On the CPU, because XLA's program for the GPU takes minutes under the tool.
         arrays = jax.device_put(arrays, jax.devices("cpu")[0])
-        want = packax.decode_attention(*arrays, lengths, block_table=table, implementation="xla")
+        want = attend(*arrays, implementation="xla")
         outs = [np.asarray(x, np.float64) for x in (got, want)]
         error = np.linalg.norm(outs[0] - outs[1]) / np.linalg.norm(outs[1])
         right = error < LIMIT[dtype]
-        name = f"decode {q_len} x {heads} pages of {page_size}"
+        name = f"decode {rows[-1]} x {heads} pages of {page_size}"
         print(
             f"{name} {dtype} {dims[0]}x{dims[1]}: error {error:.1e}{'' if right else ' WRONG'}",
             flush=True,

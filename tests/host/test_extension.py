@@ -88,6 +88,7 @@ def test_handlers_declare_themselves():
         "packax_forward_v1",
         "packax_backward_v1",
         "packax_decode_v1",
+        "packax_ragged_v1",
         "packax_forward_tangent_v1",
     }
     for stages in registrations.values():

@@ -593,6 +593,20 @@ MUTANTS = [
         (EQ + "decode,window=left",),
     ),
     Mutant(
+        "positions of packed rows",
+        "ops/packed_rows.py",
+        "(self.end[self.sequence] - rows)",
+        "(self.end[self.sequence] - rows - 1)",
+        (EQ + "ragged",),
+    ),
+    Mutant(
+        "sequence of a packed row",
+        "ops/packed_rows.py",
+        'side="right"',
+        'side="left"',
+        (EQ + "ragged",),
+    ),
+    Mutant(
         "slice of a cache",
         "ops/partition_rules.py",
         "jnp.clip(hi - first, 0, size))",
