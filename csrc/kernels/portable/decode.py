@@ -460,8 +460,10 @@ def decode_combine(
         step = tile_rows.to(tl.int64) * heads
         place = tl.load(workspace + 2 * bounds).to(tl.int64) * heads + head
         count = tl.load(workspace + 2 * bounds + 1)
+    sums += place
+    partial += place * v_dim
     every = tl.arange(0, SPLITS)
-    parts = tl.load(sums + every * step + place, mask=every < count, other=float("-inf"))
+    parts = tl.load(sums + every * step, mask=every < count, other=float("-inf"))
     row_max = tl.max(parts, 0)
     has_keys = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # True for NaN
     sink = float("-inf")
@@ -476,10 +478,10 @@ def decode_combine(
     acc = tl.zeros([v_dims.shape[0]], tl.float32)
     for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
         some = first + tl.arange(0, STEP)
-        part = tl.load(sums + some * step + place, mask=some < count, other=float("-inf"))
+        part = tl.load(sums + some * step, mask=some < count, other=float("-inf"))
         full = part != float("-inf")
         values = tl.load(
-            partial + (some * step + place)[:, None] * v_dim + v_dims[None, :],
+            partial + (some * step)[:, None] * v_dim + v_dims[None, :],
             mask=full[:, None] & (v_dims[None, :] < v_dim),
             other=0.0,
         )
