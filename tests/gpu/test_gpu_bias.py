@@ -71,15 +71,19 @@ def test_options(name, dims, axes, bias_dtype, rate, soft_cap, dtype):
     check(name, dtype, dims, axes, bias_dtype or dtype, rate, soft_cap)
 
 
-def packed_case(kind):
-    """Documents that start at no multiple of 8, with a number of keys that is a multiple of 8."""
+def packed_case(kind, fewer=0):
+    """Documents that start at no multiple of 8, with a number of keys that is a multiple of 8,
+    less `fewer`."""
     ids = {"odd": cases.ODD, "padding": cases.PADDED, "reappear": cases.BACK}.get(kind)
     if ids is None:
-        return cases.Case(kind, "full blocks", packax.full, 131, 264, batch=3, heads=4, kv_heads=2)
-    expression = packax.documents(ids[:400])
+        more = {"batch": 3, "heads": 4, "kv_heads": 2}
+        return cases.Case(kind, "full blocks", packax.full, 131, 264 - fewer, **more)
+    length = 400 - fewer
+    expression = packax.documents(ids[:length])
     if kind != "padding":
         expression = packax.causal() & expression
-    return cases.Case(kind, "packed", lambda: expression, 400, 400, batch=2, heads=4, kv_heads=2)
+    more = {"batch": 2, "heads": 4, "kv_heads": 2}
+    return cases.Case(kind, "packed", lambda: expression, length, length, **more)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -94,12 +98,24 @@ def packed_case(kind):
 def test_a_bias_alone(kind, axes, dims, dtype):
     """Only a bias, and a scale that is a number: Hopper has kernels for this. With all axes, the
     kernel of dK and dV writes the bias's gradient."""
-    case = packed_case(kind)
+    check_alone(packed_case(kind), axes, dims, dtype, dtype)
+
+
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("axes", [(0, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("kind", ["odd", "padding", "reappear", "full"])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32"])
+def test_a_bias_of_odd_rows(bias_dtype, kind, axes, dims):
+    """Rows of no whole 16 bytes, which Hopper's kernels get padded."""
+    check_alone(packed_case(kind, fewer=3), axes, dims, "bfloat16", bias_dtype)
+
+
+def check_alone(case, axes, dims, dtype, bias_dtype):
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
     sizes = (case.batch, case.heads, case.q_len)
     shape = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
     rng = np.random.default_rng(1)
-    arrays["bias"] = jnp.asarray(rng.standard_normal((*shape, case.kv_len)), dtype)
+    arrays["bias"] = jnp.asarray(rng.standard_normal((*shape, case.kv_len)), bias_dtype)
     scale = float(arrays.pop("scale"))
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
