@@ -108,7 +108,7 @@ class Buffer:
 class TensorMap(C.Structure):
     """A CUtensorMap, followed by the sizes that Triton also passes. It must be 64-byte aligned."""
 
-    _fields_ = [("map", C.c_ubyte * 128), ("shape", C.c_int32 * 3), ("strides", C.c_int64 * 3)]
+    _fields_ = [("map", C.c_ubyte * 128), ("shape", C.c_int32 * 4), ("strides", C.c_int64 * 4)]
 
 
 # numpy dtype of a buffer -> CUtensorMapDataType; bfloat16 is stored as uint16
@@ -116,30 +116,31 @@ ELEMENTS = {"uint16": 9, "float32": 7, "int32": 3}
 
 
 def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
-    """The shape of a tensor map (docs/internals/kernels.md): (1, rows, heads * dim) for (rows,
-    heads, dim); one row for a flat workspace or, if the box has rows, rows of the box's width."""
+    """Heads, rows and columns of a tensor map (docs/internals/kernels.md): those of (rows, heads,
+    dim); one row for a flat workspace or, if the box has rows, rows of the box's width."""
     if len(shape) > 1:
-        return [1, shape[0], int(np.prod(shape[1:]))]
-    return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]
+        return [shape[1], shape[0], int(np.prod(shape[2:]))]
+    return [1, 1, shape[0]] if box[2] == 1 else [1, shape[0] // box[3], box[3]]
 
 
 def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[Any, TensorMap]:
-    size, (_, rows, columns) = buffer.dtype.itemsize, view(buffer.shape, spec["box"])
+    size, (heads, rows, columns) = buffer.dtype.itemsize, view(buffer.shape, spec["box"])
     storage = C.create_string_buffer(C.sizeof(TensorMap) + 64)
     made = TensorMap.from_buffer(storage, -C.addressof(storage) % 64)
-    dims = (C.c_uint64 * 3)(columns, rows, 1)
-    strides = (C.c_uint64 * 2)(columns * size, rows * columns * size)
-    box = (C.c_uint32 * 3)(*reversed(spec["box"]))
-    ones = (C.c_uint32 * 3)(1, 1, 1)
+    row = heads * columns
+    dims = (C.c_uint64 * 4)(columns, rows, heads, 1)
+    strides = (C.c_uint64 * 3)(row * size, columns * size, rows * row * size)
+    box = (C.c_uint32 * 4)(*reversed(spec["box"]))
+    ones = (C.c_uint32 * 4)(1, 1, 1, 1)
     to, element = C.c_void_p(buffer.pointer.value), ELEMENTS[buffer.dtype.name]
     sizes_and_modes = (dims, strides, box, ones, 0, spec["swizzle"], 2, 0)
     of = f"of {buffer.shape}, {spec}"
     encode = "cuTensorMapEncodeTiled"
-    driver.call(encode, C.byref(made), element, 3, to, *sizes_and_modes, what=of)
-    if rows * columns * size - size + 1 < 128 * 1024 and driver.version <= 13010:
+    driver.call(encode, C.byref(made), element, 4, to, *sizes_and_modes, what=of)
+    if rows * row * size - size + 1 < 128 * 1024 and driver.version <= 13010:
         made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as in csrc/runtime/driver.cc
-    made.shape[:] = [1, rows, columns]
-    made.strides[:] = [rows * columns, columns, 1]
+    made.shape[:] = [1, heads, rows, columns]
+    made.strides[:] = [rows * row, columns, row, 1]
     return storage, made
 
 
@@ -182,8 +183,8 @@ class Kernel:
                 base = C.addressof(made)
                 shape, strides = TensorMap.shape.offset, TensorMap.strides.offset
                 addresses.append(base)
-                addresses += [base + shape + 4 * i for i in range(3)]
-                addresses += [base + strides + 8 * i for i in range(3)]
+                addresses += [base + shape + 4 * i for i in range(4)]
+                addresses += [base + strides + 8 * i for i in range(4)]
             else:
                 values.append(kinds[p["type"]](a))
                 addresses.append(C.addressof(values[-1]))

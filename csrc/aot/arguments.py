@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiles_sm90 import LIKE_PLAIN
 
 # kernel -> argument -> (element, rows, columns) of a TMA copy. Names are constants of the variant,
-# and "" is its dtype. Maps are (batch, length, heads * dim); those of float32 and int32 are rows of
+# and "" is its dtype. Maps are (batch, heads, length, dim); those of float32 and int32 are rows of
 # numbers, one per query row.
 TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     "forward_sm90": {

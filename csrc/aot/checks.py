@@ -22,13 +22,13 @@ PTX_TYPES = {
 
 def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
     """Require that the PTX takes exactly these parameters, followed by Triton's two scratch
-    pointers. A tensor map takes seven: the map of 128 bytes, three sizes and three strides.
+    pointers. A tensor map takes nine: the map of 128 bytes, four sizes and four strides.
     """
     found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
     got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
     want = []
     for p in params:
-        want += [p["type"]] + (["i32"] * 3 + ["ptr"] * 3 if p["type"] == "tma" else [])
+        want += [p["type"]] + (["i32"] * 4 + ["ptr"] * 4 if p["type"] == "tma" else [])
     want += ["ptr", "ptr"]
     if got != want:
         raise SystemExit(

@@ -41,11 +41,11 @@ def tensor_map_type(
     from triton.experimental.gluon import language as gl
 
     element, *sizes = tile
-    shape = [1, *(constants[n] if isinstance(n, str) else n for n in sizes)]
-    if element and shape[1] > 1:
+    shape = [1, 1, *(constants[n] if isinstance(n, str) else n for n in sizes)]
+    if element and shape[2] > 1:
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     elif element:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
     else:
         half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
         layout = gl.NVMMASharedLayout.get_default_for(shape, half)

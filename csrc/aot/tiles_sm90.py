@@ -45,11 +45,12 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "V_PARTS": parts,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
-            "REMATERIALIZE": int(dim != 64),
+            "REMATERIALIZE": int(dim not in (64, 96)),
             "SCHEDULER": 0,
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),
+            (96, 32, 2, 128, 2, 0, 1),
             (128, 128, 2, 128, 2, 0, 1),
             (192, 64, 2, 128, 2, 1, 1),
             (256, 256, 2, 64, 2, 1, 1),
@@ -65,8 +66,8 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": int(dim == 128),
-            "LSE_BY_MMA": int(dim == 128),
+            "REMATERIALIZE": int(dim != 64),
+            "LSE_BY_MMA": int(dim != 64),
         }
         for dim, chunk, consumer, plan in (
             # SKIP: a warp group skips masked blocks in which no row attends to its keys. DQ: dQ is
@@ -74,6 +75,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             # 64, DQ 2 with SKIP is 12 to 19 % faster than DQ 1. At 128, SKIP gains -3 to 1 %, and
             # PING_PONG 3 to 12 % (docs/experiments.md).
             (64, 64, 200, {"PING_PONG": 0, "SKIP": 1, "DQ": 2}),
+            (96, 32, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
             (128, 128, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
         )
     },
@@ -89,22 +91,23 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
-            "REMATERIALIZE": 0,
+            "REMATERIALIZE": int(dim == 96),
         }
         for dim, chunk, keys, stages, in_registers in (
             (64, 64, 128, 2, 0),
+            (96, 32, 128, 2, 0),
             (128, 128, 128, 2, 0),
             (192, 64, 64, 3, 1),
             (256, 256, 64, 2, 0),
             ((192, 192), 64, 64, 2, 0),
         )
     },
-    "backward_preprocess": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256, (192, 192))},
-    "backward_postprocess": {dim: {"ROWS": 64} for dim in (64, 128)},
+    "backward_preprocess": {dim: {"ROWS": 32} for dim in (64, 96, 128, 192, 256, (192, 192))},
+    "backward_postprocess": {dim: {"ROWS": 64} for dim in (64, 96, 128)},
 }
 SM90_TILES["backward_dkdv_sm90"] = {
     dim: SM90_TILES["backward_sm90"][dim] | {"DQ": 0, "SKIP": 1, "CONSUMER_REGISTERS": 240}
-    for dim in (64, 128)
+    for dim in (64, 96, 128)
 }
 SM90_TILES["backward_dkdv_sm90"] |= {
     dim: SM90_TILES["backward_dkdv_sm90"][64]
@@ -262,7 +265,9 @@ SM90_TILES |= {
 SM90_TILES["backward_sum_dbias"] = {dim: {"ELEMENTS": 1024} for dim in BIAS_BACKWARD_DIMS[:3]}
 # With the largest logit of each row: the running maximum, which is updated by every larger score.
 MAX_LOGITS = {"forward_sm90_max_logits": "forward_sm90"}
-SM90_TILES["forward_sm90_max_logits"] = dict(SM90_TILES["forward_sm90"])
+SM90_TILES["forward_sm90_max_logits"] = {
+    dim: tile for dim, tile in SM90_TILES["forward_sm90"].items() if dim != 96
+}
 # The plain forward with shorter tiles, for calls with too few tiles to fill the GPU
 # (csrc/launch/select.cc).
 LOW_OCCUPANCY = {"forward_sm90_low_occupancy": "forward_sm90"}
@@ -305,8 +310,11 @@ TWO_ASSEMBLERS = (
     *("backward_shared_dbias", "backward_shared_float32_dbias"),
     *PARTS,
 )
-# Exceptions, for which 12.9 is 1 to 8 % faster.
+# Exceptions, for which 12.9 is as fast, or 1 to 8 % faster; with the largest logits, for the size of
+# the wheel.
 ONE_ASSEMBLER: tuple[tuple[str, Dims], ...] = (
+    *((f"{kernel}_sm90", 96) for kernel in ("forward", "backward", "backward_dkdv", "backward_dq")),
+    *(("forward_sm90_max_logits", dim) for dim in SM90_TILES["forward_sm90_max_logits"]),
     ("backward_dq_sm90", 192),
     ("backward_dq_sm90", 256),
 )

@@ -11,11 +11,11 @@ TANGENT_DIMS = {
 
 # kernel -> (kind of tile, head dim), or (dtype, head dim) for TF32 -> BLOCK_M, BLOCK_N, STAGES of
 # the mask-free loop, warps. In float32 without tensor cores, and in TF32 at 256, a tile of 16 x 16
-# would spill, so these tangents run in XLA. Chosen for no or few spills; no
-# other tiles were timed.
+# would spill, so these tangents run in XLA. Chosen for no or few spills, except those of the plain
+# kernel on Hopper, which are the fastest on an H200 (docs/experiments.md).
 TANGENT_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
     "forward_tangent": {
-        ("hopper", 64): (128, 64, 2, 8),
+        ("hopper", 64): (64, 64, 3, 4),
         ("hopper", 128): (128, 64, 2, 8),
         ("ampere", 64): (128, 32, 2, 8),
         ("ampere", 128): (128, 32, 2, 8),

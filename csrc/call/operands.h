@@ -119,7 +119,8 @@ struct BackwardOperands : AttentionOperands, BackwardPointers {
   const void* dbias_sums;   // (dbias_parts, planes, q_len, kv_len) float32, in the workspace
   int32_t dbias_parts = 0;  // 0: no room for sums
   const void* dq_sum;
-  const void* counter;  // tiles that persistent programs have taken
+  int64_t dq_columns = kMaxInt32;  // per row of dq_sum: at least the kernels' head dim
+  const void* counter;             // tiles that persistent programs have taken
   int32_t has_dlse, has_score_grads;
   int32_t clear_dq;  // whether to clear dq_sum
 

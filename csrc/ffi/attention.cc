@@ -141,6 +141,7 @@ ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOp
              bias.untyped_data(),
              ElementOf(bias.element_type()),
              sizes[0] * sizes[1],
+             1,
              sizes[2],
              o->kv_len,
              o->kv_len};
@@ -218,16 +219,17 @@ TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const Attentio
           static_cast<const char*>(buffer.untyped_data()) + skipped,
           ElementOf(buffer.element_type()),
           o.batch,
+          o.heads,
           o.q_len,
-          o.heads * dim,
+          dim,
           o.row_heads * dim};
 }
 
 TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
                   int64_t dim) {
-  const int64_t row = o.kv_heads * dim;
-  return {name, buffer.untyped_data(), ElementOf(buffer.element_type()), o.batch, o.kv_len, row,
-          row};
+  return {
+      name, buffer.untyped_data(), ElementOf(buffer.element_type()), o.batch, o.kv_heads, o.kv_len,
+      dim,  o.kv_heads * dim};
 }
 
 ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,

@@ -42,18 +42,21 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
 
 // Splits the workspace into sections of 4-byte elements, each aligned to 256 bytes: delta and lse2
 // (batch, heads, padded) float32, lo and hi (mask_batch, padded) int32, with a bias also top (like
-// delta), then the sum of dQ (batch, heads, padded, qk_dim) float32, or the counter of the separate
-// kernels, in 64 elements if the sums of the bias gradient follow it, any number of them. The
-// portable kernels use only delta, with q_len rows per head.
+// delta), then the sum of dQ (batch, heads, padded, columns) float32, or the counter of the
+// separate kernels, in 64 elements if the sums of the bias gradient follow it, any number of them.
+// The portable kernels use only delta, with q_len rows per head.
 ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t rows = o->padded_rows();
   const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
   const int64_t top_rows = o->bias_kind != 0 ? rows : 0;
   const int64_t sections = Sum({rows, rows, mask_rows, mask_rows, top_rows});
-  const int64_t sizes[] = {rows, Sum({sections, 1}), Sum({sections, Product({rows, o->qk_dim})})};
-  const int64_t needed = sizes[static_cast<int>(o->algorithm)];
   PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
   const int64_t elements = workspace.dimensions()[0];
+  // The lowering chose the number of columns, those of the kernels.
+  if (rows > 0) o->dq_columns = std::max<int64_t>(o->qk_dim, (elements - sections) / rows);
+  const int64_t sizes[] = {rows, Sum({sections, 1}),
+                           Sum({sections, Product({rows, o->dq_columns})})};
+  const int64_t needed = sizes[static_cast<int>(o->algorithm)];
   PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
   // The lowering chose the number of sums.
   const int64_t sum = Product({o->bias.batch, o->bias.length, o->bias.columns});
@@ -66,7 +69,7 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
       << kAlgorithms[static_cast<int>(o->algorithm)] << "\"";
   auto* next = static_cast<float*>(workspace.untyped_data());
   const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
-    return TensorView{name, data, element, 1, 1, n, n};
+    return TensorView{name, data, element, 1, 1, 1, n, n};
   };
   o->delta = line("delta", next, TensorMapElement::kF32, rows);
   if (o->algorithm == Algorithm::kPortable || rows > kMaxInt32) return ffi::Error::Success();

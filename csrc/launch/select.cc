@@ -36,7 +36,9 @@ using Steps = std::array<Step<Operands>, kMaxSteps>;  // unused ones have no lis
 
 enum class Dims {
   kExact,     // kernels for exactly the call's head dims
-  kCovering,  // the kernels with the smallest head dims that cover the call's
+  kClipped,   // all of the same head dims, the smallest for which the row's second kernel (or its
+              // only one) exists: their tensor maps end at the call's last column
+  kCovering,  // each kernel with the smallest head dims that cover the call's
 };
 enum class Gpus {
   kSome,
@@ -79,19 +81,34 @@ Dtype DtypeOf(Kernel kernel, Dtype dtype) {
   }
 }
 
+// Whether dq_sum has room for the columns of these kernels.
+template <typename Operands>
+bool HasRoom(const Row<Operands>& row, const Operands& o, int64_t qk_dim) {
+  if constexpr (requires { o.dq_columns; }) return !row.sums_dq || o.dq_columns >= qk_dim;
+  return true;
+}
+
 // Finds all kernels of a row; false if this device lacks one, which `query` then describes.
 template <typename Operands>
 bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, Query* query,
              std::array<const Variant*, kMaxSteps>* variants) {
+  int64_t qk_dim = o.qk_dim, v_dim = o.v_dim;
+  if (row.dims == Dims::kClipped) {
+    const Kernel kernel = row.steps[row.steps[1].list != nullptr ? 1 : 0].kernel;
+    const Variant* widest = Find({kernel, device.cc, o.dtype, qk_dim, v_dim, device.driver, true});
+    if (widest == nullptr) return false;
+    qk_dim = widest->qk_dim;
+    v_dim = widest->v_dim;
+  }
   for (size_t i = 0; i < kMaxSteps && row.steps[i].list != nullptr; ++i) {
     const Kernel kernel = row.steps[i].kernel;
     const Dtype dtype = DtypeOf(kernel, o.dtype);
     const bool covering = row.dims == Dims::kCovering;
-    *query = {kernel, device.cc, dtype, o.qk_dim, o.v_dim, device.driver, covering};
+    *query = {kernel, device.cc, dtype, qk_dim, v_dim, device.driver, covering};
     (*variants)[i] = Find(*query);
     if ((*variants)[i] == nullptr) return false;
   }
-  return true;
+  return HasRoom(row, o, qk_dim);
 }
 
 // The first row that accepts the call and whose kernels, `variants`, all exist for this device. If
@@ -205,7 +222,7 @@ bool OnlyBiasOfRows(const AttentionOperands& o, int kind) {
 }
 
 ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
-  PACKAX_CHECK(dims == Dims::kExact || o.heads == o.row_heads, kUnimplemented)
+  PACKAX_CHECK(dims != Dims::kCovering || o.heads == o.row_heads, kUnimplemented)
       << "attributes first_head and heads are " << o.first_head << " and " << o.heads
       << ", but the fallback kernels take all of the query's " << o.row_heads;
   return ffi::Error::Success();
@@ -276,18 +293,18 @@ bool HasOnly(const F& o, const Device&) {
 }
 
 constexpr Row<F> kForward[] = {
-    {HasOnly<kBlockMask>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90BlockListsArgs>()},
-    {HasOnly<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
-    {HasOnly<kRowStats>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90MaxLogitsArgs>()},
-    {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
-    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 1); }, Gpus::kSome, Dims::kExact,
+    {HasOnly<kBlockMask>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90BlockListsArgs>()},
+    {HasOnly<kAlibi>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90AlibiArgs>()},
+    {HasOnly<kRowStats>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90MaxLogitsArgs>()},
+    {HasOnly<kSoftCap>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90SoftCapArgs>()},
+    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 1); }, Gpus::kSome, Dims::kClipped,
      Persistent<ForwardSm90BiasArgs>()},
-    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 2); }, Gpus::kSome, Dims::kExact,
+    {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 2); }, Gpus::kSome, Dims::kClipped,
      Persistent<ForwardSm90Float32BiasArgs>()},
-    {IsShort, Gpus::kSome, Dims::kExact, Short()},
+    {IsShort, Gpus::kSome, Dims::kClipped, Short()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
-     Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
-    {HasOnly<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
+     Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90LowOccupancyArgs>()},
+    {HasOnly<0>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90Args>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, OneTile<ForwardSm80SoftCapArgs>()},
     {[](const F& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
      OneTile<ForwardArgs>()},
@@ -430,16 +447,17 @@ constexpr Steps<B> SeparateWithSharedDbias() {
 constexpr auto kSeparate = Algorithm::kSm90Separate, kFused = Algorithm::kSm90Fused;
 
 constexpr Row<B> kBackward[] = {
-    {HasOnly<kBlockMask, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<kBlockMask, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90BlockListsArgs, BackwardDqSm90BlockListsArgs>()},
-    {HasOnly<kAlibi, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90AlibiArgs>(), true},
-    {HasOnly<kSoftCap, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90SoftCapArgs>(), true},
-    {HasOnly<kSoftCap, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<kAlibi, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90AlibiArgs>(), true},
+    {HasOnly<kSoftCap, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90SoftCapArgs>(),
+     true},
+    {HasOnly<kSoftCap, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90SoftCapArgs, BackwardDqSm90SoftCapArgs>()},
-    {HasOnly<0, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90Args>(), true},
-    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kExact,
+    {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true},
+    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
-    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kExact, Parts()},
+    {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped, Parts()},
     {OnSm80<0>, Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardPostprocessSm80Args>(),
      true},
     {OnSm80<kSoftCap>, Gpus::kSome, Dims::kExact,
@@ -449,16 +467,16 @@ constexpr Row<B> kBackward[] = {
     {[](const B& o, const Device& device) {
        return o.algorithm >= kSeparate && o.padded_rows() <= kMaxInt32 && DkvWritesDbias(o, device);
      },
-     Gpus::kSome, Dims::kExact, SeparateWithDbias()},
-    {DbiasOnSm90<1>, Gpus::kSome, Dims::kExact,
+     Gpus::kSome, Dims::kClipped, SeparateWithDbias()},
+    {DbiasOnSm90<1>, Gpus::kSome, Dims::kClipped,
      SeparateWithSharedDbias<BackwardDkdvSm90BiasArgs, BackwardDqSm90BiasArgs,
                              BackwardSharedDbiasArgs>()},
-    {DbiasOnSm90<2>, Gpus::kSome, Dims::kExact,
+    {DbiasOnSm90<2>, Gpus::kSome, Dims::kClipped,
      SeparateWithSharedDbias<BackwardDkdvSm90Float32BiasArgs, BackwardDqSm90Float32BiasArgs,
                              BackwardSharedFloat32DbiasArgs>()},
-    {NoDbiasOnSm90<1>, Gpus::kSome, Dims::kExact,
+    {NoDbiasOnSm90<1>, Gpus::kSome, Dims::kClipped,
      SeparateWithBias<BackwardDkdvSm90BiasArgs, BackwardDqSm90BiasArgs>()},
-    {NoDbiasOnSm90<2>, Gpus::kSome, Dims::kExact,
+    {NoDbiasOnSm90<2>, Gpus::kSome, Dims::kClipped,
      SeparateWithBias<BackwardDkdvSm90Float32BiasArgs, BackwardDqSm90Float32BiasArgs>()},
     {DkvWritesDbias, Gpus::kSome, Dims::kCovering,
      Portable<BackwardDeltaFallbackArgs, BackwardDkdvDbiasAloneArgs, BackwardDqOfDbiasAloneArgs>()},

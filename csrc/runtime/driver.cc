@@ -250,8 +250,8 @@ MapElement Describe(TensorMapElement element) {
 std::string MapText(const TensorView& view, const TensorMapBox& box) {
   std::ostringstream out;
   out << "tensor map of " << view.name << ", " << Describe(view.element).name << "[" << view.batch
-      << ", " << view.length << ", " << view.columns << "] in boxes of " << box.rows << " x "
-      << box.columns << ", swizzle " << box.swizzle;
+      << ", " << view.heads << ", " << view.length << ", " << view.columns << "] in boxes of "
+      << box.rows << " x " << box.columns << ", swizzle " << box.swizzle;
   return out.str();
 }
 
@@ -386,9 +386,12 @@ ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorVie
   const int64_t row = view.row * Describe(view.element).bytes;
   PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
       << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
-  PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
-      << MapText(view, box) << ": the " << row << " bytes of a row are no multiple of "
-      << kMapAlignment << "; " << v.name;
+  const int64_t head = view.columns * Describe(view.element).bytes;
+  for (const auto& [bytes, what] : {std::pair{row, "row"}, std::pair{head, "head"}}) {
+    PACKAX_CHECK(bytes % kMapAlignment == 0, kInvalidArgument)
+        << MapText(view, box) << ": the " << bytes << " bytes of a " << what
+        << " are no multiple of " << kMapAlignment << "; " << v.name;
+  }
   PACKAX_CHECK(reinterpret_cast<uintptr_t>(view.data) % kMapAlignment == 0, kInvalidArgument)
       << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
       << "; " << v.name;
@@ -406,22 +409,24 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   const Api* api;
   PACKAX_TRY(GetApi(&api));
   // The driver lists axes from the innermost to the outermost.
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(view.columns),
-                              static_cast<cuuint64_t>(view.length),
-                              static_cast<cuuint64_t>(view.batch)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row), static_cast<cuuint64_t>(matrix)};
+  const cuuint64_t sizes[] = {
+      static_cast<cuuint64_t>(view.columns), static_cast<cuuint64_t>(view.length),
+      static_cast<cuuint64_t>(view.heads), static_cast<cuuint64_t>(view.batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row),
+                                static_cast<cuuint64_t>(view.columns * element.bytes),
+                                static_cast<cuuint64_t>(matrix)};
   const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box.columns),
-                              static_cast<cuuint32_t>(box.rows), 1};
-  const cuuint32_t steps[] = {1, 1, 1};
+                              static_cast<cuuint32_t>(box.rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap encoded;
-  PACKAX_DRIVER(cuTensorMapEncodeTiled, &encoded, element.type, 3, const_cast<void*>(view.data),
+  PACKAX_DRIVER(cuTensorMapEncodeTiled, &encoded, element.type, 4, const_cast<void*>(view.data),
                 sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 static_cast<CUtensorMapSwizzle>(box.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
       << "; " << MapText(view, box) << ", address " << view.data << "; "
       << Where(v, *kernel.device);
   // `matrix < kSmallMap` keeps the product with the batch from overflowing.
-  const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
+  const int64_t last = (view.length - 1) * row + (view.heads * view.columns - 1) * element.bytes;
   if (kernel.device->driver <= kSmallMapFixed && last + 1 < kSmallMap &&
       (view.batch == 1 ||
        (matrix < kSmallMap && (view.batch - 1) * matrix + last + 1 < kSmallMap))) {
@@ -430,11 +435,13 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   static_assert(sizeof(encoded) == sizeof(map->map));
   std::memcpy(map->map, &encoded, sizeof(encoded));
   map->shape[0] = static_cast<int32_t>(view.batch);
-  map->shape[1] = static_cast<int32_t>(view.length);
-  map->shape[2] = static_cast<int32_t>(view.columns);
+  map->shape[1] = static_cast<int32_t>(view.heads);
+  map->shape[2] = static_cast<int32_t>(view.length);
+  map->shape[3] = static_cast<int32_t>(view.columns);
   map->strides[0] = view.length * view.row;
-  map->strides[1] = view.row;
-  map->strides[2] = 1;
+  map->strides[1] = view.columns;
+  map->strides[2] = view.row;
+  map->strides[3] = 1;
   return ffi::Error::Success();
 }
 

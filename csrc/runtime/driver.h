@@ -59,13 +59,14 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
 
 enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
 
-// A (batch, length, columns) view of an array in device memory; no size is 0. Rows are `row`
-// elements apart, at least `columns`; otherwise the view is dense.
+// A (batch, heads, length, columns) view of an array (batch, length, heads, columns) in device
+// memory; no size is 0. Rows are `row` elements apart, at least heads * columns; otherwise the view
+// is dense.
 struct TensorView {
   const char* name = "";  // the kernel argument, for error messages
   const void* data = nullptr;
   TensorMapElement element = TensorMapElement::kBf16;
-  int64_t batch = 0, length = 0, columns = 0, row = 0;
+  int64_t batch = 0, heads = 0, length = 0, columns = 0, row = 0;
 };
 
 // Checks that a tensor map over `view` can be encoded for the kernel's index-th "tma" parameter.

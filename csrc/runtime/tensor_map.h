@@ -6,16 +6,17 @@
 
 namespace packax {
 
-// One "tma" parameter of a kernel. Triton expands it into seven parameters: the CUtensorMap by
-// value, then three sizes and three strides (in elements) of the (batch, length, columns) view.
+// One "tma" parameter of a kernel. Triton expands it into nine parameters: the CUtensorMap by
+// value, then four sizes and four strides (in elements) of the (batch, heads, length, columns)
+// view.
 struct TensorMap {
   alignas(64) unsigned char map[128];
-  int32_t shape[3];
-  int64_t strides[3];
+  int32_t shape[4];
+  int64_t strides[4];
 };
 
-// The box of (1, rows, columns) that one TMA operation transfers, and its layout in shared memory
-// (CUtensorMapSwizzle).
+// The box of (1, 1, rows, columns) that one TMA operation transfers, and its layout in shared
+// memory (CUtensorMapSwizzle).
 struct TensorMapBox {
   int rows, columns, swizzle;
 };

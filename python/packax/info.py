@@ -230,7 +230,7 @@ def _runs_lines(report: Report) -> list[str]:
             )  # fmt: skip
             padded = next((f"padded to {_dims(*dims)}" for dims in wider), None)
             lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or padded or why}")
-        lines.append(f"{gpu}: other head dims are padded to the next larger one that has kernels")
+        lines.append(f"{gpu}: other head dims run on the next larger one that has kernels")
         wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
         wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
         for name, short, pair in wide:

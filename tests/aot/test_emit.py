@@ -158,16 +158,17 @@ def test_missing_field(tmp_path, field):
         ({"tensor_maps": {}}, "tensor_maps is {}, expected list"),
         ({"tensor_maps": BOXES[:1]}, "1 tensor_maps for 0 parameters of type tma"),
         (mapped(tensor_maps=BOXES[:1]), "1 tensor_maps for 2 parameters of type tma"),
-        (mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64]}]),
-            "tensor_maps[1] is {'box': [1, 64, 64]}, expected an object with `box`, `swizzle`"),
+        (mapped(tensor_maps=[BOXES[0], {"box": [1, 1, 64, 64]}]),
+            "tensor_maps[1] is {'box': [1, 1, 64, 64]}, expected an object with `box`, `swizzle`"),
         *(
             (
                 mapped(tensor_maps=[{"box": box, "swizzle": 3}, BOXES[1]]),
-                f"tensor_maps[0] has box {box!r}, expected [1, rows, columns] up to 256",
+                f"tensor_maps[0] has box {box!r}, expected [1, 1, rows, columns] up to 256",
             )
-            for box in ([64, 64], [2, 64, 64], [1, 0, 64], [1, 64, 257], [1, 64.0, 64], "164")
+            for box in ([1, 64, 64], [1, 2, 64, 64], [1, 1, 0, 64], [1, 1, 64, 257],
+                [1, 1, 64.0, 64], "1164")
         ),
-        (mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64], "swizzle": 4}]),
+        (mapped(tensor_maps=[BOXES[0], {"box": [1, 1, 64, 64], "swizzle": 4}]),
             "tensor_maps[1] has swizzle 4, expected 0 to 3"),
         (mapped(params=[{"name": f"x{i}", "type": "tma"} for i in range(14)],
             tensor_maps=BOXES[:1] * 14), "14 tensor maps, C++ has room for 13"),

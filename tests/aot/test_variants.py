@@ -268,14 +268,14 @@ def test_the_backward_kernels_of_sm90_are_complete() -> None:
     assert list(parts.values()) == [{512}, {512}] and 512 in table.SM90_TILES["forward_sm90"]
     names = ("forward", "backward", "backward_dkdv", "backward_dq")
     forward, one, keys, rows = (set(table.SM90_TILES[f"{k}_sm90_soft_cap"]) for k in names)
-    assert one == finish and forward == keys == rows and prepare > one | keys
+    assert one < finish and forward == keys == rows and prepare > one | keys
     forward, keys, rows = (
         set(table.SM90_TILES[f"{k}_sm90_block_lists"])
         for k in ("forward", "backward_dkdv", "backward_dq")
     )
     assert forward == keys == rows < prepare
     forward, one = (set(table.SM90_TILES[f"{k}_sm90_alibi"]) for k in ("forward", "backward"))
-    assert forward == one == finish
+    assert forward == one < finish
 
 
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
@@ -503,8 +503,8 @@ def test_parameters_in_the_ptx_are_checked() -> None:
         compiler.checks.check_parameters(PTX, params[:2], "k")
 
 
-def test_a_tensor_map_is_seven_parameters() -> None:
-    kinds = [".align 64 .b8", *[".u32"] * 3, *[".u64"] * 3, ".u64 .ptr .global .align 16"]
+def test_a_tensor_map_is_nine_parameters() -> None:
+    kinds = [".align 64 .b8", *[".u32"] * 4, *[".u64"] * 4, ".u64 .ptr .global .align 16"]
     kinds += [".u64 .ptr .global .align 1"] * 2
     lines = [f"	.param {kind} k_param_{i}" for i, kind in enumerate(kinds)]
     lines[0] += "[128]"

@@ -65,38 +65,41 @@ def dims_of(function, dims, dtype=jnp.bfloat16, **options):
 
 
 @pytest.mark.parametrize(
-    "dims,expected",
+    "dims,columns",
     (
-        ((64, 64), (64, 64)),
-        ((8, 8), (64, 64)),
-        ((96, 96), (128, 128)),
-        ((64, 72), (128, 128)),
-        ((136, 128), (192, 128)),
-        ((192, 128), (192, 128)),
-        ((136, 136), (192, 192)),
-        ((192, 192), (192, 192)),
-        ((192, 200), (256, 256)),
-        ((248, 8), (256, 256)),
+        ((64, 64), 64),
+        ((8, 8), 64),
+        ((96, 96), 128),
+        ((64, 72), 128),
+        ((136, 128), 192),
+        ((136, 136), 192),
+        ((192, 192), 192),
+        ((192, 200), 256),
+        ((248, 8), 256),
     ),
 )
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
-def test_the_next_kernels_of_hopper(hopper, monkeypatch, function, dims, expected):
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # the only one with 192
-    assert dims_of(function, dims) == expected
+def test_programs_for_hopper_are_not_padded(hopper, monkeypatch, function, dims, columns):
+    """Kernels take fewer columns than they have; the sum of dQ has those of the kernels."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
+    assert dims_of(function, dims) == dims
+    text = text_of(lambda *x: every_gradient(*x, MASK), *abstract(jnp.bfloat16, *dims))
+    (*_, results) = next(x for x in calls(text) if x[0] == "packax_backward_v1")
+    rows, of_mask = 2 * 8 * 320, 2 * 2 * 320
+    assert results[-1] == f"{(2 + columns) * rows + of_mask}xf32"
 
 
 @pytest.mark.parametrize("dims", ((264, 64), (320, 320), (8, 512), (512, 512)))
 def test_a_forward_alone(hopper, monkeypatch, dims):
-    """Above 256 the backward uses the fallback kernels without padding; so does the forward with an
-    option or on other GPUs."""
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
-    assert dims_of(step, dims) == (512, 512)
-    assert dims_of(jax.grad(loss), dims) == dims
-    assert dims_of(step, dims, soft_cap=30.0) == dims
-    assert dims_of(step, dims, jnp.float16) == dims  # the table has bfloat16 only
-    for capabilities in ({80}, {80, 90}, None):
+    """Above 256, only a program for Hopper has dedicated kernels. None is padded."""
+    tensors = {n: jax.core.ShapedArray((2, 300, 8, dim), jnp.bfloat16)
+        for n, dim in zip(("query", "value"), dims, strict=True)}  # fmt: skip
+    of = Operands(**dict.fromkeys(Operands._fields) | tensors)
+    for capabilities, dedicated in (({90}, True), ({80}, False), ({80, 90}, False), (None, False)):
         monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
-        assert dims_of(step, dims) == dims
+        assert ffi.takes_fallback("forward", of, AttentionSpec(scale=1.0)) != dedicated
+        for function in (step, jax.grad(loss)):
+            assert dims_of(function, dims) == dims
 
 
 def test_a_backward_in_parts(hopper, monkeypatch):
@@ -104,14 +107,17 @@ def test_a_backward_in_parts(hopper, monkeypatch):
     rows = with_sm90(dims=((512, 512),), kernels=("forward_sm90", *PARTS)) + ffi.ext.variants()
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
-    dims = (320, 264)
-    for gradient in (every_gradient, jax.grad(loss, 0), jax.grad(loss, 1)):
-        assert dims_of(gradient, dims) == (512, 512)
-    text = text_of(lambda *x: every_gradient(*x, MASK), *abstract(jnp.bfloat16, 512, 512))
-    of = {target: attributes for target, attributes, *_ in calls(text)}
-    assert "sm90_separate" in of["packax_backward_v1"]["algorithm"]
-    assert dims_of(every_gradient, dims, deterministic=True) == (512, 512)
-    assert dims_of(every_gradient, dims, soft_cap=30.0) == dims
+    for gradient, options, algorithm in (
+        (every_gradient, {}, "sm90_separate"),
+        (jax.grad(loss, 0), {}, "sm90_separate"),
+        (jax.grad(loss, 1), {}, "sm90_separate"),
+        (every_gradient, {"deterministic": True}, "sm90_separate"),
+        (every_gradient, {"soft_cap": 30.0}, "portable"),
+    ):
+        tensors = abstract(jnp.bfloat16, 320, 264)
+        text = text_of(lambda *x, of=gradient, more=options: of(*x, MASK, **more), *tensors)
+        of = {target: attributes for target, attributes, *_ in calls(text)}
+        assert algorithm in of["packax_backward_v1"]["algorithm"]
 
 
 @pytest.mark.parametrize("function", (step, jax.grad(loss)))
@@ -149,7 +155,7 @@ def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capabilities,expected", (({80}, 128), ({100}, 96), ({90}, 128), ({80, 90}, 128), (None, 128))
+    "capabilities,expected", (({80}, 128), ({100}, 96), ({90}, 96), ({80, 90}, 128), (None, 128))
 )
 def test_of_other_gpus(hopper, monkeypatch, capabilities, expected):
     """None means no local GPU: the program may run on any. The build has no kernels for 10.0."""
@@ -169,7 +175,7 @@ def test_every_head_dim_on_a_gpu_without_kernels_of_hopper(extension, monkeypatc
 
 @pytest.mark.parametrize(
     "capabilities,expected",
-    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (128, 128, 192))),
+    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (72, 96, 192))),
 )
 def test_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch, capabilities, expected):
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
@@ -205,11 +211,12 @@ def test_a_soft_cap_elsewhere(every_gpu, monkeypatch):
 
 
 def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
-    """Kernels that write some heads of a shared output are not padded to other head dims."""
+    """Kernels that write some heads of a shared output are not padded to other head dims; those for
+    Hopper need no padding."""
     tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
     of = Operands(**dict.fromkeys(Operands._fields) | tensors)
     spec = AttentionSpec(scale=1.0)
-    for capabilities, fallback in (({80}, False), ({90}, True), (None, True)):
+    for capabilities, fallback in (({80}, False), ({90}, False), (None, True)):
         monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
         assert ffi.takes_fallback("forward", of, spec) == fallback
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})

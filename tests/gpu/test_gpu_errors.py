@@ -22,7 +22,8 @@ def forward_call(**changes):
     operands = {"query": x.query, "key": x.key, "value": x.value} | unread
     operands |= mask.operands("forward")
     operands = {name: operands.get(name, jnp.zeros(0)) for name in OPERAND_NAMES["forward"]}
-    numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
+    numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads",
+        "row_keys")  # fmt: skip
     attributes = {
         "scale": np.float32(0.1),
         "soft_cap": np.float32(0),

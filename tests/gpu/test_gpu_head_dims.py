@@ -1,5 +1,5 @@
-"""Head dims between those of the plain kernels, which are padded or have dedicated kernels:
-`pytest -m gpu`.
+"""Head dims between those of the plain kernels, which are clipped, padded or have kernels of their
+size: `pytest -m gpu`.
 
 Guards against a scale from the padded head dim, padding in results, and columns of another head.
 """
@@ -132,5 +132,23 @@ def test_no_gpu_runs_the_fallback_kernels():
     mask = build(packax.causal(), x)
     lowered = passes.lower(x, mask, None, "cuda")
     dims = {operands[0].split("x")[3] for _, _, operands, _ in calls(lowered.as_text())}
-    native = (96, 96) in ffi.common_dims(("forward",), "bfloat16")
+    native = (96, 96) in ffi.common_dims(("forward", "forward_sm90"), "bfloat16")
     assert dims == ({"96"} if native else {"128"})
+
+
+@pytest.mark.parametrize("dim", (8, 72, 104))
+def test_columns_of_another_head_are_neither_read_nor_written(dim):
+    """NaN in one head, and columns that the kernels have but the call does not."""
+    x = tensors(2, 200, 300, 6, 3, dim, "bfloat16")
+    mask = packax.causal(100)
+    want = run(x, mask)
+    broken = x._replace(
+        query=x.query.at[:, :, 2].set(jnp.nan), key=x.key.at[:, :, 1].set(jnp.nan),
+        value=x.value.at[:, :, 1].set(jnp.inf), dout=x.dout.at[:, :, 2:4].set(jnp.nan),
+    )  # fmt: skip
+    got = run(broken, mask)
+    for name, group in (("out", 2), ("dq", 2), ("dk", 1), ("dv", 1)):
+        a, b = (np.asarray(getattr(r, name).astype(jnp.float32)) for r in (got, want))
+        kept = [h for h in range(a.shape[2]) if h // group != 1]
+        np.testing.assert_allclose(a[:, :, kept], b[:, :, kept], rtol=2e-2, atol=2e-2)
+        assert np.isnan(a[:, :, group : 2 * group]).any()

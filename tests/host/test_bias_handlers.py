@@ -137,8 +137,9 @@ def test_a_bias_of_the_querys_dtype(machine, direction):
     expect_launches(machine, call, scalars, grids_of(s, direction))
 
 
-@pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("axes", [0, 3, 6, 7])
+@pytest.mark.parametrize(
+    "direction,axes", [("forward", 0), ("forward", 3), *(("backward", x) for x in (0, 3, 6, 7))]
+)
 def test_a_bias_alone_on_hopper(hopper, direction, axes):
     s, dims = Sizes(kv_len=704), (32, 24)
     hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which cover `dims`
@@ -151,7 +152,7 @@ def test_a_bias_alone_on_hopper(hopper, direction, axes):
 @pytest.mark.parametrize("qk_dim", [64, 128, 256])
 @pytest.mark.parametrize("s,axes", [(Sizes(kv_len=704), axes) for axes in (4, 5, 6, 7)])
 def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, qk_dim):
-    """At exactly these head dims, the forward has a kernel that loads the bias by a tensor map."""
+    """The forward has a kernel that loads the bias by a tensor map."""
     machine = make_machine(
         tmp_path,
         driver,
@@ -164,12 +165,13 @@ def test_a_bias_with_a_row_for_every_query_on_hopper(tmp_path, driver, s, axes, 
     more = {"bias_axes": described(s, axes), "arrays": {"bias": planes}}
     expect_forward(machine, s, call, "forward_sm90_bias", 128, **more)
     if axes == ALL_AXES:
-        for other in ({"axes": 3}, {"dims": (qk_dim - 8, qk_dim)}, {"s": Sizes(kv_len=700)}):
+        for other, kernel in (
+            ({"axes": 3}, "forward_bias_alone"),
+            ({"dims": (qk_dim - 8, qk_dim - 16)}, "forward_sm90_bias"),
+            ({"s": Sizes(kv_len=700)}, "forward_bias"),
+        ):
             call = bias_alone("forward", machine, **{"s": s, "dims": (qk_dim, qk_dim)} | other)
-            general = "s" in other
-            assert (
-                kernels_of(machine, call) == KERNELS[f"forward_bias{'' if general else '_alone'}"]
-            )
+            assert kernels_of(machine, call) == [kernel]
 
 
 @pytest.mark.parametrize("dim", [128, 256])
@@ -277,7 +279,7 @@ def test_a_bias_with_an_element_for_every_pair(hopper, s, axes):
 )
 def test_a_bias_and_more_on_hopper(hopper, direction, more):
     more = dict(more)
-    call = bias_alone(direction, hopper, more.pop("s", None), **more)
+    call = bias_alone(direction, hopper, more.pop("s", None), axes=3, **more)
     assert kernels_of(hopper, call) == KERNELS[f"{direction}_bias"]
 
 
@@ -290,12 +292,13 @@ def test_above_head_dim_128(wide, direction, dims, alone):
     wide.variant = wide.variant | {"qk_dim": 256, "v_dim": 256}  # which cover `dims`
     kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
     kernels, grids = KERNELS[f"{direction}_bias"], grids_of(s, direction)
+    forward = direction == "forward"
     if not alone:
         call = MAKE[direction](wide, s, dims, dtype=kind)
     else:
-        call = bias_alone(direction, wide, s, dims=dims)
+        call = bias_alone(direction, wide, s, dims=dims, **({"axes": 3} if forward else {}))
         if wide.ext.find("forward_bias_alone", cc, dtype, 256, 256):
-            name = "forward_bias_alone" if direction == "forward" else "backward_dbias_of_pairs"
+            name = "forward_bias_alone" if forward else "backward_dbias_of_pairs"
             kernels, grids = KERNELS[name], grids_of_alone(s, direction)
     assert wide.run(call) is None
     launches = wide.launches()

@@ -115,6 +115,8 @@ def test_what_is_absent(machine, direction):
     """For absent operands, kernels receive batches and heads of 0."""
     s = Sizes(batch=1, mask_batch=1, q_len=1, kv_len=129, heads=8, kv_heads=1)
     dims = machine.variant["qk_dim"] - 8, machine.variant["v_dim"] - 8
+    if direction == "forward" and machine.has_sm90():
+        pytest.skip("Hopper has dedicated kernels for these head dims")
     call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0, blocks=None)
     scalars = scalars_of(s, dims, (0, 0), 0.0, (1, 0, 1, 1))
     expect_launches(machine, call, scalars, only(direction, grids_of(s)))
@@ -151,7 +153,7 @@ def test_head_dims_above_256(tmp_path, driver, cc, dims):
     for direction, options in itertools.product(MAKE, ({}, plain)):
         if options and direction == "backward":
             options = {**options, "score_grads": 0}
-        elif options and cc == 90 and dims == (512, 512):
+        elif options and cc == 90:
             continue  # test_sm90_handlers.py
         machine.cuda.fake_clear()
         call = MAKE[direction](machine, s, dims, **options)

@@ -53,13 +53,13 @@ def widened(params):
         params["row_heads"] = ALL
     for name in ROWS:
         if isinstance(params.get(name), dict):
-            columns, length, batch = params[name]["sizes"]
-            row = columns // S.heads * ALL
-            last = ((batch - 1) * length + length - 1) * row + columns
+            columns, length, heads, batch = params[name]["sizes"]
+            row = columns * ALL
+            last = ((batch - 1) * length + length - 1) * row + heads * columns
             params[name] = {
                 **params[name],
-                "byte_strides": [2 * row, 2 * row * length],
-                "strides": [row * length, row, 1],
+                "byte_strides": [2 * row, 2 * columns, 2 * row * length],
+                "strides": [row * length, columns, row, 1],
                 "bit21": int(2 * last - 1 >= 128 * 1024),
             }
     return params

@@ -120,7 +120,7 @@ def test_head_dims_that_are_padded():
     assert "GPU 1, bfloat16, head dim 96: forward_96" in shown
     assert "GPU 1, float16, head dim 96: padded to 128" in shown
     for gpu in (0, 1):
-        assert f"GPU {gpu}: other head dims are padded to the next larger one" in shown
+        assert f"GPU {gpu}: other head dims run on the next larger one" in shown
     own = {"kernel": "forward_sm90", "name": "forward_sm90_72", "qk_dim": 72, "v_dim": 72}
     rows += (VARIANTS[0] | own | {"cc": 90, "dtype": "bf16"},)
     shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))

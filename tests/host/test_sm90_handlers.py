@@ -16,6 +16,7 @@ from cpp.machine import (
     DRIVER,
     KERNELS,
     MULTIPROCESSORS,
+    arguments,
     make_machine,
     needs_compiler,
     needs_extension,
@@ -191,7 +192,7 @@ def map_text(machine, name, array):
     rows, columns, swizzle = boxes[("query", "key", "value", "out").index(name)]
     batch, length, heads, dim = array.shape
     return (
-        f"tensor map of {name}, {array.dtype}[{batch}, {length}, {heads * dim}] in boxes of "
+        f"tensor map of {name}, {array.dtype}[{batch}, {heads}, {length}, {dim}] in boxes of "
         f"{rows} x {columns}, swizzle {swizzle}"
     )
 
@@ -267,7 +268,7 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
     maps = maps_of(machine, "backward_sm90", {**call.operands, **call.results, **sections})
     assert "dq_sum" not in maps
     for name in sections.keys() - {"dq_sum"}:
-        assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
+        assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 1, 0]
     expect_one_backward(machine, s, call, "backward_sm90", has_dlse)
 
 
@@ -403,3 +404,45 @@ def test_backward_of_some_on_sm90(sm90, needs_grad):
     call.results["dk"] = Array("float16", (0,))
     failure = sm90.run(call)
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
+
+
+def of_fewer_columns(call):
+    """The call with 8 columns of query and key, and 16 of value, fewer."""
+    values = ("value", "out", "dout", "dv")
+
+    def narrower(name, a):
+        return replace(a, shape=(*a.shape[:-1], a.shape[-1] - (16 if name in values else 8)))
+
+    changed = {
+        name: narrower(name, a)
+        for name, a in {**call.operands, **call.results}.items()
+        if name in ("query", "key", "dq", "dk", *values) and len(a.shape) == 4
+    }
+    return call.change(**changed)
+
+
+def test_forward_of_fewer_columns(sm90):
+    """Tensor maps end at the call's last column."""
+    call = of_fewer_columns(forward(sm90))
+    assert kernels_of(sm90, call) == [sm90.forward_of(Sizes())]
+    (launch,) = sm90.launches()
+    maps = maps_of(sm90, launch["kernel"], {**call.operands, **call.results})
+    assert launch["params"][:4] == list(maps.values())
+    dim = sm90.variant["qk_dim"]
+    assert [x["sizes"][0] for x in launch["params"][:4]] == [dim - 8, dim - 8, *[dim - 16] * 2]
+
+
+def test_backward_of_fewer_columns(sm90):
+    """The sum of dQ has the kernels' columns. If the workspace has fewer, no kernel sums."""
+    whole = backward(sm90)
+    call = of_fewer_columns(whole)
+    assert kernels_of(sm90, whole) == kernels_of(sm90, call) == sm90.kernels("backward")
+    launches = {x["kernel"]: x["params"] for x in sm90.launches()}
+    dim = sm90.variant["qk_dim"]
+    for kernel, columns in (("backward_preprocess", 16), ("backward_postprocess", 8)):
+        assert launches[kernel][len(arguments(kernel)) - 1] == dim - columns
+    elements = call.results["workspace"].shape[0]
+    s = Sizes()
+    rows = s.batch * s.heads * 64 * ceil(s.q_len / 64)
+    narrow = call.change(workspace=Array("float32", (elements - 8 * rows,)))
+    assert "backward_sm90" not in kernels_of(sm90, narrow)

@@ -28,19 +28,27 @@ SM90 = table.ARCHS["90a"]
 
 
 def rows_of(x: np.ndarray) -> TensorMap:
-    return TensorMap(x.reshape(*x.shape[:2], -1))
+    return TensorMap(x.transpose(0, 2, 1, 3))
 
 
 def planes(x: np.ndarray) -> TensorMap:
-    return TensorMap(x.reshape(-1, *x.shape[2:]))
+    return TensorMap(x.reshape(-1, 1, *x.shape[2:]))
 
 
 def line(x: np.ndarray) -> TensorMap:
-    return TensorMap(x.reshape(1, 1, -1))
+    return TensorMap(x.reshape(1, 1, 1, -1))
+
+
+def variant_of(kernel: str, dims: tuple[int, int]) -> table.Variant:
+    """The variant with the smallest head dims that cover these."""
+    tiles = table.SM90_TILES[kernel]
+    built = [x for x in table.ALL_DIMS if table.row_of(*x) in tiles]
+    dims = min((x for x in built if x[0] >= dims[0] and x[1] >= dims[1]), key=sum)
+    return table.sm90(kernel, SM90, "bf16", *dims, "13.4")
 
 
 def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> dict[str, int]:
-    found = dict(table.sm90(kernel, SM90, "bf16", *dims, "13.4").constants)
+    found = dict(variant_of(kernel, dims).constants)
     assert not set(changed) - set(found)
     return found | changed
 
@@ -88,9 +96,14 @@ EVERY = some(itertools.product([(64, 64), (128, 128)], MASKS), 0, 6, 9, 11, 13, 
 WIDE = (192, 128), (256, 256), (192, 192)
 WIDE_FORWARD = (*WIDE, (512, 512))
 EVERY += some(itertools.product(WIDE_FORWARD, (*SOME, "one row")), 0, 5, 10, 14)
+# Fewer columns than the kernels have.
+CLIPPED = (96, 96), (72, 72), (80, 40), (8, 16), (104, 112), (160, 128), (136, 184), (208, 256)
+CLIPPED = some(itertools.product(CLIPPED, SOME), *range(0, 24, 5))
+EVERY += CLIPPED
 # test_backward covers the same masks, so every run has one of them for each head dim.
 OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 2, 15)
 OF_EACH_DIM += some(itertools.product(WIDE, (*SOME, "one row")), 2, 5, 10)
+OF_EACH_DIM += CLIPPED
 
 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
@@ -100,10 +113,10 @@ def test_forward(dims, case):
 
 def test_the_simulator_refuses_boxes_that_a_gpu_refuses():
     """TMA reads from multiples of 16 bytes."""
-    tensor = TensorMap(np.zeros((1, 4, 64), HALF))
-    tensor.box([0, 3, 56], (1, 4, 16))
+    tensor = TensorMap(np.zeros((1, 1, 4, 64), HALF))
+    tensor.box([0, 0, 3, 56], (1, 1, 4, 16))
     with pytest.raises(IndexError, match="begins at column 4: 16 bytes"):
-        tensor.box([0, 0, 4], (1, 4, 16))
+        tensor.box([0, 0, 0, 4], (1, 1, 4, 16))
 
 
 def test_forward_of_logits_far_below_zero():
@@ -136,7 +149,7 @@ def launch_keys(
 ) -> None:
     """Runs a kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
-    variant = table.sm90(kernel, SM90, "bf16", *dims, "13.4")
+    variant = variant_of(kernel, dims)
     programs = -(-p.kv_len // 128) * (128 // variant.block) * p.batch * p.kv_heads
     programs *= 2 if kernel in table.PARTS else 1
     pairs = {}
@@ -158,7 +171,8 @@ def launch_keys(
 
 
 def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
-    stats, dk, dv = Statistics(p), poisoned(p.key), poisoned(p.value)
+    columns = variant_of(kernel + p.option, (p.qk_dim, p.v_dim)).qk_dim
+    stats, dk, dv = Statistics(p, columns), poisoned(p.key), poisoned(p.value)
     dbias = poisoned(p.bias) if p.option == "_dbias" else None
     launch_keys(p, kernel + p.option, changed, stats, dk, dv, dbias)
     if dbias is not None:
@@ -175,13 +189,23 @@ def test_backward(dim, case):
     backward(Problem(case, (dim, dim), heads=heads, kv_heads=heads // 2), "backward_sm90", {})
 
 
+@pytest.mark.parametrize(
+    "dims,case",
+    some(itertools.product([(96, 96), (80, 72), (40, 24), (112, 120)], SOME), 0, 4, 8, 9),
+    ids=str,
+)
+def test_backward_of_fewer_columns(dims, case):
+    backward(Problem(case, dims, heads=4, kv_heads=2), "backward_sm90", {})
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize(
     "dim,changed",
     [
         *((64, x) for x in ({"SKIP": 0}, {"PING_PONG": 1}, {"DQ": 1}, {"LSE_BY_MMA": 1})),
-        *((128, x) for x in ({"PING_PONG": 0}, {"LSE_BY_MMA": 0}, {"SKIP": 1})),
+        *((dim, x) for dim in (96, 128)
+            for x in ({"PING_PONG": 0}, {"LSE_BY_MMA": 0}, {"SKIP": 1})),
     ],
     ids=str,
 )  # fmt: skip

@@ -41,7 +41,7 @@ MAPPED = [  # parameters of kernel "mapped"
 ]
 
 
-BOXES = [{"box": [1, 64, 32], "swizzle": 3}, {"box": [1, 128, 64], "swizzle": 0}]
+BOXES = [{"box": [1, 1, 64, 32], "swizzle": 3}, {"box": [1, 1, 128, 64], "swizzle": 0}]
 
 
 ROW = {

@@ -8,14 +8,15 @@ import triton.language as tl
 @triton.jit
 def backward_preprocess(
     out, dout, lse, dlse, kv_start, kv_end, delta, row_delta, lse2, lo, hi, top, dq_sum,
-    has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
+    has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads, v_dim,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Results have P = q_len rounded up to 64 rows, so that for TMA every block is aligned and rows
     past the end are empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e),
     +inf for an empty row; lo, hi (Bm, P), copies of the row ranges; with clear_dq, dq_sum (B, H, P,
     Dqk) = 0. row_delta (B, H, Sq) gets delta, unless it is null. Rows of out and dout are
-    `row_heads` heads apart, of which this launch computes `heads`.
+    `row_heads` heads of v_dim columns apart, of which this launch computes `heads`. v_dim is at
+    most V_DIM.
 
     With a bias (top is not None), lse has two numbers per row (row_sums.py): top (B, H, P) is a
     row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it.
@@ -34,14 +35,12 @@ def backward_preprocess(
         tl.store(lo + mask_b * padded + rows, start)
         tl.store(hi + mask_b * padded + rows, end)
     attended = end > start
-    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
+    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * v_dim
     COLUMNS: tl.constexpr = triton.next_power_of_2(V_DIM)
     columns = tl.arange(0, COLUMNS)[None, :]
     offset += columns
     # the cotangent of an empty row is ignored, and not read
-    read = attended[:, None]
-    if COLUMNS != V_DIM:
-        read = read & (columns < V_DIM)
+    read = attended[:, None] & (columns < v_dim)
     o = tl.load(out + offset, mask=read, other=0.0).to(tl.float32)
     do = tl.load(dout + offset, mask=read, other=0.0).to(tl.float32)
     bh = b.to(tl.int64) * heads + head

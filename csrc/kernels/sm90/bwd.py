@@ -12,21 +12,20 @@ A program computes a tile of keys of one key/value head. It has two warp groups,
 work depends on how much of the registers the sums of dK and dV take:
 
 - A tile of 128 keys, of which each warp group computes 64 (sm90/bwd_consumer.py). The warp groups
-  share dS through shared memory (sm90/dq_reduce.py). With DQ 1, each computes half of dQ's columns
-  (FlashAttention-3, arXiv 2407.08608, section 3.3), of the previous block, so that it does not wait
-  for the other's dS of this block. With DQ 2, a third warp group computes dQ. With PING_PONG, named
-  barriers make the warp groups take turns at issuing dK, dQ and the next scores, so that the
-  softmax of one runs during the products of the other.
+  share dS through shared memory (sm90/dq_reduce.py). With DQ 1, each computes half of dQ's columns,
+  or some of its chunks (FlashAttention-3, arXiv 2407.08608, section 3.3), of the previous block, so
+  that it does not wait for the other's dS of this block. With DQ 2, a third warp group computes dQ.
+  With PING_PONG, named barriers make the warp groups take turns at issuing dK, dQ and the next
+  scores, so that the softmax of one runs during the products of the other.
 - The same without dQ, at 192/128 (sm90/bwd_chunked_consumer.py).
 - A tile of 64 keys, of which one warp group computes dV and the other dK, at 256 and 192/192, and
   with a bias at all head dims (sm90/bwd_split_consumer.py).
 - The same in two PARTS, at 512: a program computes 256 columns of dK and of dV, and S and dP over
-  all columns. In the tensor maps, a part is a head with half the columns. Keys and values take 128
-  of 227 KiB of shared memory, so a block is 32 rows. Of its queries and cotangents, only the
-  program's part of the columns, which a second product also reads, has two stages. The rest of the
-  columns has one stage, which is free as soon as the scores have been computed. The last 64 columns
-  of the rest of the keys are in the first warp group's registers, and the tiles of P overwrite them
-  in shared memory.
+  all columns. Keys and values take 128 of 227 KiB of shared memory, so a block is 32 rows. Of its
+  queries and cotangents, only the program's part of the columns, which a second product also reads,
+  has two stages. The rest of the columns has one stage, which is free as soon as the scores have
+  been computed. The last 64 columns of the rest of the keys are in the first warp group's
+  registers, and the tiles of P overwrite them in shared memory.
 
 The float32 dQ is in the order of the accumulator's registers, which `backward_postprocess` undoes.
 The order of additions to it is not fixed, so dQ differs by rounding from run to run.
@@ -51,7 +50,7 @@ from sm90.bwd_consumer import consume_half
 from sm90.bwd_producer import allocate_row_stats, mask_mode_of_tile, produce, tile_of_program
 from sm90.bwd_split_consumer import consume_gradients, consume_scores
 from sm90.config import constants
-from sm90.dq_reduce import sum_rows
+from sm90.dq_reduce import columns_of_dq, sum_rows
 from sm90.lse_by_mma import COLUMNS
 from sm90.row_producer import bytes_of_bias
 from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers
@@ -67,7 +66,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             consume_scores(args, config)
         else:
             consume_gradients(args, config)
-    elif config.CHUNKS > 1:
+    elif config.CHUNKS > config.V_CHUNKS:
         consume_chunked(W, args, config)
     else:
         consume_half(W, args, config)
@@ -84,9 +83,9 @@ def backward_sm90(
     DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     REMATERIALIZE: gl.constexpr, LSE_BY_MMA: gl.constexpr,
 ):  # fmt: skip
-    """Tensor maps: query, key, value, dout, dk and dv are (batch, length, heads * dim); lse2,
-    delta, lo and hi are one row each. Boxes have 64 rows, in two PARTS 32 of query, dout and the
-    row statistics.
+    """Tensor maps: query, key, value, dout, dk and dv are (batch, heads, length, dim), with at most
+    QK_DIM or V_DIM columns; lse2, delta, lo and hi are one row each. Boxes have 64 rows, in two
+    PARTS 32 of query, dout and the row statistics.
 
     Without `dq_sum` (DQ 0) the kernel computes only dK and dV. Options are as in forward_sm90:
     `soft_cap`, `slopes`, block lists or a bias. Block lists exist only without `dq_sum`. They are
@@ -158,14 +157,15 @@ def backward_sm90(
         p = Exchange(p_s, full=barriers(2), empty=barriers(2))
     elif HALVES == 1:
         p = Exchange(allocate_tiles(dtype, 2, KEYS, ROWS), full=barriers(2), empty=barriers(2))
-    elif CHUNKS == 1:
+    elif CHUNKS == V_CHUNKS:
         ds_s = None
         if DQ:
             linear: gl.constexpr = gl.NVMMASharedLayout(
                 swizzle_byte_width=0, element_bitwidth=32, rank=2
             )
             ds_s = allocate_tiles(dtype, 2, KEYS, ROWS)
-            dq_s = gl.allocate_shared_memory(gl.float32, [2, QK_DIM * DQ, 32], linear)
+            DQ_COLUMNS: gl.constexpr = columns_of_dq(0, QK_DIM, QK_CHUNK, DQ)[1]
+            dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_COLUMNS * 2, 32], linear)
         ds = Exchange(ds_s, full=barriers(2), empty=barriers(2))
     if bias is not None:
         BIAS_STAGES: gl.constexpr = 1 if QK_DIM > 128 else 2  # as many as there is room for
@@ -208,7 +208,7 @@ def backward_sm90(
             [
                 (consume, (0, args, config)),
                 (consume, (1, args, config)),
-                (sum_rows, (k_s.index(0), args, config)),
+                (sum_rows, (args, config)),
                 (produce, (args, config)),
             ],
             [4, 4, 1],

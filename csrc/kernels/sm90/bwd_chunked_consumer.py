@@ -240,4 +240,4 @@ def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
                 n += 1
                 n = gl.where(n == q_range.partial, 0, n)
     gl.barrier()  # dK and dV overwrite this warp group's keys and values
-    store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS)
+    store_half(W, k, (v,), dk_sum, (dv_sum,), args, CHUNKS, 1)

@@ -6,9 +6,17 @@ from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
-from sm90.chunked_mma import scores
+from sm90.chunked_mma import (
+    add_products,
+    half_of_keys,
+    left_chunks,
+    products,
+    scores,
+    wait_products,
+    zeros,
+)
 from sm90.common import accumulator, named_barrier, rematerialized_zero, select_bits, warp_arrive
-from sm90.dq_reduce import add_staged, keys_read, publish_ds
+from sm90.dq_reduce import add_staged, columns_of_dq, keys_of_dq, keys_read, publish_ds
 from sm90.lse_by_mma import lse_scale, subtract_stats
 from sm90.tile_store import store_half
 from triton.experimental import gluon
@@ -17,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -35,11 +42,18 @@ def ping_pong_pass(W: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(k, shared, stage, LSE_BY_MMA: gl.constexpr):
+def start_scores(k, shared, stage, CHUNKS: gl.constexpr, LSE_BY_MMA: gl.constexpr):
     """Starts S^T of a block of rows. With LSE_BY_MMA, LSE in units of S is subtracted from it."""
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    s = scores((k,), shared.q_s, stage, zero, 1)
+    s = scores(k, shared.q_s, stage, zero, CHUNKS)
     return subtract_stats(s, shared.lse_parts.index(stage)) if LSE_BY_MMA else s
+
+
+@gluon.jit
+def wait_both(dv_tokens, dk_tokens, pending: gl.constexpr, V_CHUNKS: gl.constexpr):
+    """The sums of both, when at most `pending` later wgmma groups are in flight."""
+    sums = warpgroup_mma_wait(pending, deps=dv_tokens + dk_tokens)
+    return sums[:V_CHUNKS], sums[V_CHUNKS:]
 
 
 @gluon.jit
@@ -61,29 +75,29 @@ def step(
     DQ: gl.constexpr = config.DQ
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
-    k_left = shared.k_s.index(rematerialized_zero(i, config.REMATERIALIZE))
-    k_left = k_left.slice(W * 64, 64, dim=0)
-    v_left = shared.v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
-    NEW: gl.constexpr = 2 if LSE_BY_MMA else 1  # wgmma groups of the next scores
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
+    k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
+    v_left = left_chunks(shared.v_s, W + rematerialized_zero(i, REMATERIALIZE), V_CHUNKS)
+    NEW: gl.constexpr = CHUNKS + (1 if LSE_BY_MMA else 0)  # wgmma groups of the next scores
     if LSE_BY_MMA:
         scale2 = lse_scale(scale)
     else:
         scale2 = (args.scalars.soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = shared.q_s.dtype
-    PART: gl.constexpr = QK_DIM // 2
-    CELLS: gl.constexpr = ROWS * PART
+    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[0]
+    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[1]
     s_layout: gl.constexpr = accumulator(ROWS)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.V_DIM), 2)
-    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_DIM), 2)
-    zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.V_CHUNK), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.QK_CHUNK), 2)
     other = stage ^ 1
     if LIVE and not LSE_BY_MMA:
         lse = shared.row_stats.lse2.index(stage).load(gl.SliceLayout(0, s_layout))
     mbarrier.wait(shared.do_full.index(stage), phase)
     if LIVE:
         zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-        do = shared.do_s.index(stage)
-        dp_token = warpgroup_mma(v_left, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = scores(v_left, shared.do_s, stage, zero, V_CHUNKS)
         if LSE_BY_MMA:
             dp_token = subtract_stats(dp_token, shared.delta_parts.index(stage))
         if SOFT_CAP:
@@ -102,7 +116,7 @@ def step(
         if SOFT_CAP:
             p = p * dtanh
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
-        dv_token = warpgroup_mma(p_half, do, dv_sum, is_async=True)
+        dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
         if LSE_BY_MMA:
             ds32 = p * dp
         else:
@@ -122,28 +136,28 @@ def step(
         ping_pong_wait(W)
     if LIVE:
         ds_half = gl.convert_layout(ds, ds_layout)
-        dk_token = warpgroup_mma(ds_half, shared.q_s.index(stage), dk_sum, is_async=True)
+        dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
     if DQ == 1:
         mbarrier.wait(ds_shared.full.index(other), phase)
         ds_t = ds_shared.tiles.index(other).permute((1, 0))
-        dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
+        dq_tokens = products(ds_t, k_part)
         if LIVE:
-            dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+            dv_sum, dk_sum = wait_both(dv_tokens, dk_tokens, len(k_part), V_CHUNKS)
         warp_arrive(shared.do_empty.index(stage))
         warp_arrive(shared.q_empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.q_full.index(other), phase)
-    s_token = start_scores(k_left, shared, other, LSE_BY_MMA)
+    s_token = start_scores(k_left, shared, other, CHUNKS, LSE_BY_MMA)
     if config.PING_PONG:
         ping_pong_pass(W)
     if DQ == 1:
-        dq = warpgroup_mma_wait(NEW, deps=(dq_token,))
+        dq = wait_products(dq_tokens, NEW, len(k_part))
         warp_arrive(ds_shared.empty.index(other))
-        cells = args.dq_sum + previous.to(gl.int64) * CELLS
+        cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_DIM) + FIRST_CELL
         add_staged(dq, cells, args.dq_s.index(W), CELLS)
     else:
         if LIVE:
-            dv_sum, dk_sum = warpgroup_mma_wait(NEW, deps=(dv_token, dk_token))
+            dv_sum, dk_sum = wait_both(dv_tokens, dk_tokens, NEW, V_CHUNKS)
         warp_arrive(shared.do_empty.index(stage))
         warp_arrive(shared.q_empty.index(stage))
     s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -158,25 +172,27 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
     q_range = args.q_range
     group = tile.group
     QK_DIM: gl.constexpr = config.QK_DIM
-    V_DIM: gl.constexpr = config.V_DIM
+    CHUNKS: gl.constexpr = config.CHUNKS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
     SKIP: gl.constexpr = config.SKIP
     DQ: gl.constexpr = config.DQ
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     PARTS: gl.constexpr = 0 if BLOCK_LISTS else 2
-    # the columns of dQ that this warp group computes
-    PART: gl.constexpr = QK_DIM // 2
-    CELLS: gl.constexpr = ROWS * PART
+    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[0]
+    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[1]
     row_blocks = tile.padded // ROWS
     dtype: gl.constexpr = args.dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
-    dk_sum = gl.zeros([64, QK_DIM], gl.float32, accumulator(QK_DIM))
+    dv_sum = zeros(accumulator(config.V_CHUNK), config.V_CHUNK, V_CHUNKS)
+    dk_sum = zeros(accumulator(config.QK_CHUNK), config.QK_CHUNK, CHUNKS)
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
-    k = shared.k_s.index(0).slice(W * 64, 64, dim=0)
-    k_part = shared.k_s.index(0).slice(W * PART, PART, dim=1)
-    v = shared.v_s.index(W)
+    k = half_of_keys(shared.k_s, 0, W, CHUNKS)
+    v = left_chunks(shared.v_s, W, V_CHUNKS)
+    k_part = ()
+    if DQ == 1:
+        k_part = keys_of_dq(shared.k_s, W, QK_DIM)
     if q_range.steps > 0:
         if SKIP:
             live_start, live_end = rows_of_half(
@@ -185,7 +201,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
         if config.PING_PONG and W == 1:
             ping_pong_pass(1)
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = start_scores(k, shared, 0, config.LSE_BY_MMA)
+        s = start_scores(k, shared, 0, CHUNKS, config.LSE_BY_MMA)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # dS of "block -1" is 0: the first step adds 0 to dQ
             half_s = ds_shared.tiles.index(1).slice(W * 64, 64, dim=0)
@@ -209,7 +225,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
                         )  # fmt: skip
                         stage = stage ^ 1
         # dQ of the previous block; the first step adds zeros to that of the first block
-        previous = (tile.bh * row_blocks + q_range.start // ROWS) * 2 + (W if DQ == 1 else 0)
+        previous = tile.bh * row_blocks + q_range.start // ROWS
         # partial blocks of every head, then full blocks
         for part in gl.static_range(PARTS):
             count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
@@ -234,7 +250,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
                     )  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
-                previous = ((tile.bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
+                previous = (tile.bh + g) * row_blocks + block
                 n += 1
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
@@ -242,14 +258,12 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
         if DQ == 1:
             mbarrier.wait(ds_shared.full.index(stage ^ 1), phase)
             ds_t = ds_shared.tiles.index(stage ^ 1).permute((1, 0))
-            zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
-            dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            cells = args.dq_sum + previous.to(gl.int64) * CELLS
+            dq = wait_products(products(ds_t, k_part), 0, len(k_part))
+            cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_DIM) + FIRST_CELL
             add_staged(dq, cells, args.dq_s.index(W), CELLS)
             tma.store_wait(0)
         if config.PING_PONG and W == 0:
             ping_pong_wait(0)
     # other warp groups may still read this one's keys for their part of dQ
     keys_read(W, DQ)
-    store_half(W, (k,), v, (dk_sum,), dv_sum, args, 1)
+    store_half(W, k, v, dk_sum, dv_sum, args, CHUNKS, V_CHUNKS)

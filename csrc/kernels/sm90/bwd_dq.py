@@ -207,7 +207,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
         attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout)) != 0
         row = tile.row + W * 64
-        store_rows(dq, dq_sum, attended, scale, shared.q_s, W * CHUNKS, tile.b, row, head, CHUNKS)
+        store_rows(
+            dq, dq_sum, attended, scale, shared.q_s, W * CHUNKS, tile.b, row, head, 0, CHUNKS
+        )
         gl.barrier()
         warp_arrive(shared.q_empty.index(W))
         slot, slot_phase = next_stage(slot, slot_phase, 2)
@@ -227,7 +229,7 @@ def backward_dq_sm90(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value, dout and dq are tensor maps (batch, length, heads * dim) with boxes of 64
+    """query, key, value, dout and dq are tensor maps (batch, heads, length, dim) with boxes of 64
     or BLOCK_N rows of one head. lse2 and delta are results of backward_preprocess, as is `top` with
     a bias. `counter` is as in forward_sm90, as are the options: `soft_cap`, block lists or
     `bias`."""

@@ -18,7 +18,7 @@ from sm90.common import accumulator, warp_arrive
 from sm90.config import constants
 from sm90.pipeline import apply_mask, mask_of_batch_row, next_stage
 from sm90.tile_store import store_rows
-from sm90.tiles import allocate_tiles, barriers, init_barriers, load_columns
+from sm90.tiles import allocate_tiles, barriers, init_barriers, load_chunks, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -112,12 +112,11 @@ def produce(args, config: gl.constexpr):
     if kv_range.steps > 0:
         full = shared.q_full.index(0)
         mbarrier.expect(full, ROWS * (QK_DIM + V_DIM) * 2)
-        column = tile.head * QK_DIM
-        load_columns(maps.query, tile.b, tile.row, column, full, shared.q_s, 0, CHUNKS - 1)
-        column += QK_DIM - config.QK_CHUNK
-        load_columns(maps.query, tile.b, tile.row, column, full, shared.last_s, 0, 1)
-        column = tile.head * V_DIM
-        load_columns(maps.dout, tile.b, tile.row, column, full, shared.do_s, 0, PARTS * V_CHUNKS)
+        head = tile.head
+        load_chunks(maps.query, tile.b, tile.row, head, full, shared.q_s, 0, CHUNKS - 1)
+        column = QK_DIM - config.QK_CHUNK
+        load_columns(maps.query, tile.b, tile.row, head, column, full, shared.last_s, 0, 1)
+        load_chunks(maps.dout, tile.b, tile.row, head, full, shared.do_s, 0, PARTS * V_CHUNKS)
     stage = 0
     phase = 0
     # one extra step: the consumers start its scores and dP, and drop them
@@ -126,16 +125,16 @@ def produce(args, config: gl.constexpr):
         mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
         full = shared.k_full.index(stage)
         mbarrier.expect(full, BLOCK_N * QK_DIM * 2)
-        column = tile.kv_head * QK_DIM
-        load_columns(maps.key, tile.b, at, column, full, shared.k_s, stage * CHUNKS, CHUNKS)
+        kv_head = tile.kv_head
+        load_chunks(maps.key, tile.b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
         for half in gl.static_range(PARTS):
             mbarrier.wait(shared.v_empty.index(half), (i & 1) ^ 1)
             full = shared.v_full.index(half)
             mbarrier.expect(full, BLOCK_N * V_PART * 2)
-            column = (tile.kv_head * PARTS + half) * V_PART
             load_columns(
-                maps.value, tile.b, at, column, full, shared.v_s, half * V_CHUNKS, V_CHUNKS
-            )
+                maps.value, tile.b, at, kv_head, half * V_PART, full, shared.v_s, half * V_CHUNKS,
+                V_CHUNKS,
+            )  # fmt: skip
         stage, phase = next_stage(stage, phase, 2)
 
 
@@ -164,9 +163,11 @@ def store_part(W: gl.constexpr, sums, tiles_s, args, config: gl.constexpr):
     hi = gl.load(args.mask.kv_end + rows, mask=in_bounds, other=0)
     # also true for a NaN, which must reach the result
     attended = (hi > lo) & (lse != float("inf"))
-    head = tile.head * PARTS + W
+    column = W * (config.QK_DIM // PARTS)
     scale = args.scalars.scale
-    store_rows(args.dq, sums, attended, scale, tiles_s, 0, tile.b, tile.row, head, PART_CHUNKS)
+    store_rows(
+        args.dq, sums, attended, scale, tiles_s, 0, tile.b, tile.row, tile.head, column, PART_CHUNKS
+    )
 
 
 @gluon.jit

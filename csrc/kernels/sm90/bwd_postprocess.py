@@ -21,11 +21,12 @@ SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # axes of rows, then axes of 
 
 @gluon.jit
 def backward_postprocess(
-    dq_sum, dq, scale, q_len, heads, row_heads,
+    dq_sum, dq, scale, q_len, heads, row_heads, qk_dim,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in the order of accumulator
-    registers (dq_reduce.float4s). Rows of dq are `row_heads` heads apart."""
+    registers (dq_reduce.float4s). Rows of dq are `row_heads` heads of qk_dim columns
+    apart. qk_dim is at most QK_DIM."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -45,8 +46,6 @@ def backward_postprocess(
         x = gl.load(sums + cells, mask=cells < ROWS * QK_DIM, other=0.0) * scale
     x = x.to(dq.dtype.element_ty).reshape(sum_shape(COLUMNS))
     x = x.permute(SUM_TO_ROWS).reshape([ROWS, COLUMNS])
-    at = ((b.to(gl.int64) * q_len + r) * row_heads + head)[:, None] * QK_DIM + c[None, :]
-    in_bounds = (r < q_len)[:, None]
-    if COLUMNS != QK_DIM:
-        in_bounds = in_bounds & (c < QK_DIM)[None, :]
+    at = ((b.to(gl.int64) * q_len + r) * row_heads + head)[:, None] * qk_dim + c[None, :]
+    in_bounds = (r < q_len)[:, None] & (c < qk_dim)[None, :]
     gl.store(dq + at, gl.convert_layout(x, rowwise), mask=in_bounds)

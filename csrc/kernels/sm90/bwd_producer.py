@@ -7,7 +7,7 @@ from sm90.block_lists import list_of_keys
 from sm90.common import element_bits
 from sm90.lse_by_mma import FAR, LANES, load_row_stats, lse_scale, store_parts
 from sm90.row_producer import plane_of_bias
-from sm90.tiles import allocate_lines, load_chunks, load_columns, load_line
+from sm90.tiles import allocate_lines, load_columns, load_line
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -203,23 +203,27 @@ def load_keys(args, config: gl.constexpr):
     HALVES: gl.constexpr = config.HALVES
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    head = tile.kv_head * config.PARTS + args.part
+    V_DIM: gl.constexpr = config.V_DIM
+    head = tile.kv_head
+    part = args.part
     for w in gl.static_range(HALVES):
         at = tile.first_key + w * 64
         full = shared.kv_full.index(w)
-        mbarrier.expect(full, config.PARTS * 64 * (QK_DIM + config.V_DIM) * 2)
-        load_chunks(maps.key, tile.b, at, head, full, shared.k_s, 0, CHUNKS, w)
+        mbarrier.expect(full, config.PARTS * 64 * (QK_DIM + V_DIM) * 2)
+        load_columns(maps.key, tile.b, at, head, part * QK_DIM, full, shared.k_s, 0, CHUNKS, w)
         if config.PARTS > 1:
-            rest_head = tile.kv_head * config.PARTS + 1 - args.part
             rest = args.q_rest
-            column = rest_head * QK_DIM
-            load_columns(maps.key, tile.b, at, column, full, rest.left_s, 0, CHUNKS - 1)
+            column = (1 - part) * QK_DIM
+            load_columns(maps.key, tile.b, at, head, column, full, rest.left_s, 0, CHUNKS - 1)
             column += (CHUNKS - 1) * config.QK_CHUNK
-            load_columns(maps.key, tile.b, at, column, full, rest.last_s, 0, 1)
-        load_chunks(maps.value, tile.b, at, head, full, shared.v_s, w * V_CHUNKS, V_CHUNKS)
+            load_columns(maps.key, tile.b, at, head, column, full, rest.last_s, 0, 1)
+        load_columns(
+            maps.value, tile.b, at, head, part * V_DIM, full, shared.v_s, w * V_CHUNKS, V_CHUNKS
+        )
         if config.PARTS > 1:
             left_s = args.do_rest.left_s
-            load_chunks(maps.value, tile.b, at, rest_head, full, left_s, 0, V_CHUNKS)
+            column = (1 - part) * V_DIM
+            load_columns(maps.value, tile.b, at, head, column, full, left_s, 0, V_CHUNKS)
 
 
 @gluon.jit
@@ -237,7 +241,10 @@ def load_queries(args, head, row, stat, stage, phase, lse, config: gl.constexpr)
     if LSE_BY_MMA:
         store_parts(lse, shared.lse_parts.index(stage))
     mbarrier.expect(full, BLOCK * config.QK_DIM * 2 + BLOCK * (8 if LSE_BY_MMA else 12))
-    load_chunks(args.maps.query, tile.b, row, head, full, shared.q_s, stage * CHUNKS, CHUNKS)
+    column = args.part * config.QK_DIM
+    load_columns(
+        args.maps.query, tile.b, row, head, column, full, shared.q_s, stage * CHUNKS, CHUNKS
+    )
     if not LSE_BY_MMA:
         load_line(row_stats.lse2, shared.row_stats.lse2.index(stage), stat, full)
     load_line(row_stats.lo, shared.row_stats.lo.index(stage), tile.mask_row + row, full)
@@ -257,19 +264,22 @@ def load_dout(args, head, row, stat, stage, phase, delta, config: gl.constexpr):
     if LSE_BY_MMA:
         store_parts(delta, shared.delta_parts.index(stage))
     mbarrier.expect(full, BLOCK * config.V_DIM * 2 + (0 if LSE_BY_MMA else BLOCK * 4))
-    load_chunks(args.maps.dout, tile.b, row, head, full, shared.do_s, stage * V_CHUNKS, V_CHUNKS)
+    column = args.part * config.V_DIM
+    load_columns(
+        args.maps.dout, tile.b, row, head, column, full, shared.do_s, stage * V_CHUNKS, V_CHUNKS
+    )
     if not LSE_BY_MMA:
         load_line(args.row_stats.delta, shared.row_stats.delta.index(stage), stat, full)
 
 
 @gluon.jit
-def load_rest(source, b, row, head, rest, stage, DIM: gl.constexpr, CHUNKS: gl.constexpr):
-    """Loads the rest of the columns of a block. They have a single stage, whose phase flips with
-    every block."""
+def load_rest(source, b, row, head, part, rest, stage, DIM: gl.constexpr, CHUNKS: gl.constexpr):
+    """Loads the columns of a block that the other part computes. They have a single stage,
+    whose phase flips with every block."""
     mbarrier.wait(rest.empty.index(0), stage ^ 1)
     full = rest.full.index(0)
     mbarrier.expect(full, rest.tiles_s.shape[1] * DIM * 2)
-    load_chunks(source, b, row, head, full, rest.tiles_s, 0, CHUNKS)
+    load_columns(source, b, row, head, (1 - part) * DIM, full, rest.tiles_s, 0, CHUNKS)
 
 
 @gluon.jit
@@ -294,9 +304,9 @@ def load_bias(args, head, row, stat, nth, config: gl.constexpr):
     full = bias.full.index(stage)
     mbarrier.expect(full, BLOCK * KEYS * config.BIAS_BYTES + BLOCK * 4)
     layout: gl.constexpr = bias.map.layout
-    tile_s = bias.tiles_s.index(stage).reinterpret(bias.map.dtype, [1, BLOCK, KEYS], layout)
+    tile_s = bias.tiles_s.index(stage).reinterpret(bias.map.dtype, [1, 1, BLOCK, KEYS], layout)
     plane = plane_of_bias(bias.axes, tile.b, head, args.scalars.heads)
-    tma.async_load(bias.map, [plane, row, tile.first_key], full, tile_s)
+    tma.async_load(bias.map, [plane, 0, row, tile.first_key], full, tile_s)
     load_line(bias.top, bias.top_s.index(stage), stat, full)
 
 
@@ -361,7 +371,7 @@ def load_blocks(args, config: gl.constexpr):
         in_partial = i < q_range.partial * group
         row = row_of(n, in_partial, q_range, BLOCK)
         stat = (tile.bh + g) * tile.padded + row
-        head = (tile.kv_head * group + g) * config.PARTS + args.part
+        head = tile.kv_head * group + g
         lse = ()
         delta = ()
         if LSE_BY_MMA:  # row statistics are loaded one block ahead
@@ -382,13 +392,13 @@ def load_blocks(args, config: gl.constexpr):
         if args.bias is not None or config.PARTS > 1 or i < total + 2 - config.HALVES:
             load_dout(args, head, row, stat, stage, phase, delta, config)
         if config.PARTS > 1:
-            rest = (tile.kv_head * group + g) * config.PARTS + 1 - args.part
-            q_rest = args.q_rest
+            part = args.part
             load_rest(
-                args.maps.query, tile.b, row, rest, q_rest, stage, config.QK_DIM, config.CHUNKS
-            )
-            do_rest = args.do_rest
+                args.maps.query, tile.b, row, head, part, args.q_rest, stage, config.QK_DIM,
+                config.CHUNKS,
+            )  # fmt: skip
             load_rest(
-                args.maps.dout, tile.b, row, rest, do_rest, stage, config.V_DIM, config.V_CHUNKS
-            )
+                args.maps.dout, tile.b, row, head, part, args.do_rest, stage, config.V_DIM,
+                config.V_CHUNKS,
+            )  # fmt: skip
         n, g = next_block(n, g, in_partial, q_range, group)

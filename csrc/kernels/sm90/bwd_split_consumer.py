@@ -215,8 +215,10 @@ def consume_scores(args, config: gl.constexpr):
         s = wait_scores(s, rest)
         dv_sum = add_blocks(add_to_values, dv_sum, s, (keys, scale2, last), args, config)
     keys_read(0, 1)
-    head = tile.kv_head * config.PARTS + args.part
-    store_gradient(args.dv, dv_sum, None, shared.v_s, tile.b, tile.first_key, head, V_CHUNKS)
+    column = args.part * config.V_DIM
+    store_gradient(
+        args.dv, dv_sum, None, shared.v_s, tile.b, tile.first_key, tile.kv_head, column, V_CHUNKS
+    )
 
 
 @gluon.jit
@@ -305,6 +307,8 @@ def consume_gradients(args, config: gl.constexpr):
     if args.bias is not None and args.bias.gradient is not None:
         clear_rows(args.p.tiles.index(0), args, s_layout)
     keys_read(1, 1)
-    head = tile.kv_head * config.PARTS + args.part
+    column = args.part * config.QK_DIM
     scale = args.scalars.scale
-    store_gradient(args.dk, dk_sum, scale, shared.k_s, tile.b, tile.first_key, head, CHUNKS)
+    store_gradient(
+        args.dk, dk_sum, scale, shared.k_s, tile.b, tile.first_key, tile.kv_head, column, CHUNKS
+    )

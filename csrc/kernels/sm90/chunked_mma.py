@@ -2,6 +2,7 @@
 tiles are powers of two and 192 is not. A tile in shared memory is CHUNKS consecutive entries, and a
 sum is a tuple of CHUNKS accumulators. The product of each chunk is one wgmma group to wait for."""
 
+from sm90.common import accumulator
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -51,6 +52,18 @@ def add_products(left, tiles_s, at, sums, CHUNKS: gl.constexpr):
     for c in gl.static_range(CHUNKS):
         tile = tiles_s.index(at * CHUNKS + c)
         tokens = tokens + (warpgroup_mma(left, tile, sums[c], is_async=True),)  # noqa: RUF005
+    return tokens
+
+
+@gluon.jit
+def products(left, right):
+    """Starts left right, where `right` is a tuple of chunks."""
+    COLUMNS: gl.constexpr = right[0].shape[1]
+    zero = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))
+    tokens = ()
+    for c in gl.static_range(len(right)):
+        token = warpgroup_mma(left, right[c], zero, use_acc=False, is_async=True)
+        tokens = tokens + (token,)  # noqa: RUF005
     return tokens
 
 

@@ -13,8 +13,8 @@ def start_store(tile_s, target, plane, row, key):
     KEYS: gl.constexpr = tile_s.shape[1]
     fence_async_shared()
     gl.barrier()
-    tile = tile_s.reinterpret(target.dtype, [1, ROWS, KEYS], target.layout)
-    tma.async_store(target, [plane, row, key], tile)
+    tile = tile_s.reinterpret(target.dtype, [1, 1, ROWS, KEYS], target.layout)
+    tma.async_store(target, [plane, 0, row, key], tile)
 
 
 @gluon.jit
@@ -36,7 +36,7 @@ def clear_rows(tile_s, args, layout: gl.constexpr):
     tile_s.store(gl.zeros(tile_s.shape, target.dtype, layout))
     fence_async_shared()
     gl.barrier()
-    zeros_s = tile_s.reinterpret(target.dtype, [1, ROWS, tile_s.shape[1]], target.layout)
+    zeros_s = tile_s.reinterpret(target.dtype, [1, 1, ROWS, tile_s.shape[1]], target.layout)
     before = (q_range.start + ROWS - 1) // ROWS
     end = q_range.start + q_range.steps * ROWS
     count = before + gl.maximum(args.scalars.q_len - end + ROWS - 1, 0) // ROWS
@@ -44,5 +44,5 @@ def clear_rows(tile_s, args, layout: gl.constexpr):
         plane = tile.b * args.scalars.heads + tile.kv_head * tile.group + g
         for i in range(0, count):
             row = gl.where(i < before, q_range.start - (i + 1) * ROWS, end + (i - before) * ROWS)
-            tma.async_store(target, [plane, row, tile.first_key], zeros_s)
+            tma.async_store(target, [plane, 0, row, tile.first_key], zeros_s)
     tma.store_wait(0)

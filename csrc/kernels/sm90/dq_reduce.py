@@ -7,15 +7,14 @@ contiguous range.
 """
 
 from sm90.bwd_producer import ROWS, next_block
-from sm90.common import accumulator, named_barrier, warp_arrive
+from sm90.chunked_mma import left_chunks, products, wait_products
+from sm90.common import named_barrier, warp_arrive
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 
@@ -42,8 +41,9 @@ FIRST_FLOAT4 = (
 @gluon.constexpr_function
 def store_registers_asm(outputs, inputs):
     """Each thread stores its registers in shared memory as float4s. The threads of a warp store
-    next to each other, without bank conflicts."""
-    x, address = inputs
+    next to each other, without bank conflicts. Operands: chunks, address."""
+    *chunks, address = inputs
+    x = [register for chunk in chunks for register in chunk]
     t = [FIRST_FLOAT4, f"add.u32 t, t, {address[0]};"]
     for offset, four in float4s(x):
         t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
@@ -116,15 +116,15 @@ def publish_ds(ds, ds_s, full):
 
 @gluon.jit
 def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
-    """Adds one warp group's part of a block of rows to dQ at `at`, in register order, through
-    shared memory.
+    """Adds one warp group's part of a block of rows, in chunks (chunked_mma.py), to dQ at `at`, in
+    register order, through shared memory.
 
     PENDING: earlier additions that may still read other stages.
     """
     n: gl.constexpr = CELLS // 128
     tma.store_wait(PENDING)
     gl.barrier()
-    gl.inline_asm(store_registers_asm, registers_constraints(n), (dq, stage_s))
+    gl.inline_asm(store_registers_asm, registers_constraints(n), dq + (stage_s,))  # noqa: RUF005
     fence_async_shared()
     gl.barrier()
     gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
@@ -144,15 +144,40 @@ def keys_read(W: gl.constexpr, DQ: gl.constexpr):
         gl.inline_asm(named_barrier("sync", 1 + W, count), "~{memory}", ())
 
 
+@gluon.constexpr_function
+def columns_of_dq(w, qk_dim, chunk, dq):
+    """The first of the columns of dQ that warp group w computes, and their number: half of them if
+    they are one chunk, otherwise whole chunks."""
+    if dq == 2:
+        return 0, qk_dim
+    half = qk_dim // 2 if chunk == qk_dim else (qk_dim // chunk + 1) // 2 * chunk
+    return w * half, half if w == 0 else qk_dim - half
+
+
 @gluon.jit
-def sum_rows(k, args, config: gl.constexpr):
+def keys_of_dq(k_s, W: gl.constexpr, QK_DIM: gl.constexpr):
+    """The columns of the keys with which warp group W multiplies dS, in chunks."""
+    CHUNK: gl.constexpr = k_s.shape[2]
+    FIRST: gl.constexpr = columns_of_dq(W, QK_DIM, CHUNK, 1)[0]
+    COLUMNS: gl.constexpr = columns_of_dq(W, QK_DIM, CHUNK, 1)[1]
+    if CHUNK == QK_DIM:
+        keys = (k_s.index(0).slice(FIRST, COLUMNS, dim=1),)
+    else:
+        keys = ()
+        for c in gl.static_range(COLUMNS // CHUNK):
+            keys = keys + (k_s.index(FIRST // CHUNK + c),)  # noqa: RUF005
+    return keys
+
+
+@gluon.jit
+def sum_rows(args, config: gl.constexpr):
     """The third warp group: computes dQ of every block of rows, from the dS of the other two."""
     QK_DIM: gl.constexpr = config.QK_DIM
     tile = args.tile
     q_range = args.q_range
     CELLS: gl.constexpr = ROWS * QK_DIM
     row_blocks = tile.padded // ROWS
-    zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
+    k = left_chunks(args.shared.k_s, 0, config.CHUNKS)
     mbarrier.wait(args.shared.kv_full.index(0), 0)
     mbarrier.wait(args.shared.kv_full.index(1), 0)
     g = 0
@@ -164,8 +189,7 @@ def sum_rows(k, args, config: gl.constexpr):
         block = q_range.start // ROWS + nth
         mbarrier.wait(args.ds.full.index(stage), (i // 2) & 1)
         ds_t = args.ds.tiles.index(stage).permute((1, 0))
-        dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = wait_products(products(ds_t, k), 0, len(k))
         warp_arrive(args.ds.empty.index(stage))
         cells = ((tile.bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, args.dq_sum + cells, args.dq_s.index(stage), CELLS, 1)

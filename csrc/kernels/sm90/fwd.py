@@ -39,9 +39,9 @@ def forward_sm90(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
     SCHEDULER: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value and out are tensor maps (batch, length, heads * dim) with boxes of 64 or
-    BLOCK_N rows of one head. `counter` is 0 at launch and must not be used by another launch at the
-    same time.
+    """query, key, value and out are tensor maps (batch, heads, length, dim) with boxes of 64 or
+    BLOCK_N rows of one head, and at most QK_DIM or V_DIM columns. `counter` is 0 at launch and must
+    not be used by another launch at the same time.
 
     At most one option is given, and the arguments of the others are None: `soft_cap` (soft_cap.py),
     ALiBi `slopes` for positions that are indices (alibi.py), block lists (block_lists.py), `bias`,

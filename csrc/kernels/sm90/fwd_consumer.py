@@ -240,7 +240,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         for c in gl.static_range(V_CHUNKS):
             shared.o_s.index(FIRST_O + c).store(outputs[c].to(dtype))
         row = tile.row + W * 64
-        start_store(out, shared.o_s, FIRST_O, tile.b, row, tile.head_part, V_CHUNKS)
+        column = tile.head_part % config.V_PARTS * (config.V_DIM // config.V_PARTS)
+        start_store(out, shared.o_s, FIRST_O, tile.b, row, head, column, V_CHUNKS)
         if config.OUT_IN_QUERY:
             tma.store_wait(0)
             gl.barrier()

@@ -10,7 +10,7 @@ from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
 from sm90.common import lanes_arrive
 from sm90.pipeline import next_stage, receive_tile, send_tile, stage_of_values
-from sm90.tiles import load_chunks
+from sm90.tiles import load_chunks, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -80,14 +80,14 @@ def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config: gl
     load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
     for w in gl.static_range(BIAS_TILES):
         tile_s = shared.bias_s.index(stage * BIAS_TILES + w)
-        tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 64, BLOCK_N], maps.bias.layout)
-        tma.async_load(maps.bias, [plane, row + w * 64, at], full, tile_s)
+        tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 1, 64, BLOCK_N], maps.bias.layout)
+        tma.async_load(maps.bias, [plane, 0, row + w * 64, at], full, tile_s)
     v_stage, v_phase = stage_of_values(stage, phase, config)
     mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
     full = shared.v_full.index(v_stage)
     mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
-    head = kv_head * V_PARTS + v_part
-    load_chunks(maps.value, b, at, head, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS)
+    column = v_part * (config.V_DIM // V_PARTS)
+    load_columns(maps.value, b, at, kv_head, column, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS)
 
 
 @gluon.jit

@@ -205,7 +205,7 @@ def backward_shared_dbias(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value and dout are tensor maps (batch, length, heads * dim) with boxes of 64 rows
+    """query, key, value and dout are tensor maps (batch, heads, length, dim) with boxes of 64 rows
     of one head; lse2, delta and top are one row each. `bias` is as portable/bias.py describes it,
     with a rows axis. dbias_sums: (dbias_parts, *bias.shape) float32."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK

@@ -36,18 +36,20 @@ def init_barriers(N: gl.constexpr, rings, arrivals):
 
 @gluon.jit
 def load_columns(
-    source, b, row, column, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
-):
-    """Loads the columns from `column` on into chunks (chunked_mma.py) of tiles_s, from index
-    `first` on. With HALF, loads only the HALF-th 64 rows of each chunk."""
+    source, b, row, head, column, full, tiles_s, first, CHUNKS: gl.constexpr,
+    HALF: gl.constexpr = None,
+):  # fmt: skip
+    """Loads a head's columns from `column` on into chunks (chunked_mma.py) of tiles_s, from index
+    `first` on; zeros past the last column or row. With HALF, loads only the HALF-th 64 rows of each
+    chunk."""
     ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     for c in gl.static_range(CHUNKS):
         chunk = tiles_s.index(first + c)
-        chunk = chunk.reinterpret(source.dtype, [1, ROWS, COLUMNS], source.layout)
+        chunk = chunk.reinterpret(source.dtype, [1, 1, ROWS, COLUMNS], source.layout)
         if HALF is not None:
-            chunk = chunk.slice(HALF * 64, 64, dim=1)
-        tma.async_load(source, [b, row, column + c * COLUMNS], full, chunk)
+            chunk = chunk.slice(HALF * 64, 64, dim=2)
+        tma.async_load(source, [b, head, row, column + c * COLUMNS], full, chunk)
 
 
 @gluon.jit
@@ -55,12 +57,11 @@ def load_chunks(
     source, b, row, head, full, tiles_s, first, CHUNKS: gl.constexpr, HALF: gl.constexpr = None
 ):
     """Loads the columns of a head, as load_columns does."""
-    column = head * (CHUNKS * tiles_s.shape[2])
-    load_columns(source, b, row, column, full, tiles_s, first, CHUNKS, HALF)
+    load_columns(source, b, row, head, 0, full, tiles_s, first, CHUNKS, HALF)
 
 
 @gluon.jit
 def load_line(source, line_s, at, full):
     """Loads one number per row for a block of rows."""
-    line = line_s.reinterpret(source.dtype, [1, 1, line_s.shape[0]], source.layout)
-    tma.async_load(source, [0, 0, at], full, line)
+    line = line_s.reinterpret(source.dtype, [1, 1, 1, line_s.shape[0]], source.layout)
+    tma.async_load(source, [0, 0, 0, at], full, line)

@@ -43,10 +43,10 @@ typedef struct Kernel {
 typedef struct Map {
   uint64_t address;
   uint64_t flags; /* the word whose bit 21 old drivers set; all bits are set here */
-  uint64_t sizes[3];
-  uint64_t strides[2];
-  uint32_t box[3];
-  uint32_t steps[3];
+  uint64_t sizes[4];
+  uint64_t strides[3];
+  uint32_t box[4];
+  uint32_t steps[4];
   uint8_t type, interleave, swizzle, promotion, fill;
 } Map;
 typedef struct Function {
@@ -324,12 +324,12 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   const unsigned bytes = box[0] * (type == 6 || type == 9 ? 2 : type == 3 || type == 7 ? 4 : 0);
   if (!bytes || bytes % 16 || swizzle < 0 || swizzle > 3) return kInvalidValue;
   if (swizzle && bytes > 16u << swizzle) return kInvalidValue;
-  if ((uintptr_t)map % 64 || rank != 3 || encoded.address % 16) return kInvalidValue;
-  for (int i = 0; i < 3; ++i) {
+  if ((uintptr_t)map % 64 || rank != 4 || encoded.address % 16) return kInvalidValue;
+  for (int i = 0; i < 4; ++i) {
     if (!sizes[i] || sizes[i] > 1ull << 32 || !box[i] || box[i] > 256) return kInvalidValue;
-    if (i < 2 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return kInvalidValue;
+    if (i < 3 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return kInvalidValue;
     encoded.sizes[i] = sizes[i];
-    if (i < 2) encoded.strides[i] = strides[i];
+    if (i < 3) encoded.strides[i] = strides[i];
     encoded.box[i] = box[i];
     encoded.steps[i] = steps[i];
   }
@@ -352,25 +352,28 @@ int cuMemsetD32Async(unsigned long long address, unsigned value, size_t n, void*
 
 static void write_map(void** params) {
   Map m;
-  int32_t shape[3];
-  int64_t strides[3];
+  int32_t shape[4];
+  int64_t strides[4];
   char text[768];
   memcpy(&m, params[0], sizeof m);
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     memcpy(&shape[i], params[1 + i], 4);
-    memcpy(&strides[i], params[4 + i], 8);
+    memcpy(&strides[i], params[5 + i], 8);
   }
   snprintf(text, sizeof text,
-           "{\"address\": %llu, \"bit21\": %d, \"sizes\": [%llu, %llu, %llu], "
-           "\"byte_strides\": [%llu, %llu], \"box\": [%u, %u, %u], \"steps\": [%u, %u, %u], "
+           "{\"address\": %llu, \"bit21\": %d, \"sizes\": [%llu, %llu, %llu, %llu], "
+           "\"byte_strides\": [%llu, %llu, %llu], \"box\": [%u, %u, %u, %u], "
+           "\"steps\": [%u, %u, %u, %u], "
            "\"type\": %d, \"interleave\": %d, \"swizzle\": %d, \"promotion\": %d, \"fill\": %d, "
-           "\"shape\": [%d, %d, %d], \"strides\": [%lld, %lld, %lld]}",
+           "\"shape\": [%d, %d, %d, %d], \"strides\": [%lld, %lld, %lld, %lld]}",
            (unsigned long long)m.address, (int)(m.flags >> 21 & 1), (unsigned long long)m.sizes[0],
            (unsigned long long)m.sizes[1], (unsigned long long)m.sizes[2],
-           (unsigned long long)m.strides[0], (unsigned long long)m.strides[1], m.box[0], m.box[1],
-           m.box[2], m.steps[0], m.steps[1], m.steps[2], m.type, m.interleave, m.swizzle,
-           m.promotion, m.fill, shape[0], shape[1], shape[2], (long long)strides[0],
-           (long long)strides[1], (long long)strides[2]);
+           (unsigned long long)m.sizes[3], (unsigned long long)m.strides[0],
+           (unsigned long long)m.strides[1], (unsigned long long)m.strides[2], m.box[0], m.box[1],
+           m.box[2], m.box[3], m.steps[0], m.steps[1], m.steps[2], m.steps[3], m.type, m.interleave,
+           m.swizzle, m.promotion, m.fill, shape[0], shape[1], shape[2], shape[3],
+           (long long)strides[0], (long long)strides[1], (long long)strides[2],
+           (long long)strides[3]);
   write_text(text);
 }
 
@@ -399,7 +402,7 @@ int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     if (types[i] == 't') {
       write_text(separator);
       write_map(params);
-      params += 6;
+      params += 8;
       continue;
     }
     if (types[i] == 'p') {

@@ -24,6 +24,11 @@ def expect_launches(machine, call, scalars, grids):
     launches = machine.launches()
     assert [launch["kernel"] for launch in launches] == list(grids)
     addresses = call.addresses()
+    dims = {  # mask kernels have none
+        name: call.operands[of].shape[3]
+        for name, of in (("qk_dim", "query"), ("v_dim", "value"))
+        if of in call.operands
+    }
     addresses["delta"] = addresses.get("workspace")  # its first section
     for name in ("row_max", "row_delta"):
         if name in call.results and call.results[name].shape == (0,):
@@ -36,7 +41,7 @@ def expect_launches(machine, call, scalars, grids):
         assert launch["block"] == [row["threads"], 1, 1]
         assert launch["shared"] == row["shared"]
         assert launch["stream"] == machine.xla.stream
-        values = {"sink_batch": sink_batch, **addresses, **scalars.get(kernel, scalars)}
+        values = {"sink_batch": sink_batch, **dims, **addresses, **scalars.get(kernel, scalars)}
         names = arguments(kernel)
         got = dict(zip(names, launch["params"], strict=False))
         assert got == {name: values[name] for name in names}, kernel

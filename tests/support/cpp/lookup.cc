@@ -60,9 +60,9 @@ int main() {
             << (*static_cast<const void* const*>(listed.addresses[5]) == nullptr) << "\n";
   Listed mapped;
   packax::MappedArgs::List(o, &mapped);
-  // A tensor map takes seven parameters.
+  // A tensor map takes nine parameters.
   std::cout << "maps " << mapped.text << " " << (mapped.addresses[0] == &o.query)
-            << (mapped.addresses[1] == &o.dk) << (packax::kMaxArguments == 7 + 7 + 2 + 2) << "\n";
+            << (mapped.addresses[1] == &o.dk) << (packax::kMaxArguments == 9 + 9 + 2 + 2) << "\n";
   // A kernel without variants in this build has an argument list, so that csrc/launch compiles.
   std::cout << "absent " << (packax::AbsentArgs::kKernel == packax::Kernel::kAbsent) << "\n";
   std::string kernel, dtype;

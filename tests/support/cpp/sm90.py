@@ -11,25 +11,26 @@ MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorM
 
 
 def expected_map(array, box, bit21=0):
-    """The map over a (batch, length, width) or (batch, length, heads, dim) array. Sizes, strides
-    and boxes start with the innermost axis."""
+    """The map over a (batch, length, heads, dim) array, or (batch, length, dim) with one head.
+    Sizes, strides and boxes start with the innermost axis."""
     rows, columns, swizzle = box
-    batch, length, *widths = array.shape
-    width, size = prod(widths), 4 if array.dtype in ("int32", "float32") else 2
+    batch, length, *heads, dim = array.shape
+    (heads,) = heads or (1,)
+    width, size = heads * dim, 4 if array.dtype in ("int32", "float32") else 2
     return {
         "address": array.address,
         "bit21": int(batch * length * width * size - size + 1 >= 128 * 1024) or bit21,
-        "sizes": [width, length, batch],
-        "byte_strides": [size * width, size * width * length],
-        "box": [columns, rows, 1],
-        "steps": [1, 1, 1],
+        "sizes": [dim, length, heads, batch],
+        "byte_strides": [size * width, size * dim, size * width * length],
+        "box": [columns, rows, 1, 1],
+        "steps": [1, 1, 1, 1],
         "type": MAP_TYPES[array.dtype],
         "interleave": 0,
         "swizzle": swizzle,
         "promotion": 2,
         "fill": 0,
-        "shape": [batch, length, width],
-        "strides": [width * length, width, 1],
+        "shape": [batch, heads, length, dim],
+        "strides": [width * length, dim, width, 1],
     }
 
 

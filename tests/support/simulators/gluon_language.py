@@ -150,11 +150,11 @@ def softmax(half: str, growth: int, natural: bool, s: Any, m: Any, total: Any, s
     return rounded(half, p), moved, total * alpha + p.sum(1), alpha
 
 
-def stored_sum(x: Any, to: Shared) -> None:
+def stored_sum(*chunks_and_buffer: Any) -> None:
     """Stores groups of 32 columns one after another; test_sm90_assembly.py tests their layout."""
-    to.array.reshape(-1)[: x.size] = (
-        np.asarray(x).reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
-    )
+    *chunks, to = chunks_and_buffer
+    x = np.concatenate([np.asarray(chunk) for chunk in chunks], axis=1)
+    to.array.reshape(-1)[: x.size] = x.reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
 
 
 def bulk_add(size: int, pointer: Pointer, source: Shared) -> None:

@@ -216,7 +216,8 @@ def poisoned(x: np.ndarray) -> np.ndarray:
 class Statistics:
     """The results of backward_preprocess."""
 
-    def __init__(self, p: Problem):
+    def __init__(self, p: Problem, columns: int = 0):
+        """`columns`: of the sum of dQ, if the kernel has more than the call."""
         padded = -(-p.q_len // 64) * 64
 
         def whole(x: np.ndarray, other: float) -> np.ndarray:
@@ -232,8 +233,10 @@ class Statistics:
             lse2 = np.where(np.isneginf(top), np.inf, p.want["log"] / np.log(2))
             self.lse2 = whole(lse2.astype(np.float32), np.inf)
         self.lo, self.hi = whole(p.mask["kv_start"], 0), whole(p.mask["kv_end"], 0)
-        self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, p.qk_dim // 32, 64, 32), np.float32)
+        groups = (columns or p.qk_dim) // 32
+        self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, groups, 64, 32), np.float32)
 
     def dq(self, p: Problem) -> np.ndarray:
-        rows = self.dq_sum.transpose(0, 2, 4, 1, 3, 5).reshape(p.batch, -1, p.heads, p.qk_dim)
-        return rows[:, : p.q_len] * p.scale
+        rows = self.dq_sum.transpose(0, 2, 4, 1, 3, 5)
+        rows = rows.reshape(p.batch, rows.shape[1] * 64, p.heads, -1)
+        return rows[:, : p.q_len, :, : p.qk_dim] * p.scale

@@ -161,18 +161,19 @@ def poison(dtype: DType, shape: list[int]) -> np.ndarray:
 
 
 class TensorMap:
-    """(batch, length, columns). Beyond the end, loads return zeros and stores write nothing."""
+    """(batch, heads, length, columns). Beyond the end, loads return zeros and stores write
+    nothing."""
 
     layout = None
 
     def __init__(self, array: np.ndarray):
-        assert array.ndim == 3
+        assert array.ndim == 4
         self.array, self.dtype = array, DTYPE_OF[array.dtype]
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
         """The slices of the array that a box covers, and the slices of the box that these fill."""
-        if at[2] * self.array.itemsize % 16:
-            raise IndexError(f"a GPU accepts no box that begins at column {at[2]}: 16 bytes")
+        if at[3] * self.array.itemsize % 16:
+            raise IndexError(f"a GPU accepts no box that begins at column {at[3]}: 16 bytes")
         ends = [min(a + n, size) for a, n, size in zip(at, shape, self.array.shape, strict=True)]
         covered = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
         return covered, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))

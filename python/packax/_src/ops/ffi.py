@@ -66,6 +66,20 @@ def kernel_here(
     return any(_find(kernel, cc, *wanted) for cc in _capabilities(for_export))
 
 
+def covering_dims(
+    kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
+) -> tuple[int, int] | None:
+    """The smallest head dims (query, value), at least these, for which a GPU that may run the
+    program has the kernel. Kernels for Hopper take fewer columns than they have (Dims::kClipped in
+    csrc/launch/select.cc)."""
+    if qk_dim % MULTIPLE or v_dim % MULTIPLE:
+        return None
+    built = {(row["qk_dim"], row["v_dim"]) for row in variants() if row["kernel"] == kernel}
+    wide = sorted((x for x in built if x[0] >= qk_dim and x[1] >= v_dim), key=sum)
+    here = (x for x in wide if kernel_here(kernel, dtype, *x, for_export=for_export))
+    return next(here, None)
+
+
 def common_dims(
     kernels: tuple[str, ...], dtype: str, *, for_export: bool = False
 ) -> set[tuple[int, int]]:
@@ -234,6 +248,8 @@ def require_kernels(
             f'no {direction} kernel takes {" and ".join(unread)}: implementation="xla" does'
         )
     query, value, with_bias = of.query, of.value, of.lse_in_two
+    if is_clipped(direction, of, spec, for_export):
+        return
     if direction == "backward" and choose_algorithm(of, spec, for_export) != "portable":
         return
     fallback = takes_fallback(direction, of, spec)
@@ -395,7 +411,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
     of = avals._replace(query=query)
     algorithm = choose_algorithm(of, spec, for_export(ctx))
-    elements = backward_workspace(algorithm, of, spec)
+    elements = backward_workspace(algorithm, of, spec, for_export(ctx))
 
     # The dq kernel also computes score_grads. The fused kernel always writes dk and dv.
     nothing = array(0, dtype=query.dtype)
@@ -492,12 +508,12 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return "portable"
     dims = (str(of.query.dtype), of.query.shape[3], of.value.shape[3])
-    fused = kernel_here("backward_sm90" + suffix, *dims, for_export=for_export)
+    fused = covering_dims("backward_sm90" + suffix, *dims, for_export=for_export) is not None
     of_keys = ("backward_dkdv_sm90" + suffix, *(() if suffix else ("backward_dkdv_sm90_parts",)))
-    separate = any(kernel_here(kernel, *dims, for_export=for_export) for kernel in of_keys)
+    separate = any(covering_dims(kernel, *dims, for_export=for_export) for kernel in of_keys)
     if spec.bias_grad and suffix != "_dbias":
         shared = f"backward_shared{suffix.removesuffix('bias')}dbias"
-        separate = separate and kernel_here(shared, *dims, for_export=for_export)
+        separate = separate and covering_dims(shared, *dims, for_export=for_export) is not None
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
     if everything:
         fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)
@@ -507,9 +523,15 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     return "sm90_fused" if fused and not spec.deterministic else "portable"
 
 
-def backward_workspace(algorithm: str, of: Operands, spec: AttentionSpec) -> Any:
+def backward_workspace(
+    algorithm: str, of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> Any:
     """The workspace size of a backward pass in 4-byte elements (ReadWorkspace)."""
-    elements = workspace_size(algorithm, of.query, of.kv_start.shape[0], of.bias is not None)
+    rows = elements = _padded_rows(of.query)
+    if algorithm != "portable":
+        mask_rows = of.kv_start.shape[0] * BLOCK * ceil_div(of.query.shape[1], BLOCK)
+        elements = (2 + (of.bias is not None)) * rows + 2 * mask_rows
+        elements += rows * _sum_columns(of, spec, for_export) if algorithm == "sm90_fused" else 1
     if sums := dbias_sums(algorithm, of, spec):  # after the counter, which is padded
         elements += BLOCK - 1 + sums * math.prod(of.bias.shape)
     return elements
@@ -522,13 +544,12 @@ def dbias_sums(algorithm: str, of: Operands, spec: AttentionSpec) -> int:
     return dbias_parts(of.query, of.bias)
 
 
-def workspace_size(algorithm: str, query: Any, mask_batch: Any, with_bias: bool) -> Any:
-    """The workspace size in 4-byte elements, as in ReadWorkspace in csrc/ffi/backward.cc."""
-    rows = _padded_rows(query)
-    if algorithm == "portable":
-        return rows
-    sections = (2 + with_bias) * rows + 2 * mask_batch * BLOCK * ceil_div(query.shape[1], BLOCK)
-    return sections + (rows * query.shape[3] if algorithm == "sm90_fused" else 1)
+def _sum_columns(of: Operands, spec: AttentionSpec, for_export: bool) -> int:
+    """The columns of the sum of dQ: those of the kernels, which may have more than the call."""
+    dims = (of.query.shape[3], of.value.shape[3])
+    kernel = f"backward_sm90{suffix_of(of, spec)}"
+    found = covering_dims(kernel, str(of.query.dtype), *dims, for_export=for_export)
+    return max(dims[0], found[0] if found else 0)
 
 
 def _padded_rows(query: Any) -> Any:
@@ -594,11 +615,27 @@ def takes_fallback(
     """Whether a GPU may use the fallback kernels: for options, or for uncommon head dims."""
     if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
+    if ext is None or is_clipped(direction, of, spec, for_export):
+        return False
     dtype, dims = str(of.query.dtype), (of.query.shape[3], of.value.shape[3])
-    return ext is not None and not all(
+    return not all(
         dims in common_dims((kernel,), dtype, for_export=for_export)
         for kernel in _KERNELS[direction]
     )
+
+
+def is_clipped(
+    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> bool:
+    """Whether the program runs on Hopper alone, and a kernel for Hopper takes the call, so that
+    head dims need no padding."""
+    suffix = suffix_of(of, spec)
+    if suffix is None or _capabilities(for_export) != {90}:
+        return False
+    if direction == "backward":
+        return choose_algorithm(of, spec, for_export) != "portable"
+    dims = str(of.query.dtype), of.query.shape[3], of.value.shape[3]
+    return covering_dims("forward_sm90" + suffix, *dims, for_export=for_export) is not None
 
 
 def _indices(aval):

@@ -488,10 +488,9 @@ def _added(gradient: Any, parts: int) -> Any:
 
 # --- Head dims between those of the kernels: padded with zeros to the next larger one.
 #
-# Zeros do not change scores, and the padding of results and gradients is cut off. The fallback
-# kernels need no padding, but take two to four and a half times as long on Hopper
-# (benchmarks/results/head_dims_h100.json), and more than twice as long on other GPUs
-# (docs/internals/proxy.md).
+# Zeros do not change scores, and the padding of results and gradients is cut off. Hopper's kernels
+# read and write the call's columns alone, so a program for Hopper is not padded. The fallback
+# kernels need no padding, but take more than twice as long (docs/internals/proxy.md).
 
 
 def padded_dims(
@@ -503,6 +502,8 @@ def padded_dims(
     """
     suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
+        return None
+    if ffi.is_clipped(direction, of, spec, for_export):
         return None
     suffix = suffix.replace("_dbias", "_bias")  # of the backward alone
     kernels = ("forward_sm90" + suffix, "forward_sm80" + suffix if suffix else "forward")
