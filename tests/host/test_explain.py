@@ -39,8 +39,8 @@ def test_a_plain_call():
     assert not found["forward"].why and not found["backward"].why
     # 32 tiles of 128 rows visit 2, 4, ... 64 blocks of 64 keys.
     assert (found.visited, found.blocks) == (32 * 33, 32 * 64)
-    size = ffi.workspace_size("sm90_fused", X, 1, False)
-    assert found["backward"].workspace == 4 * size
+    # delta, LSE and the sum of dQ for each head; the row ranges
+    assert found["backward"].workspace == 4 * (8 * (2 + 128) * LENGTH + 2 * LENGTH)
     text = str(found)
     assert text.startswith("device: compute capability 9.0\nforward: forward_sm90\n")
     assert "blocks visited: 1,056 of 2,048 (51.6 %)" in text
@@ -98,10 +98,14 @@ def test_biases():
 def test_rewrites():
     narrow = like(X, dim=80)
     found = packax.explain(narrow, narrow, narrow, CAUSAL, gpu=9.0)["forward"]
-    rows = [row for row in ext.variants() if row["kernel"] == "forward_sm90"]
+    assert found.kernels == ("forward_sm90",) and not found.changes
+    rows = [row for row in ext.variants() if row["kernel"] == "forward" and row["cc"] == 80]
     dims = {(row["qk_dim"], row["v_dim"]) for row in rows}
-    to = min((d for d in dims if min(d) >= 80), key=sum)
-    assert found.changes == (f"head dims (query/value) are padded from 80/80 to {to[0]}/{to[1]}",)
+    to = min((d for d in dims if min(d) >= 80), key=sum, default=None)
+    if to is not None:  # a build may be for 9.0 alone
+        found = packax.explain(narrow, narrow, narrow, CAUSAL, gpu=8.0)["forward"]
+        change = f"head dims (query/value) are padded from 80/80 to {to[0]}/{to[1]}"
+        assert found.changes == (change,)
     short = like(X, batch=256, length=16)
     found = packax.explain(short, short, short, CAUSAL, gpu=9.0)["forward"]
     assert found.changes == ("256 short rows are packed into one",)
