@@ -310,8 +310,8 @@ TWO_ASSEMBLERS = (
     *("backward_shared_dbias", "backward_shared_float32_dbias"),
     *PARTS,
 )
-# Exceptions, for which 12.9 is as fast, or 1 to 8 % faster; with the largest logits, for the size of
-# the wheel.
+# Exceptions, for which 12.9 is as fast, or 1 to 8 % faster; with the largest logits, so that the
+# wheel stays small.
 ONE_ASSEMBLER: tuple[tuple[str, Dims], ...] = (
     *((f"{kernel}_sm90", 96) for kernel in ("forward", "backward", "backward_dkdv", "backward_dq")),
     *(("forward_sm90_max_logits", dim) for dim in SM90_TILES["forward_sm90_max_logits"]),
