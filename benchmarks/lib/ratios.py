@@ -46,6 +46,10 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
+    path.write_text(picture_of(report).text())
+
+
+def picture_of(report: Mapping[str, Any]) -> svg.Picture:
     """One line for each case with two bars, forward and backward, lowest ratio first."""
     found = ratios(report["cases"])
     high = TOP + LINE * len(found) + 30
@@ -71,4 +75,4 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                 picture.box(LEFT, y + 6 * k, min(of[what], MOST) / MOST * WIDE, 5, fill, round=1)
         said = " / ".join(f"{of[what]:.2f}" if what in of else "-" for what in PASSES)
         picture.words(LEFT + WIDE + 6, y + 8, said, anchor="start", size=9, fill=svg.GREY)
-    path.write_text(picture.text())
+    return picture
