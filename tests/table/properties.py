@@ -308,7 +308,8 @@ def _(call):
     for kind, found in results:
         for name, x in found.items():
             error, size = (np.abs(y).max(initial=0) for y in (x - slopes[name], slopes[name]))
-            if not error <= 1e-6 * max(size, 1):
+            # with kernels built, jax.nn's own attention takes float64, and rounds logits to float32
+            if not error <= (5e-6 if call.function == "jax.nn" else 1e-6) * max(size, 1):
                 wrong.append(f"{kind} {name}: error {error:.3g} of {size:.3g}")
     return wrong
 
