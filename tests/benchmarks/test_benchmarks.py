@@ -53,6 +53,7 @@ from lib import reference
 from lib.implementations import random_inputs
 spec = importlib.util.spec_from_file_location("oracle", {str(ORACLE)!r})
 oracle = importlib.util.module_from_spec(spec)
+sys.path.append({str(SUPPORT)!r})  # what it imports
 spec.loader.exec_module(oracle)
 
 case = Case("small", 1, 640, 4, 2, 64, 4)
