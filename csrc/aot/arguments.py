@@ -34,6 +34,16 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
         "dq": ("", 64, "QK_CHUNK"),
     },
 }
+TENSOR_MAPS["forward_tangent_sm90"] = {
+    "query": ("", 64, "QK_DIM"),
+    "key": ("", "BLOCK_N", "QK_DIM"),
+    "value": ("", "BLOCK_N", "V_DIM"),
+    "out": ("", 64, "V_DIM"),
+    "tq": ("", 64, "QK_DIM"),
+    "tk": ("", "BLOCK_N", "QK_DIM"),
+    "tv": ("", "BLOCK_N", "V_DIM"),
+    "tout": ("", 64, "V_DIM"),
+}
 TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
 TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32 rows per step
     **{name: ("", 32, chunk) for name, chunk in (("query", "QK_CHUNK"), ("dout", "V_CHUNK"))},

@@ -141,6 +141,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "backward_dkdv_dbias_alone": "portable.bwd",
     "backward_dq_of_dbias_alone": "portable.dbias_of_pairs",
     "forward_tangent": "portable.tangent",
+    "forward_tangent_sm90": "sm90.tangent",
     "forward_tangent_fallback": "portable.tangent",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
@@ -479,6 +480,7 @@ def sm90(
     # rows per program; keys for kernels of dK and dV
     block = {
         "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
+        "forward_tangent_sm90": 128,
         "backward_dq_sm90": 128,
         **dict.fromkeys(("backward_shared_dbias", "backward_shared_float32_dbias"), 64),
         "backward_sum_dbias": tile.get("ELEMENTS", 0),

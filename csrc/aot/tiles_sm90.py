@@ -143,6 +143,18 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
     return (*absent, "dq_sum") if kernel.startswith("backward_dkdv") else tuple(absent)
 
 
+# The tangent of the forward, for calls with the tangents of query, key and value (tiles_tangent.py
+# has those of other calls). STAGES: tiles of keys, of values and of their tangents, as many as fit.
+SM90_TILES["forward_tangent_sm90"] = {
+    dim: {
+        "BLOCK_N": 128,
+        "STAGES": stages,
+        "CONSUMER_REGISTERS": 240,
+        "PRODUCER_REGISTERS": 24,
+    }
+    for dim, stages in ((64, 12), (128, 5))
+}
+
 # With a soft cap, and the same tiles except for dQ at 64 and 128, where 128 keys of P and of tanh's
 # derivative do not fit in registers. 192 has no such kernels, because no model has a soft cap
 # there: 192/192 is padded to 256, and the fallback kernels serve 192/128.
@@ -305,6 +317,7 @@ TWO_ASSEMBLERS = (
     "backward_sm90",
     "backward_dkdv_sm90",
     "backward_dq_sm90",
+    "forward_tangent_sm90",
     *LIKE_PLAIN,
     *(f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")),
     *("backward_shared_dbias", "backward_shared_float32_dbias"),

@@ -24,6 +24,7 @@ from aot_modules import (
     PLAIN,
     ROWS,
     SHARED_DBIAS,
+    TANGENT,
     compiler,
     table,
 )
@@ -65,20 +66,21 @@ def recompiled(monkeypatch, tmp_path, request):
     some([
         (
             "common.kv_ranges",
-            [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS, "sm80.fwd", "sm80.bwd"],
+            [*FORWARDS, *TANGENT, *ONES, *KEYS, *ROWS, *SHARED_DBIAS, "sm80.fwd", "sm80.bwd"],
         ),
-        ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),  # also through softmax
-        ("sm90.args", [*FORWARDS, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),
+        # also through softmax
+        ("sm90.common", [*FORWARDS, *TANGENT, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),
+        ("sm90.args", [*FORWARDS, *TANGENT, *ONES, *KEYS, *ROWS, *SHARED_DBIAS]),
         ("sm80.common", ["sm80.fwd", "sm80.bwd"]),
         ("sm80.bwd", ["sm80.bwd"]),
         ("sm90.fwd", [*FORWARDS]),
         ("sm90.fwd_consumer", [*FORWARDS]),
         # tiles of keys through row_producer, of whose file they need the planes of a bias
-        ("sm90.pipeline", [*FORWARDS, *ROWS, *SHARED_DBIAS, "sm90.bwd"]),
+        ("sm90.pipeline", [*FORWARDS, *TANGENT, *ROWS, *SHARED_DBIAS, "sm90.bwd"]),
         ("sm90.row_producer", [*FORWARDS, "sm90.bwd_dq", "sm90.bwd"]),
         ("sm90.shared_dbias", SHARED_DBIAS),
         ("portable.sum_dbias", ["backward_sum_dbias"]),
-        ("sm90.softmax", [*FORWARDS, "sm90.bwd"]),
+        ("sm90.softmax", [*FORWARDS, *TANGENT, "sm90.bwd"]),
         ("sm90.chunked_mma", [*FORWARDS, *ROWS, *SHARED_DBIAS, "sm90.bwd"]),
         ("sm90.bwd_producer", [*ONES, *KEYS]),
         ("sm90.lse_by_mma", [*ONES, *KEYS]),  # through the producer
@@ -86,7 +88,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("common.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm80.fwd", "sm80.bwd"]),
         ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dq_parts",
-            *SHARED_DBIAS]),
+            *TANGENT, *SHARED_DBIAS]),
         ("common.bwd_preprocess", ["backward_preprocess", "backward_preprocess_dbias"]),
         ("sm90.bwd_postprocess", ["backward_postprocess"]),
         ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *OF_DBIAS, *DECODE, "portable.tangent"]),
@@ -105,7 +107,7 @@ def recompiled(monkeypatch, tmp_path, request):
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
         ("sm90.bwd_split_consumer", ["sm90.bwd"]),
-        ("sm90.tile_store", [*FORWARDS, *ROWS, "sm90.bwd"]),
+        ("sm90.tile_store", [*FORWARDS, *TANGENT, *ROWS, "sm90.bwd"]),
         ("portable.dbias_of_pairs", ["portable.bwd", *OF_DBIAS]),
     ], *(0, 2, 4, 5, 13, 18, 22, 25, 32, 33)),
 )  # fmt: skip

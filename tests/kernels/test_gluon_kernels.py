@@ -428,3 +428,64 @@ def test_nan_in_sinks_and_under_a_large_sink():
     nan = np.isnan(out.astype(float)).all(-1).swapaxes(1, 2)
     for head, has in enumerate((True, False, True, True)):
         np.testing.assert_array_equal(nan[:, head], some & has, err_msg=str(head))
+
+
+def tangents(p: Problem, first: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The tangents of out and lse. `first`: as in Problem.with_tangents."""
+    p.with_tangents(first)
+    tlse = np.full((p.batch, p.heads, p.q_len), np.nan, np.float32)
+    tout = np.full((*p.query.shape[:3], p.v_dim), np.nan, HALF)
+    out = np.where(p.attends.any((1, 3))[..., None, None], p.want["out"], 1e30).astype(HALF)
+    moving = zip(("tq", "tk", "tv"), p.tangents, strict=True)
+    launch("sm90.tangent", "forward_tangent_sm90", -(-p.q_len // 128) * p.batch * p.heads, {
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
+        "out": rows_of(out), "lse": p.want["lse"].astype(np.float32), "tlse": tlse,
+        **{name: rows_of(x) for name, x in moving}, "tout": rows_of(tout),
+        **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks",
+            "q_order"),
+        "scale": p.scale, **p.sizes(),
+        **constants("forward_tangent_sm90", (p.qk_dim, p.v_dim), {}),
+    }, p.seed)  # fmt: skip
+    p.check("tout", tout)
+    np.testing.assert_allclose(tlse, p.want["tlse"], atol=2e-4, rtol=2e-5)
+    return tout, tlse
+
+
+@pytest.mark.parametrize(
+    "dims,case",
+    some(itertools.product([(64, 64), (128, 128), (80, 40)], MASKS), 0, 1, 10, 21),
+    ids=str,
+)
+def test_tangents(dims, case):
+    heads = 4 if case.startswith("longer") else 2
+    tangents(Problem(case, dims, heads=heads, kv_heads=heads // 2))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_constant_added_to_the_tangents_of_logits(late):
+    """It changes only tlse: tout keeps its accuracy in 16 bits. `late`: no key of the first step
+    has a weight above 0."""
+    p = Problem("longer keys", (64, 64))
+    p.key[..., 0] = 1
+    if late:
+        p.query[..., 1], p.key[..., 1] = 100, 0
+        p.key[:, 256:, :, 1] = -100
+    p.want, p.plain = p.oracle(), p.oracle(HALF)
+    tangents(p, 256)
+
+
+def test_tangents_with_sinks():
+    """Only out and lse tell that there are sinks."""
+    p = Problem("two rows", (64, 64), "", 4, 2, sinks=np.stack([SINKS, SINKS[::-1] - 4]))
+    tangents(p)
+
+
+def test_nan_in_tangents():
+    """A NaN in a value reaches the rows that attend to it, and no row that attends to nothing."""
+    p = Problem("two rows", (64, 64))
+    p.value[:, 150] = np.nan
+    p.check = lambda name, got: None
+    tout, _ = tangents(p)
+    nan = np.isnan(tout.astype(float)).all(3).swapaxes(1, 2)
+    assert nan[np.broadcast_to(p.attends[..., 150], nan.shape)].all()
+    assert not tout.swapaxes(1, 2)[np.broadcast_to(~p.attends.any(3), nan.shape)].any()

@@ -119,6 +119,15 @@ def compared(row_values: Any, pointer: Pointer, first: int, end: int, compare: s
     return Bits(of)
 
 
+def tangent_step(
+    half: str, ts: Tile, scale: float, p: Tile, of_lse: Tile, center: Tile
+) -> tuple[Tile, Tile, Tile]:
+    total, moved = p.sum(1), (p * ts).sum(1) * scale
+    center = select(np.isnan(center) & (total != 0), moved / total, center)
+    dp = p * (ts * scale - np.nan_to_num(center)[:, None])
+    return tile(np.stack([rounded(half, p), rounded(half, dp)], 2)), of_lse + moved, center
+
+
 def bits_of_keys(low: Any, high: Any, first: int, shift: int) -> Bits:
     def of(n: int) -> Any:
         word = np.where(column(n) < 32, low[:, None], high[:, None])
@@ -200,6 +209,8 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "rescale_asm": lambda n, *operands: tuple(x * operands[-1][:, None] for x in operands[:-1]),
     "unpack_asm": lambda p: p,
     "quad_sum_asm": lambda x: x,
+    "operand_asm": lambda n, which, pairs: pairs[..., which],
+    "step_asm": lambda n, *operands: tangent_step(*operands),
     "tanh_asm": lambda n, s, k: np.tanh(s * k),
     "biased_asm": lambda n, s, rows, start, scale, slope: (
         s * scale + slope * np.abs(rows[:, None] - start - column(2 * n)).astype(np.float32)

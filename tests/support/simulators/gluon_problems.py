@@ -168,6 +168,35 @@ class Problem:
             log = np.log(total[..., 0])
         return results | {"lse": lse, "delta": delta, "top": s.max(-1), "log": log}
 
+    def with_tangents(self, first: float | None = None) -> None:
+        """Draws `tangents` of query, key and value, and adds the results `tout` and `tlse`.
+        `first`: the first column of the query's tangent."""
+        shapes = (self.q_len, self.heads), *((self.kv_len, self.kv_heads),) * 2
+        dims = self.qk_dim, self.qk_dim, self.v_dim
+        self.tangents = [self.draw(*shape, dim) for shape, dim in zip(shapes, dims, strict=True)]
+        if first is not None:
+            self.tangents[0][..., 0] = first
+        q, k, v, tq, tk, tv = (
+            np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float))
+            for x in (self.query, self.key, self.value, *self.tangents)
+        )
+        for x, of in zip(self.tangents, (self.query, self.key, self.key), strict=True):
+            x[(of == HALF(1e30)).all((2, 3))] = 1e30
+        group = self.heads // self.kv_heads
+        k, v, tk, tv = (np.repeat(x, group, 2) for x in (k, v, tk, tv))
+        s, ts = (
+            sum(np.einsum("bqhd,bkhd->bhqk", a, b) for a, b in pairs) * self.scale
+            for pairs in ([(q, k)], [(tq, k), (q, tk)])
+        )
+        lse = np.where(np.isneginf(self.want["lse"]), np.inf, self.want["lse"])[..., None]
+        p = np.where(self.attends, np.exp(np.minimum(s - lse, 0)), 0)
+        tlse = (p * ts).sum(-1)
+        dp = p * (ts - tlse[..., None])
+        for results, half in ((self.want, float), (self.plain, HALF)):
+            a, b = (x.astype(half).astype(float) for x in (p, dp))
+            tout = np.einsum("bhqk,bkhd->bqhd", a, tv) + np.einsum("bhqk,bkhd->bqhd", b, v)
+            results |= {"tout": tout.astype(half).astype(float), "tlse": tlse}
+
     def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
         """The logits and their derivative by s."""
         if "soft_cap" in self.extra:

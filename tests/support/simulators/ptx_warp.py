@@ -119,6 +119,14 @@ class Warp:
         return a > b
 
     @staticmethod
+    def setp_nan_f32(a, b):
+        return np.isnan(a) | np.isnan(b)
+
+    @staticmethod
+    def setp_neu_f32(a, b):
+        return a != b
+
+    @staticmethod
     def selp_f32(a, b, p):
         return np.where(p, a, b)
 
