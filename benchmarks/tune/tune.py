@@ -64,7 +64,7 @@ RESULTS = {
     "backward_dq_sm90": ("dq",),
     "backward_dkdv_sm90_parts": ("dk", "dv"),
     "backward_dq_sm90_parts": ("dq",),
-    "forward_tangent": ("tout", "tlse"),
+    **dict.fromkeys(("forward_tangent", "forward_tangent_sm90"), ("tout", "tlse")),
 }
 KERNELS = tuple(RESULTS)
 SUMMED = (SM90_BACKWARD, SM80_BACKWARD)  # these accumulate dQ in memory
@@ -116,7 +116,7 @@ def operations(case: Case, kernel: str) -> float | None:
             ("backward_dq", "backward_dq_sm90", "backward_dq_sm90_parts"), pairs * (2 * qk + v)
         ),
         "backward_dbias": pairs * (qk + v),
-        "forward_tangent": pairs * (3 * qk + 2 * v),
+        **dict.fromkeys(("forward_tangent", "forward_tangent_sm90"), pairs * (3 * qk + 2 * v)),
     }.get(plain(kernel))
 
 

@@ -98,6 +98,7 @@ struct ForwardOperands : AttentionOperands, ForwardPointers {
 
 // The tangents of query, key and value may be absent.
 struct TangentOperands : AttentionOperands, ForwardTangentPointers {
+  TensorView tq, tk, tv, tout;
   int32_t has_tq, has_tk, has_tv;
 };
 

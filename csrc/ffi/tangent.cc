@@ -31,6 +31,10 @@ ffi::Error CheckTangent(Stream stream, ForwardTangentBuffers b) {
 
   Read(b, &o);
   o.out = RowsOf("out", b.out, o, o.v_dim);
+  o.tq = RowsOf("tq", b.tq, o, o.qk_dim);
+  o.tk = KeysOf("tk", b.tk, o, o.qk_dim);
+  o.tv = KeysOf("tv", b.tv, o, o.v_dim);
+  o.tout = RowsOf("tout", *b.tout, o, o.v_dim);
   return RunTangent(stream, o);
 }
 

@@ -492,13 +492,14 @@ constexpr Row<B> kBackward[] = {
 
 using T = TangentOperands;
 
+// Plain, with the tangents of query, key and value.
+bool HasAllTangents(const T& o, const Device&) {
+  return IsPlain(o) && o.has_tq != 0 && o.has_tk != 0 && o.has_tv != 0;
+}
+
 constexpr Row<T> kTangent[] = {
-    {[](const T& o, const Device&) {
-       return IsPlain(o) && o.has_tq != 0 && o.has_tk != 0 && o.has_tv != 0;
-     },
-     Gpus::kSome,
-     Dims::kExact,
-     {Use<ForwardTangentArgs, T>(QueryTiles)}},
+    {HasAllTangents, Gpus::kSome, Dims::kClipped, {Use<ForwardTangentSm90Args, T>(QueryTiles)}},
+    {HasAllTangents, Gpus::kSome, Dims::kExact, {Use<ForwardTangentArgs, T>(QueryTiles)}},
     {Always, Gpus::kAll, Dims::kCovering, {Use<ForwardTangentFallbackArgs, T>(QueryTiles)}},
 };
 

@@ -80,6 +80,43 @@ def test_tangents(name):
     assert not np.asarray(got[0], np.float32)[~some.swapaxes(1, 2)].any()
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("length", [1000, 8192])
+def test_along_all_operands_equals_the_sum_of_each(dim, length):
+    """Along all operands, a kernel for Hopper runs, and along one of them, the fallback kernel.
+    Many tiles: two rows of documents, grouped heads."""
+    ids = np.sort(np.random.default_rng(length).integers(0, 7, (2, length))).astype(np.int32)
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+    shapes = [(2, length, heads, dim) for heads in (8, 2, 2)]
+    x, u = (
+        [jax.random.normal(jax.random.key(n + 3 * k), shape, jnp.bfloat16)
+            for n, shape in enumerate(shapes)] for k in (0, 1)
+    )  # fmt: skip
+    if jax.devices()[0].compute_capability == "9.0":
+        driver = ffi.ext.driver()["version"]
+        assert ffi.ext.find("forward_tangent_sm90", 90, "bf16", *2 * [-(-dim // 64) * 64], driver)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def along(argnums, u):
+        def attend(*some):
+            given = dict(zip(argnums, some, strict=True))
+            return packax.flash_attention(
+                *(given.get(n, x[n]) for n in range(3)), mask, return_lse=True
+            )
+
+        tangents = tuple(u[n] for n in argnums)
+        return jax.jvp(attend, tuple(x[n] for n in argnums), tangents)[1]
+
+    got = along((0, 1, 2), u)
+    for a, *parts in zip(got, *(along((n,), u) for n in range(3)), strict=True):
+        want = sum(np.asarray(y, np.float64) for y in parts)
+        error = np.asarray(a, np.float64) - want
+        assert np.sqrt(np.mean(error**2)) < 0.01 * np.sqrt(np.mean(want**2))
+        assert np.abs(error).max() < 0.05 * np.abs(want).max()
+    for a, b in zip(got, along((0, 1, 2), u), strict=True):  # no race
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_padding_may_be_nan():
     """In queries that attend to nothing, and in keys that share no tile with an attended one."""
     mask = packax.causal() & packax.documents(IDS[1:])

@@ -7,9 +7,11 @@ from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import BLOCKS, Sizes, forward_fallback, tangent
+from cpp.calls import BLOCKS, Sizes, forward_alibi, forward_fallback, tangent
+from cpp.launches import SIZES as SIZES_OF_SM90
 from cpp.launches import attention, expect_launches, kernels_of
-from cpp.machine import needs_compiler, needs_extension
+from cpp.machine import make_machine, needs_compiler, needs_extension
+from cpp.sm90 import maps_of
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -40,7 +42,35 @@ def test_plain(machine):
     kernel = "forward_tangent"
     if not machine.has_kernels([kernel]):
         pytest.skip("only the fallback kernel takes these head dims")
+    if machine.has(kernel):
+        pytest.skip("the kernel for Hopper takes this call")
     expect_launches(machine, call, scalars, {kernel: grid(s)})
+
+
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES_OF_SM90)
+def test_plain_on_sm90(tmp_path, driver, s, qk_dim):
+    """All arrays with columns are tensor maps: rows in boxes of 64, keys in boxes of 128."""
+
+    def choose(m):
+        return m.has("forward_tangent") and m.variant["qk_dim"] == qk_dim
+
+    machine = make_machine(tmp_path, driver, choose=choose)
+    kernel = "forward_tangent_sm90"
+    boxes = [box[0] for box in machine.row(kernel, machine.variant["cc"])["tensor_maps"]]
+    assert boxes == [64, 128, 128, 64, 64, 128, 128, 64]
+    call = tangent(machine, s)
+    maps = maps_of(machine, kernel, {**call.operands, **call.results})
+    expect_launches(machine, call, {**attention(s, 0.125, 2), **maps}, {kernel: grid(s)})
+
+
+def test_smaller_head_dims_on_sm90(tmp_path, driver):
+    """The kernel with the smallest head dims that cover them, with tensor maps that end at their
+    last column."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has("forward_tangent"))
+    dims = machine.variant["qk_dim"] - 8, machine.variant["v_dim"] - 16
+    call = tangent(machine, SIZES, of=forward_alibi(machine, SIZES, (0, 0), dims=dims))
+    assert kernels_of(machine, call) == ["forward_tangent_sm90"]
 
 
 @pytest.mark.parametrize("has", [(1, 0, 0), (0, 1, 1), (0, 0, 1), (0, 0, 0)])

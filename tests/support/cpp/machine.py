@@ -116,6 +116,9 @@ POINTERS["forward_tangent"] = f"query key value out lse tq tk tv tout tlse {ROWS
 POINTERS["forward_tangent_fallback"] = (
     f"{POINTERS['forward_tangent']} block_mask q_block_lists scales slopes q_bias_pos kv_bias_pos"
 )
+POINTERS["forward_tangent_sm90"] = (
+    f"query:t key:t value:t out:t lse tq:t tk:t tv:t tout:t tlse {ROWS}"
+)
 POINTERS["backward_dkdv_sm90_parts"] = POINTERS["backward_dkdv_sm90"]
 POINTERS["backward_dq_sm90_parts"] = POINTERS["backward_dq_sm90"].removesuffix(" counter")
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
@@ -226,6 +229,7 @@ SCALARS |= {
     for kernel in BLOCK_SPARSE
 }
 SCALARS["forward_tangent"] = ATTENTION
+SCALARS["forward_tangent_sm90"] = ATTENTION
 SCALARS["forward_tangent_fallback"] = (
     f"scale:f soft_cap:f mask_mode has_tq has_tk has_tv {FALLBACK_SIZES}"
 )
@@ -263,6 +267,8 @@ SM90 = {
         "backward_dkdv_sm90_parts",
         "backward_dq_sm90_parts",
     ],
+    # of a plain forward, along query, key and value
+    "forward_tangent": ["forward_tangent_sm90"],
     # with a soft cap as the only option
     "forward_soft_cap": ["forward_sm90_soft_cap"],
     "backward_soft_cap": ["backward_preprocess", "backward_sm90_soft_cap", "backward_postprocess"],

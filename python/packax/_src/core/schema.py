@@ -232,9 +232,12 @@ TARGETS = {  # packax_NAME_v1
     "forward_tangent": Target(
         (
             *_taking("t"),
-            *(Array(f"t{x[0]}", f"like {x}; or absent") for x in ("query", "key", "value")),
+            *(
+                Array(f"t{x[0]}", f"like {x}; or absent", view=True)
+                for x in ("query", "key", "value")
+            ),
         ),
-        (Array("tout", "like out"), Array("tlse", "like lse")),
+        (Array("tout", "like out", view=True), Array("tlse", "like lse")),
         of_attention=True,
     ),
 }
