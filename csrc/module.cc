@@ -3,13 +3,17 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
-#include "build.h"  // generated: kWholeTable
 #include "ffi/stages.h"
+#include "launch/judge.h"
 #include "launch/select.h"
 #include "plan/deal.h"
 #include "runtime/driver.h"
@@ -74,19 +78,6 @@ nb::list AllVariants() {
   return out;
 }
 
-nb::list WholeTable() {
-  nb::list out;
-  for (const TableRow& r : kWholeTable) {
-    nb::dict row;
-    row["kernel"] = r.kernel;
-    row["dtype"] = r.dtype;
-    row["qk_dim"] = r.qk_dim;
-    row["v_dim"] = r.v_dim;
-    out.append(row);
-  }
-  return out;
-}
-
 nb::object FindName(const std::string& kernel, int cc, const std::string& dtype, int64_t qk_dim,
                     int64_t v_dim, int driver) {
   Query query{
@@ -126,20 +117,19 @@ void ReadAttention(const nb::dict& call, AttentionOperands* o) {
   Read(call, "row_stats", &o->row_stats);
 }
 
-nb::list SelectKernels(const std::string& pass, int cc, int multiprocessors, const nb::dict& call,
-                       int driver) {
-  Device device{};
-  device.cc = cc;
-  device.driver = driver;
-  device.multiprocessors = multiprocessors;
-  Dtype dtype;
-  if (!ParseDtype(nb::cast<std::string>(call["dtype"]), &dtype)) {
-    throw nb::value_error("select: unknown dtype");
-  }
-  std::vector<const Variant*> found;
-  if (pass == "decode") {
-    DecodeOperands o{};
-    o.dtype = dtype;
+// answer(operands) of the call's operands.
+template <typename Answer>
+auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) {
+  const auto with_dtype = [&](auto o) {
+    if (!ParseDtype(nb::cast<std::string>(call["dtype"]), &o.dtype)) {
+      throw nb::value_error("unknown dtype");
+    }
+    return o;
+  };
+  if (target == "documents") return answer(DocumentsOperands{});
+  if (target == "blocks") return answer(BlocksOperands{});
+  if (target == "decode") {
+    auto o = with_dtype(DecodeOperands{});
     Read(call, "batch", &o.batch);
     Read(call, "q_len", &o.q_len);
     Read(call, "heads", &o.heads);
@@ -149,31 +139,113 @@ nb::list SelectKernels(const std::string& pass, int cc, int multiprocessors, con
     Read(call, "qk_dim", &o.qk_dim);
     Read(call, "v_dim", &o.v_dim);
     Read(call, "fp8", &o.fp8);
-    found = KernelsOf(o, device);
-  } else if (pass == "forward") {
-    ForwardOperands o{};
-    o.dtype = dtype;
+    return answer(o);
+  }
+  if (target == "forward_tangent") {
+    auto o = with_dtype(TangentOperands{});
+    ReadAttention(call, &o);
+    return answer(o);
+  }
+  if (target == "forward") {
+    auto o = with_dtype(ForwardOperands{});
     ReadAttention(call, &o);
     Read(call, "row_keys", &o.row_keys);
-    found = KernelsOf(o, device);
-  } else {
-    BackwardOperands o{};
-    o.dtype = dtype;
-    ReadAttention(call, &o);
-    int algorithm = 0;
-    Read(call, "algorithm", &algorithm);
-    o.algorithm = static_cast<Algorithm>(algorithm);
-    Read(call, "needs_dq", &o.needs_dq);
-    Read(call, "needs_dkv", &o.needs_dkv);
-    Read(call, "needs_dbias", &o.needs_dbias);
-    Read(call, "dbias_parts", &o.dbias_parts);
-    found = KernelsOf(o, device);
+    return answer(o);
   }
+  if (target != "backward") throw nb::value_error("unknown target");
+  auto o = with_dtype(BackwardOperands{});
+  ReadAttention(call, &o);
+  Read(call, "needs_dq", &o.needs_dq);
+  Read(call, "needs_dkv", &o.needs_dkv);
+  Read(call, "needs_dbias", &o.needs_dbias);
+  return answer(o);
+}
+
+bool IsDeterministic(const nb::dict& call) {
+  bool deterministic = false;
+  Read(call, "deterministic", &deterministic);
+  return deterministic;
+}
+
+nb::list SelectKernels(const std::string& target, int cc, int multiprocessors, const nb::dict& call,
+                       int driver) {
+  Device device{};
+  device.cc = cc;
+  device.driver = driver;
+  device.multiprocessors = multiprocessors;
   nb::list out;
-  for (const Variant* variant : found) {
+  const Choice choice = Ask(target, call, [&](auto o) {
+    if constexpr (requires { o.algorithm; }) {
+      ChooseAlgorithm(std::array{cc}, IsDeterministic(call), &o);
+    }
+    return Choose(o, device);
+  });
+  for (const Variant* variant : choice.kernels) {
     out.append(nb::make_tuple(Name(variant->kernel), variant->name));
   }
   return out;
+}
+
+// A table of kernels that a test makes up.
+class MadeUpTable {
+ public:
+  explicit MadeUpTable(const nb::list& rows) : variants_(Variants(rows)), table_(variants_) {}
+  const Table& table() const { return table_; }
+
+ private:
+  static std::vector<Variant> Variants(const nb::list& rows) {
+    std::vector<Variant> variants;
+    for (const nb::handle handle : rows) {
+      const auto row = nb::cast<nb::dict>(handle);
+      Variant v{};
+      if (!ParseKernel(nb::cast<std::string>(row["kernel"]), &v.kernel) ||
+          !ParseDtype(nb::cast<std::string>(row["dtype"]), &v.dtype)) {
+        throw nb::value_error("unknown kernel or dtype");
+      }
+      v.name = Name(v.kernel);
+      Read(row, "cc", &v.cc);
+      Read(row, "arch_specific", &v.arch_specific);
+      Read(row, "qk_dim", &v.qk_dim);
+      Read(row, "v_dim", &v.v_dim);
+      Read(row, "shared", &v.shared);
+      variants.push_back(v);
+    }
+    return variants;
+  }
+
+  std::vector<Variant> variants_;
+  Table table_;
+};
+
+nb::dict JudgeCall(const std::string& target, const nb::dict& call, const std::vector<int>& gpus,
+                   const std::optional<nb::list>& table) {
+  std::optional<MadeUpTable> other;
+  std::optional<UseTable> use;
+  if (table) use.emplace(other.emplace(*table).table());
+  const Judgement judged = Ask(target, call, [&](const auto& o) {
+    if constexpr (requires { o.algorithm; })
+      return Judge(o, gpus, IsDeterministic(call));
+    else
+      return Judge(o, gpus);
+  });
+  nb::dict out;
+  out["found"] = judged.found;
+  out["here"] = judged.here;
+  out["native"] = judged.native;
+  out["dims"] = judged.qk_dim == 0 ? nb::object(nb::none())
+                                   : nb::object(nb::make_tuple(judged.qk_dim, judged.v_dim));
+  out["kv_len"] = judged.kv_len;
+  out["algorithm"] = Name(judged.algorithm);
+  out["workspace"] = nb::make_tuple(judged.workspace.of_row, judged.workspace.of_mask_row,
+                                    judged.workspace.others);
+  out["dbias_parts"] = judged.dbias_parts;
+  out["splits"] = judged.splits;
+  return out;
+}
+
+bool FullBuildHas(const std::string& target, const nb::dict& call) {
+  const UseTable use(FullBuild());
+  return Ask(target, call, [](const auto& o) { return Choose(o, Device{}).found; });
 }
 
 nb::dict Driver() {
@@ -267,17 +339,23 @@ NB_MODULE(_ext, m) {
       "registrations", &packax::Registrations,
       "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
   m.def("variants", &packax::AllVariants, "Every kernel in this build.");
-  m.def("whole_table", &packax::WholeTable, "The kernels of a full build, for any GPU.");
   m.def("part", &packax::Part,
         "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty for a full build.");
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),
         nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
         "The name of the kernel that a device of compute capability `cc` would run with a driver "
         "for CUDA `driver` (12090 is 12.9), or None.");
-  m.def("select", &packax::SelectKernels, nb::arg("direction"), nb::arg("cc"),
+  m.def("select", &packax::SelectKernels, nb::arg("target"), nb::arg("cc"),
         nb::arg("multiprocessors"), nb::arg("call"), nb::arg("driver") = packax::kNewestDriver,
         "[(kernel, variant)] that a call would run on such a device, in order; empty: none. "
-        "`call` has the fields of csrc/call/operands.h that are not 0.");
+        "`call` has the fields of csrc/call/operands.h that are not 0, and `deterministic`.");
+  m.def("judge", &packax::JudgeCall, nb::arg("target"), nb::arg("call"), nb::arg("gpus"),
+        nb::arg("table") = nb::none(),
+        "What lowering must know of a call for GPUs of these compute capabilities, or of any in "
+        "this build if there are none (struct Judgement in csrc/launch/judge.h). `table`: the "
+        "rows of another build.");
+  m.def("full_build_has", &packax::FullBuildHas, nb::arg("target"), nb::arg("call"),
+        "Whether a full build has kernels for the call on some GPU.");
   m.def("driver", &packax::Driver,
         "{'version', 'devices'} of the CUDA driver, or {'error'} without one. Opens libcuda on "
         "first use.");

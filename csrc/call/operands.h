@@ -1,5 +1,6 @@
 // The operands of a call. csrc/ffi reads them from buffers and checks them; csrc/launch/select.cc
-// selects kernels by them and passes them to the kernels.
+// selects kernels by them and passes them to the kernels. csrc/launch/judge.cc answers questions
+// about a call by its sizes and options alone; sizes that are not known yet are 0.
 //
 // A field that is a kernel argument has the argument's name: the generated argument lists (args.h)
 // refer to fields by name, so a missing field does not compile. A kernel takes a tensor either as a
@@ -84,6 +85,9 @@ struct AttentionOperands : AttentionPointers {
 
   int64_t bias_group() const { return bias_axes >> 3; }
 
+  // Of head dims, so that rows are aligned to 16 bytes.
+  static constexpr int32_t multiple() { return 8; }
+
   int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
   int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
 };
@@ -111,6 +115,20 @@ enum class Algorithm {
   kSm90Fused,     // one kernel for all three, which accumulates dQ in memory (sm90, sm80)
 };
 
+inline constexpr const char* kAlgorithmNames[] = {"portable", "sm90_separate", "sm90_fused"};
+
+constexpr const char* Name(Algorithm algorithm) {
+  return kAlgorithmNames[static_cast<int>(algorithm)];
+}
+
+constexpr int64_t kCounterSize = 64;  // elements, so that what follows is aligned to 256 bytes
+
+// The 4-byte elements of the workspace for each padded query row of the call and of the mask, and
+// besides. The sums of the bias gradient follow: dbias_parts, each as large as the bias.
+struct BackwardWorkspace {
+  int64_t of_row, of_mask_row, others;
+};
+
 // row_delta is null if not requested.
 struct BackwardOperands : AttentionOperands, BackwardPointers {
   TensorView dout, dq, dk, dv;
@@ -130,6 +148,13 @@ struct BackwardOperands : AttentionOperands, BackwardPointers {
 
   // Query rows of all heads and batch rows, with q_len rounded up to whole blocks.
   int64_t padded_rows() const { return Product({batch, heads, kBlock, CeilDiv(q_len, kBlock)}); }
+
+  BackwardWorkspace workspace() const {
+    if (algorithm == Algorithm::kPortable) return {1, 0, 0};
+    const int64_t sections = 2 + (bias_kind != 0 ? 1 : 0);
+    if (algorithm == Algorithm::kSm90Fused) return {Sum({sections, dq_columns}), 2, 0};
+    return {sections, 2, dbias_parts > 0 ? kCounterSize : 1};
+  }
 };
 
 struct DecodeOperands : DecodePointers {
@@ -153,6 +178,9 @@ struct DecodeOperands : DecodePointers {
   int32_t qk_dim, v_dim;
   int32_t room;  // shares that fit in the workspace, or items
 
+  // Of head dims, so that rows are aligned to 16 bytes.
+  int32_t multiple() const { return fp8 ? 16 : 8; }
+
   // New rows of a sequence, or the most of an item, for one key/value head.
   int64_t rows() const { return int64_t{tile_rows > 0 ? tile_rows : q_len} * (heads / kv_heads); }
 };
@@ -161,6 +189,7 @@ struct DecodeOperands : DecodePointers {
 struct MaskOperands {
   static constexpr Dtype dtype = Dtype::kAny;
   static constexpr int32_t qk_dim = 0, v_dim = 0;
+  static constexpr int32_t multiple() { return 1; }
   int32_t batch, q_len, kv_len;
 };
 

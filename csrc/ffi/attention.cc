@@ -11,7 +11,6 @@
 namespace packax {
 namespace {
 
-constexpr int32_t kMultiple = 8;  // of head dims, so that rows are aligned to 16 bytes
 constexpr int64_t kTwoTo32 = int64_t{1} << 32;
 constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in 128 rows of a bias fit in 32 bits
 constexpr int64_t kMostRowsOfBias = (int64_t{1} << 28) - 1;  // above three bits of bias_axes
@@ -85,8 +84,8 @@ ffi::Error ReadMask(const AttentionBuffers& b, AttentionOperands* o) {
 
 ffi::Error ReadScores(const AttentionBuffers& b, AttentionOperands* o) {
   for (const auto& [name, dim] : {std::pair{"qk_dim", o->qk_dim}, std::pair{"v_dim", o->v_dim}}) {
-    PACKAX_CHECK(dim % kMultiple == 0, kUnimplemented)
-        << name << " is " << dim << ", there are kernels for multiples of " << kMultiple;
+    PACKAX_CHECK(dim % o->multiple() == 0, kUnimplemented)
+        << name << " is " << dim << ", there are kernels for multiples of " << o->multiple();
   }
   PACKAX_CHECK(std::isfinite(b.scale) && b.scale > 0, kInvalidArgument)
       << "attribute scale is " << b.scale << ", expected a finite number above 0";

@@ -8,12 +8,9 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kCounter = 64;  // elements, so that what follows is aligned to 256 bytes
-constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
-
 ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
   for (int i = 0; i < 3; ++i) {
-    if (name == kAlgorithms[i]) {
+    if (name == kAlgorithmNames[i]) {
       *algorithm = static_cast<Algorithm>(i);
       return ffi::Error::Success();
     }
@@ -54,19 +51,19 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t elements = workspace.dimensions()[0];
   // The lowering chose the number of columns, those of the kernels.
   if (rows > 0) o->dq_columns = std::max<int64_t>(o->qk_dim, (elements - sections) / rows);
-  const int64_t sizes[] = {rows, Sum({sections, 1}),
-                           Sum({sections, Product({rows, o->dq_columns})})};
-  const int64_t needed = sizes[static_cast<int>(o->algorithm)];
+  const BackwardWorkspace size = o->workspace();
+  const int64_t needed =
+      Sum({Product({size.of_row, rows}), Product({size.of_mask_row, mask_rows}), size.others});
   PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
   // The lowering chose the number of sums.
   const int64_t sum = Product({o->bias.batch, o->bias.length, o->bias.columns});
-  const int64_t rest = elements - Sum({sections, kCounter});
+  const int64_t rest = elements - Sum({sections, kCounterSize});
   if (o->algorithm == Algorithm::kSm90Separate && sum > 0 && rest > 0 && rest % sum == 0) {
     PACKAX_TRY(ToInt32("sums of dbias in workspace", rest / sum, 1, kMaxInt32, &o->dbias_parts));
   }
   PACKAX_CHECK(elements == needed || o->dbias_parts > 0, kInvalidArgument)
       << "workspace has " << elements << " elements, expected " << needed << " for algorithm \""
-      << kAlgorithms[static_cast<int>(o->algorithm)] << "\"";
+      << Name(o->algorithm) << "\"";
   auto* next = static_cast<float*>(workspace.untyped_data());
   const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
     return TensorView{name, data, element, 1, 1, 1, n, n};
@@ -78,7 +75,7 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   o->hi = line("hi", next += mask_rows, TensorMapElement::kI32, mask_rows);
   o->top = line("top", next += mask_rows, TensorMapElement::kF32, top_rows);
   o->dq_sum = o->counter = next + top_rows;
-  o->dbias_sums = next + top_rows + kCounter;
+  o->dbias_sums = next + top_rows + kCounterSize;
   return ffi::Error::Success();
 }
 

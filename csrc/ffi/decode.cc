@@ -130,7 +130,7 @@ ffi::Error ReadAll(DecodeBuffers& b, int64_t rows, RaggedBuffers* packed, Decode
   PACKAX_CHECK(std::isfinite(b.scale), kInvalidArgument)
       << "attribute scale is " << b.scale << ", expected a finite number";
   PACKAX_TRY(CheckSoftCap(b.soft_cap));
-  const int32_t multiple = o->fp8 ? 16 : 8;  // rows are multiples of 16 bytes
+  const int32_t multiple = o->multiple();
   PACKAX_CHECK(o->qk_dim % multiple == 0 && o->v_dim % multiple == 0, kUnimplemented)
       << "no decode kernel for head dims " << o->qk_dim << "x" << o->v_dim
       << " (query and key x value), which must be multiples of " << multiple;

@@ -11,10 +11,23 @@ constexpr int64_t kBalancedShare = 1024;   // keys: splitting down to this is fr
 constexpr int64_t kMostDealt = 64;         // sequences whose ranges each `decode` program reads
 constexpr int64_t kPerMultiprocessor = 2;  // programs that share its shared memory
 constexpr double kGoodEnough = 0.95;       // fraction of the best utilization
+constexpr int64_t kMostShares = 128;       // per sequence: DECODE_SPLITS in aot/tiles_decode.py
+constexpr int64_t kMostAtOnce = 1024;      // programs, on the largest GPUs
+constexpr int64_t kTallTile = 64;          // rows
 
 }  // namespace
 
 bool TakesSmallDecodeTile(int64_t rows) { return rows <= kFewRows; }
+
+int64_t DecodeRoom(const DecodeOperands& o) {
+  if (o.kv_len == 0) return kMostShares;
+  const int64_t most = std::min(kMostShares, CeilDiv(o.kv_len, kShare));
+  if (o.batch == 0) return most;
+  const int64_t programs = Product({o.batch, o.kv_heads, CeilDiv(o.rows(), kTallTile)});
+  const int64_t fill = CeilDiv(kMostAtOnce, programs);
+  const int64_t balance = o.kv_len / (kBalancedShare + 64 * o.rows());
+  return std::max(int64_t{1}, std::min(most, std::max(fill, balance)));
+}
 
 // Uses the smallest number of shares that keeps the multiprocessors almost as busy as the best
 // number does. The lengths of sequences are known only on the device. If one long sequence among

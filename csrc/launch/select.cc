@@ -55,6 +55,14 @@ struct Row {
   bool sums_dq = false;  // accumulates dQ in memory
 };
 
+// The table for a call.
+std::span<const Row<ForwardOperands>> RowsOf(const ForwardOperands& o);
+std::span<const Row<BackwardOperands>> RowsOf(const BackwardOperands& o);
+std::span<const Row<TangentOperands>> RowsOf(const TangentOperands& o);
+std::span<const Row<DecodeOperands>> RowsOf(const DecodeOperands& o);
+std::span<const Row<DocumentsOperands>> RowsOf(const DocumentsOperands& o);
+std::span<const Row<BlocksOperands>> RowsOf(const BlocksOperands& o);
+
 // A row of a table and its loaded kernels.
 template <typename Operands>
 struct Selected {
@@ -113,8 +121,8 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
 
 // The first row that accepts the call and whose kernels, `variants`, all exist for this device. If
 // there is none, null, and `missing` describes the first Gpus::kAll row that accepts the call.
-template <typename Operands, size_t n>
-const Row<Operands>* FirstRow(const Row<Operands> (&rows)[n], const Operands& o,
+template <typename Operands>
+const Row<Operands>* FirstRow(std::span<const Row<Operands>> rows, const Operands& o,
                               const Device& device, std::optional<Query>* missing,
                               std::array<const Variant*, kMaxSteps>* variants) {
   for (const Row<Operands>& row : rows) {
@@ -128,13 +136,12 @@ const Row<Operands>* FirstRow(const Row<Operands> (&rows)[n], const Operands& o,
 }
 
 // Loads the kernels of that row.
-template <typename Operands, size_t n>
-ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** device,
-                  Selected<Operands>* selected) {
+template <typename Operands>
+ffi::Error Select(const Operands& o, Device** device, Selected<Operands>* selected) {
   PACKAX_TRY(CurrentDevice(device));
   std::optional<Query> missing;
   std::array<const Variant*, kMaxSteps> variants;
-  selected->row = FirstRow(rows, o, **device, &missing, &variants);
+  selected->row = FirstRow(RowsOf(o), o, **device, &missing, &variants);
   if (selected->row != nullptr) {
     for (size_t i = 0; i < kMaxSteps && variants[i] != nullptr; ++i) {
       PACKAX_TRY(Load(*device, *variants[i], &selected->kernels[i]));
@@ -145,21 +152,6 @@ ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** de
          << DescribeMissing(*missing) << "; device " << (*device)->ordinal << " is "
          << (*device)->name << ". implementation=\"xla\", of create_attention_mask too, needs no "
          << "kernels";
-}
-
-// The kernels of that row that run.
-template <typename Operands, size_t n>
-std::vector<const Variant*> Kernels(const Row<Operands> (&rows)[n], const Operands& o,
-                                    const Device& device) {
-  std::optional<Query> missing;
-  std::array<const Variant*, kMaxSteps> variants;
-  std::vector<const Variant*> run;
-  const Row<Operands>* row = FirstRow(rows, o, device, &missing, &variants);
-  for (size_t i = 0; row != nullptr && i < kMaxSteps && variants[i] != nullptr; ++i) {
-    const Step<Operands>& step = row->steps[i];
-    if (step.needed == nullptr || step.needed(o)) run.push_back(variants[i]);
-  }
-  return run;
 }
 
 template <typename Operands>
@@ -212,7 +204,7 @@ bool HasAxis(const AttentionOperands& o, int axis) { return (o.bias_axes >> axis
 // in float32 for queries of 16 bits.
 bool OnlyBias(const AttentionOperands& o, int kind = 1) {
   const bool wide = o.dtype == Dtype::kF32 || o.dtype == Dtype::kTf32;
-  return o.options() == kBias && o.bias_kind == kind && (kind != 2 || !wide) &&
+  return o.options() == kBias && o.bias_kind == kind && (kind != 2 || !wide) && o.kv_len > 0 &&
          o.kv_len % (kElementsAtOnce / kind) == 0 && o.heads == o.row_heads;
 }
 
@@ -600,32 +592,93 @@ constexpr Row<BlocksOperands> kBlocks[] = {
       })}},
 };
 
-template <typename Operands, size_t n>
-ffi::Error SelectAndRun(Stream stream, const Operands& o, const Row<Operands> (&rows)[n]) {
+std::span<const Row<F>> RowsOf(const F&) { return kForward; }
+std::span<const Row<B>> RowsOf(const B&) { return kBackward; }
+std::span<const Row<T>> RowsOf(const T&) { return kTangent; }
+std::span<const Row<D>> RowsOf(const D&) { return kDecode; }
+std::span<const Row<DocumentsOperands>> RowsOf(const DocumentsOperands&) { return kDocuments; }
+std::span<const Row<BlocksOperands>> RowsOf(const BlocksOperands&) { return kBlocks; }
+
+// csrc/ffi refuses other calls before kernels are selected.
+template <typename Operands>
+bool IsAligned(const Operands& o) {
+  return o.qk_dim % o.multiple() == 0 && o.v_dim % o.multiple() == 0;
+}
+
+template <typename Operands>
+ffi::Error SelectAndRun(Stream stream, const Operands& o) {
   Device* device;
   Selected<Operands> selected;
-  PACKAX_TRY(Select(rows, o, &device, &selected));
+  PACKAX_TRY(Select(o, &device, &selected));
   return Run(stream, o, selected);
 }
 
 }  // namespace
 
-std::vector<const Variant*> KernelsOf(const ForwardOperands& o, const Device& device) {
-  return Kernels(kForward, o, device);
+template <typename Operands>
+Choice Choose(const Operands& o, const Device& device) {
+  if (!IsAligned(o)) return {};
+  std::optional<Query> missing;
+  std::array<const Variant*, kMaxSteps> variants;
+  const Row<Operands>* row = FirstRow(RowsOf(o), o, device, &missing, &variants);
+  if (row == nullptr) return {};
+  Choice choice;
+  choice.found = true;
+  choice.fallback = row->dims == Dims::kCovering;
+  choice.clipped = row->dims == Dims::kClipped;
+  choice.qk_dim = variants[row->steps[1].list != nullptr ? 1 : 0]->qk_dim;
+  for (size_t i = 0; i < kMaxSteps && variants[i] != nullptr; ++i) {
+    const Step<Operands>& step = row->steps[i];
+    if (step.needed == nullptr || step.needed(o)) choice.kernels.push_back(variants[i]);
+  }
+  if constexpr (requires { o.algorithm; }) {
+    Operands other = o;
+    for (const auto least :
+         {Algorithm::kSm90Fused, Algorithm::kSm90Separate, Algorithm::kPortable}) {
+      other.algorithm = least;
+      if (row->takes(other, device)) choice.needs = least;
+    }
+  }
+  return choice;
 }
 
-std::vector<const Variant*> KernelsOf(const BackwardOperands& o, const Device& device) {
-  return Kernels(kBackward, o, device);
+template <typename Operands>
+bool HasDedicated(const Operands& o, const Device& device) {
+  Query query;
+  std::array<const Variant*, kMaxSteps> variants;
+  return IsAligned(o) && std::ranges::any_of(RowsOf(o), [&](Row<Operands> row) {
+           if (row.dims == Dims::kCovering || !row.takes(o, device)) return false;
+           row.dims = Dims::kExact;
+           return FindAll(row, o, device, &query, &variants);
+         });
 }
 
-std::vector<const Variant*> KernelsOf(const DecodeOperands& o, const Device& device) {
-  return Kernels(kDecode, o, device);
+template <typename Operands>
+bool HasCommon(const Operands& o, const Device& device) {
+  Query query;
+  std::array<const Variant*, kMaxSteps> variants;
+  return IsAligned(o) && std::ranges::any_of(RowsOf(o), [&](const Row<Operands>& row) {
+           return row.gpus == Gpus::kAll && row.takes(o, device) &&
+                  FindAll(row, o, device, &query, &variants);
+         });
 }
+
+#define PACKAX_CHOOSE(Operands)                               \
+  template Choice Choose(const Operands&, const Device&);     \
+  template bool HasDedicated(const Operands&, const Device&); \
+  template bool HasCommon(const Operands&, const Device&);
+PACKAX_CHOOSE(ForwardOperands)
+PACKAX_CHOOSE(BackwardOperands)
+PACKAX_CHOOSE(TangentOperands)
+PACKAX_CHOOSE(DecodeOperands)
+PACKAX_CHOOSE(DocumentsOperands)
+PACKAX_CHOOSE(BlocksOperands)
+#undef PACKAX_CHOOSE
 
 ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Device* device;
   Selected<F> selected;
-  PACKAX_TRY(Select(kForward, o, &device, &selected));
+  PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
   // The tile size determines the order; emit.py rejects other tile sizes.
   if (selected.block(0) == kTile192) o.q_order = o.q_order_192;
@@ -635,20 +688,18 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
 ffi::Error RunBackward(Stream stream, BackwardOperands o) {
   Device* device;
   Selected<B> selected;
-  PACKAX_TRY(Select(kBackward, o, &device, &selected));
+  PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
   o.clear_dq = selected.row->sums_dq ? 1 : 0;
   return Run(stream, o, selected);
 }
 
-ffi::Error RunTangent(Stream stream, const TangentOperands& o) {
-  return SelectAndRun(stream, o, kTangent);
-}
+ffi::Error RunTangent(Stream stream, const TangentOperands& o) { return SelectAndRun(stream, o); }
 
 ffi::Error RunDecode(Stream stream, DecodeOperands o) {
   Device* device;
   Selected<D> selected;
-  PACKAX_TRY(Select(kDecode, o, &device, &selected));
+  PACKAX_TRY(Select(o, &device, &selected));
   if (o.tile_rows > 0) {  // the shares are in `work`
     o.has_tall = selected.row->steps[2].list != nullptr ? 1 : 0;
     return Run(stream, o, selected);
@@ -659,11 +710,9 @@ ffi::Error RunDecode(Stream stream, DecodeOperands o) {
 }
 
 ffi::Error RunDocuments(Stream stream, const DocumentsOperands& o) {
-  return SelectAndRun(stream, o, kDocuments);
+  return SelectAndRun(stream, o);
 }
 
-ffi::Error RunBlocks(Stream stream, const BlocksOperands& o) {
-  return SelectAndRun(stream, o, kBlocks);
-}
+ffi::Error RunBlocks(Stream stream, const BlocksOperands& o) { return SelectAndRun(stream, o); }
 
 }  // namespace packax

@@ -11,11 +11,28 @@
 
 namespace packax {
 
-// The kernels that a call would run on a device, in order; empty if the device has none. Reads
-// sizes and options, no buffers, and does not call the driver.
-std::vector<const Variant*> KernelsOf(const ForwardOperands& o, const Device& device);
-std::vector<const Variant*> KernelsOf(const BackwardOperands& o, const Device& device);
-std::vector<const Variant*> KernelsOf(const DecodeOperands& o, const Device& device);
+// What a device has for a call.
+struct Choice {
+  bool found = false;                      // otherwise it has no kernels for the call
+  bool fallback = false;                   // kernels that take any smaller head dims
+  bool clipped = false;                    // dedicated kernels that do, too
+  int64_t qk_dim = 0;                      // of the kernels
+  Algorithm needs = Algorithm::kPortable;  // at least, of a backward
+  std::vector<const Variant*> kernels;     // that run, in order
+};
+
+// Of any call in call/operands.h. These functions read its sizes and options, but no buffers, and
+// neither call the driver nor need one: of `device`, they read what describes it.
+template <typename Operands>
+Choice Choose(const Operands& o, const Device& device);
+
+// Whether the device has other than fallback kernels for exactly these head dims.
+template <typename Operands>
+bool HasDedicated(const Operands& o, const Device& device);
+
+// Whether it has kernels for the call that every GPU has in a full build.
+template <typename Operands>
+bool HasCommon(const Operands& o, const Device& device);
 
 ffi::Error RunForward(Stream stream, ForwardOperands o);
 ffi::Error RunBackward(Stream stream, BackwardOperands o);

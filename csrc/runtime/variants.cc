@@ -1,13 +1,11 @@
 #include "runtime/variants.h"
 
-#include <array>
 #include <iterator>
-#include <set>
 #include <sstream>
 #include <tuple>
-#include <vector>
+#include <utility>
 
-#include "build.h"  // generated: kPart, kSharedLimits
+#include "build.h"  // generated: kPart, kSharedLimits, kWholeTable
 
 #define PACKAX_VARIANT(name, ...)                         \
   extern "C" const unsigned char packax_##name##_begin[]; \
@@ -43,16 +41,9 @@ const Variant kTable[] = {
 };
 #undef PACKAX_VARIANT
 
-// The variants of one kernel. Indexed, since each call looks up several kernels and the table has
-// about 2,000 rows.
-const std::vector<const Variant*>& RowsOf(Kernel kernel) {
-  static const auto* const rows = [] {
-    auto* by_kernel = new std::array<std::vector<const Variant*>, std::size(kKernelNames)>;
-    for (const Variant& v : kTable) (*by_kernel)[static_cast<size_t>(v.kernel)].push_back(&v);
-    return by_kernel;
-  }();
-  return (*rows)[static_cast<size_t>(kernel)];
-}
+thread_local const Table* other_table = nullptr;
+
+const std::vector<const Variant*>& RowsOf(Kernel kernel) { return CurrentTable().Of(kernel); }
 
 constexpr int kOrin = 87;  // a Tegra GPU, which runs no code for other 8.x
 
@@ -117,6 +108,37 @@ std::string Dims(int64_t qk_dim, int64_t v_dim) {
 std::span<const Variant> Variants() { return kTable; }
 
 const char* Part() { return kPart; }
+
+Table::Table(std::span<const Variant> rows) : by_kernel_(std::size(kKernelNames)) {
+  for (const Variant& v : rows) {
+    by_kernel_[static_cast<size_t>(v.kernel)].push_back(&v);
+    ccs_.insert(v.cc);
+  }
+}
+
+const Table& CurrentTable() {
+  static const auto* const built = new Table(kTable);
+  return other_table != nullptr ? *other_table : *built;
+}
+
+UseTable::UseTable(const Table& table) : before_(std::exchange(other_table, &table)) {}
+
+UseTable::~UseTable() { other_table = before_; }
+
+const Table& FullBuild() {
+  static const auto* const table = [] {
+    auto* rows = new std::vector<Variant>;
+    for (const TableRow& row : kWholeTable) {
+      Variant v{};
+      v.name = row.kernel;
+      v.qk_dim = row.qk_dim;
+      v.v_dim = row.v_dim;
+      if (ParseKernel(row.kernel, &v.kernel) && ParseDtype(row.dtype, &v.dtype)) rows->push_back(v);
+    }
+    return new Table(*rows);
+  }();
+  return *table;
+}
 
 const Variant* Find(const Query& q) {
   const Variant* best = nullptr;

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "args.h"  // generated: Kernel, kKernelNames
 #include "runtime/tensor_map.h"
@@ -58,6 +60,39 @@ std::span<const Variant> Variants();
 
 // How the build was narrowed, such as "archs 90a, dtypes bf16"; empty for a full build.
 const char* Part();
+
+// A table, indexed by kernel, since each call looks up several kernels and the table of a full
+// build has about 2,000 rows.
+class Table {
+ public:
+  explicit Table(std::span<const Variant> rows);
+  const std::vector<const Variant*>& Of(Kernel kernel) const {
+    return by_kernel_[static_cast<size_t>(kernel)];
+  }
+  const std::set<int>& ccs() const { return ccs_; }  // that variants are compiled for
+
+ private:
+  std::vector<std::vector<const Variant*>> by_kernel_;
+  std::set<int> ccs_;
+};
+
+// What Find() and DescribeMissing() search: the variants of this build, or those of the innermost
+// UseTable of this thread. Launching needs the former; the latter answer questions.
+const Table& CurrentTable();
+
+class UseTable {
+ public:
+  explicit UseTable(const Table& table);
+  ~UseTable();
+  UseTable(const UseTable&) = delete;
+  UseTable& operator=(const UseTable&) = delete;
+
+ private:
+  const Table* before_;
+};
+
+// The kernels of a full build, as if compiled for one GPU of compute capability 0.
+const Table& FullBuild();
 
 // The variant specific to this compute capability if there is one, otherwise the one for the
 // highest minor of the same major that the device can run; among several, the newest driver's.

@@ -23,11 +23,20 @@ class Variant(TypedDict):
     tensor_maps: list[tuple[int, int, int]]
     bytes: int  # of the cubin
 
-class TableRow(TypedDict):
-    kernel: str
-    dtype: str
-    qk_dim: int
-    v_dim: int
+class Judgement(TypedDict):
+    """Of a call, for the GPUs that may run it (csrc/launch/judge.h)."""
+
+    found: bool  # one of them has kernels, or any other GPU those that all GPUs have
+    here: bool  # one of them has kernels
+    native: bool  # on all of them, other than fallback kernels take the call
+    dims: tuple[int, int] | None  # to which to pad the head dims
+    kv_len: int  # to which to pad the keys, for a bias; 0: no padding
+    algorithm: str  # of a backward
+    # of a backward: its 4-byte elements for each padded query row of the call, for each of the
+    # mask, and besides
+    workspace: tuple[int, int, int]
+    dbias_parts: int  # sums of the bias gradient behind it, each as large as the bias
+    splits: int  # of decoding: shares of the keys for which there is room
 
 class Device(TypedDict):
     ordinal: int
@@ -47,9 +56,6 @@ def registrations() -> dict[str, dict[str, CapsuleType]]:
 def variants() -> list[Variant]:
     """Every kernel in this build."""
 
-def whole_table() -> list[TableRow]:
-    """What a build of every kernel has, for some GPU."""
-
 def part() -> str:
     """How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel."""
 
@@ -60,11 +66,24 @@ def find(
     CUDA `driver` (12090 is 12.9; default: newer than any), or None."""
 
 def select(
-    direction: str, cc: int, multiprocessors: int, call: dict[str, Any], driver: int = ...
+    target: str, cc: int, multiprocessors: int, call: dict[str, Any], driver: int = ...
 ) -> list[tuple[str, str]]:
     """(kernel, variant) of the kernels that a call ("forward", "backward", "decode") would run on
     such a device, in order; empty: there are none. `call` has the fields of csrc/call/operands.h
-    that are not 0, dtype as in the table."""
+    that are not 0, dtype as in the table, and `deterministic`."""
+
+def judge(
+    target: str,
+    call: dict[str, Any],
+    gpus: list[int],
+    table: list[dict[str, Any]] | None = None,
+) -> Judgement:
+    """What lowering must know of a call for GPUs of these compute capabilities, or of any in this
+    build if there are none. `table`: rows of another build, of which only kernel, dtype, head dims,
+    cc, arch_specific and shared count."""
+
+def full_build_has(target: str, call: dict[str, Any]) -> bool:
+    """Whether a full build has kernels for the call on some GPU."""
 
 def driver() -> Driver:
     """What the CUDA driver of this machine says. Opens libcuda on first use; creates no context."""

@@ -21,6 +21,7 @@ from tiers import some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
+TENSORS = ("query", "key", "value")
 AMPERE = {"cc": 80, "arch_specific": False, "dtype": "bf16"}
 
 
@@ -42,11 +43,13 @@ def every_gpu(hopper, monkeypatch):
     kernels = [(k, dim) for k in ("forward", "backward_sm80") for dim in (96, 192)]
     kernels += [(f"{k}_sm80_soft_cap", dim) for k in ("forward", "backward") for dim in (64, 128)]
     kernels += [("backward_sm80", dim) for dim in (64, 128)]
+    besides = ("backward_preprocess", "backward_postprocess_sm80")
+    kernels += [(k, dim) for k in besides for dim in (64, 96, 128, 192)]
     rows = [{**AMPERE, "kernel": k, "qk_dim": dim, "v_dim": dim} for k, dim in kernels]
     rows += ffi.ext.variants()
     rows += [
         {"kernel": k, "dtype": "bf16", "cc": 90, "arch_specific": True, "qk_dim": qk, "v_dim": v}
-        for k in ("forward", "backward_dkdv", "backward_dq")
+        for k in ("forward", "backward_delta", "backward_dkdv", "backward_dq")
         for qk, v in DIMS
     ]
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
@@ -93,7 +96,7 @@ def test_programs_for_hopper_are_not_padded(hopper, monkeypatch, function, dims,
 def test_a_forward_alone(hopper, monkeypatch, dims):
     """Above 256, only a program for Hopper has dedicated kernels. None is padded."""
     tensors = {n: jax.core.ShapedArray((2, 300, 8, dim), jnp.bfloat16)
-        for n, dim in zip(("query", "value"), dims, strict=True)}  # fmt: skip
+        for n, dim in zip(TENSORS, (dims[0], *dims), strict=True)}  # fmt: skip
     of = Operands(**dict.fromkeys(Operands._fields) | tensors)
     for capabilities, dedicated in (({90}, True), ({80}, False), ({80, 90}, False), (None, False)):
         monkeypatch.setattr(ffi, "local_capabilities", lambda known=capabilities: known)
@@ -213,7 +216,7 @@ def test_a_soft_cap_elsewhere(every_gpu, monkeypatch):
 def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
     """Kernels that write some heads of a shared output are not padded to other head dims; those for
     Hopper need no padding."""
-    tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
+    tensors = dict.fromkeys(TENSORS, jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16))
     of = Operands(**dict.fromkeys(Operands._fields) | tensors)
     spec = AttentionSpec(scale=1.0)
     for capabilities, fallback in (({80}, False), ({90}, False), (None, True)):
@@ -225,10 +228,11 @@ def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monk
 
 def test_a_gradient_that_only_another_gpu_has(extension, monkeypatch):
     """An exported program may run on that GPU, the program of this process may not."""
-    tensors = {n: jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16) for n in ("query", "value")}
+    tensors = dict.fromkeys(TENSORS, jax.core.ShapedArray((2, 300, 8, 96), jnp.bfloat16))
     of = Operands(**dict.fromkeys(Operands._fields) | tensors)
     spec = AttentionSpec(scale=1.0, needs_grad=("key",))
-    rows = with_sm90(dims=((96, 96),), kernels=("backward_dkdv_sm90",))[-1:]
+    kernels = ("backward_dkdv_sm90", "backward_dq_sm90")
+    rows = [x for x in with_sm90(dims=((96, 96),), kernels=kernels) if x["cc"] == 90]
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
     monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
     ffi.require_kernels("backward", of, spec, for_export=True)
@@ -336,7 +340,7 @@ def test_results_and_gradients(monkeypatch, dims, option):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("groups,parts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("groups,parts", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("dtype,kind", [(jnp.float32, "_float32"), (jnp.bfloat16, "")])
 def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, parts):
     """Head dim 24 is padded to 32, and 298 keys to rows of whole 16 bytes. The workspace has sums
@@ -344,7 +348,6 @@ def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, p
     kernels = [f"{x}_sm90{kind}_bias" for x in ("forward", "backward_dkdv", "backward_dq")]
     rows = with_sm90(dims=((32, 32),), kernels=(*kernels, f"backward_shared{kind}_dbias"))
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
-    monkeypatch.setattr(ffi, "dbias_parts", lambda query, bias: 2 if bias.shape[0] == 1 else 1)
 
     def gradients(query, key, value, bias):
         return jax.grad(loss, (0, 1, 2))(query, key, value, packax.full(), bias=bias), jax.grad(
@@ -352,26 +355,31 @@ def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, p
         )(bias)
 
     def of(kv_len):
-        bias = jax.ShapeDtypeStruct((groups, 8, 300, kv_len), dtype)
-        found = calls(text_of(gradients, *abstract(dim=24, v_dim=24, kv_len=kv_len, batch=4), bias))
+        bias = jax.ShapeDtypeStruct((groups, 8, 200, kv_len), dtype)
+        tensors = abstract(dim=24, v_dim=24, q_len=200, kv_len=kv_len, batch=4)
+        found = calls(text_of(lambda *x: gradients(*x), *tensors, bias))  # not from a cache
         return [x for x in found if x[0] == "packax_backward_v1" and x[3][5] != "0xf32"]
 
     for kv_len, keys in ((296, 296), (298, 304)):
         ((_, attributes, operands, results),) = of(kv_len)
-        assert attributes["algorithm"] == '"sm90_separate"' and operands[0] == "4x300x8x32xbf16"
+        assert attributes["algorithm"] == '"sm90_separate"' and operands[0] == "4x200x8x32xbf16"
         assert operands[1] == f"4x{keys}x2x32xbf16"
-        stats = 3 * 4 * 8 * 320 + 2 * 320
-        assert results[-1] == f"{stats + 64 + parts * groups * 8 * 300 * keys}xf32"
+        stats = 3 * 4 * 8 * 256 + 2 * 256
+        assert results[-1] == f"{stats + 64 + parts * groups * 8 * 200 * keys}xf32"
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})  # whose kernels clip head dims
+    ((_, _, operands, _),) = of(298)
+    assert operands[:2] == ["4x200x8x24xbf16", "4x304x2x24xbf16"]
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: None)
     without = with_sm90(dims=((32, 32),), kernels=())
     monkeypatch.setattr(ffi.ext, "variants", lambda: without)
     ((_, attributes, operands, _),) = of(299)
-    assert attributes["algorithm"] == '"portable"' and operands[0] == "4x300x8x24xbf16"
+    assert attributes["algorithm"] == '"portable"' and operands[0] == "4x200x8x24xbf16"
     assert operands[1] == "4x299x2x24xbf16"
 
 
 def test_a_bias_of_one_element_per_logit_on_hopper(extension, monkeypatch):
     """Its backward is padded, too."""
-    kernels = ("forward_sm90_bias", "backward_dkdv_sm90_dbias")
+    kernels = ("forward_sm90_bias", "backward_dkdv_sm90_dbias", "backward_dq_of_dbias_alone")
     rows = with_sm90(dims=((32, 32),), kernels=kernels)
     monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
 

@@ -14,7 +14,6 @@ import pytest
 from decoding import Extension
 from lowered import calls, text_of
 from packax._src.ops import ffi
-from packax._src.ops import lowering as decode_lowering
 
 
 def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
@@ -160,7 +159,9 @@ def test_the_merging_kernel_is_needed(monkeypatch):
     ],
 )
 def test_room_of_the_workspace(sizes, splits):
-    assert decode_lowering.splits(*sizes) == splits
+    names = ("batch", "q_len", "heads", "kv_heads", "kv_len")
+    call = dict(zip(names, sizes, strict=True), dtype="bf16", qk_dim=64, v_dim=64)
+    assert Extension.judge("decode", call, [])["splits"] == splits
 
 
 def test_vmap_keeps_one_cache(monkeypatch):

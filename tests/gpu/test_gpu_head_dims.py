@@ -132,7 +132,8 @@ def test_no_gpu_runs_the_fallback_kernels():
     mask = build(packax.causal(), x)
     lowered = passes.lower(x, mask, None, "cuda")
     dims = {operands[0].split("x")[3] for _, _, operands, _ in calls(lowered.as_text())}
-    native = (96, 96) in ffi.common_dims(("forward", "forward_sm90"), "bfloat16")
+    call = {"dtype": "bf16", "q_len": 256, "kv_len": 256, "heads": 4, "qk_dim": 96, "v_dim": 96}
+    native = ffi.judge("forward", call)["native"]
     assert dims == ({"96"} if native else {"128"})
 
 

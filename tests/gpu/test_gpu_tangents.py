@@ -62,7 +62,8 @@ def test_tangents(name):
         arrays = dict(zip(names, x, strict=True)) | {"scale": np.asarray(dim**-0.5)}
         return score_oracle.dense(arrays, allowed, **options)[:2]
 
-    assert ffi.kernel_here("forward_tangent_fallback", ffi.kernel_dtype(dtype, False), 64, 64)
+    call = {"dtype": ffi.kernel_dtype(dtype, False), "qk_dim": 64, "v_dim": 64}
+    assert ffi.judge("forward_tangent", call)["here"]
     got = jax.jit(functools.partial(along, ours))(x, u)
     with jax.default_matmul_precision("tensorfloat32" if dtype == "float32" else "highest"):
         plain = jax.jit(functools.partial(along, dense))(x, u)

@@ -261,6 +261,7 @@ class Extension(StandIn):
             for d in ("bf16", "f16", "f32", "tf32")
             for qk, v in ((64, 64), (192, 128))
             if (kernel, d) != ("decode_combine", "tf32")
-        ] + [{"kernel": "decode_fp8", "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, **chip}]
-
-    whole_table = variants
+        ] + [
+            {"kernel": k, "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, **chip}
+            for k in ("decode_fp8", "decode_fp8_pages")
+        ]

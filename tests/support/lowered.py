@@ -17,6 +17,8 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # only the fallback kernels, in 16-bit dtypes
 WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
 TANGENT = "forward_tangent_fallback"
+MASK_KERNELS = [f"documents_{name}" for name in ("init", "runs", "rows")]
+MASK_KERNELS += [f"blocks_{name}" for name in ("rows", "keys", "order")]
 
 
 class Extension(StandIn):
@@ -46,11 +48,9 @@ class Extension(StandIn):
             ]
             + [
                 {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
-                for kernel in ("documents_rows", "blocks_rows")
+                for kernel in MASK_KERNELS
             ]
         )
-
-    whole_table = variants
 
     @staticmethod
     def select(direction, cc, multiprocessors, call, driver=0):
@@ -60,10 +60,14 @@ class Extension(StandIn):
 PORTABLE = Extension.variants()
 
 
+BESIDES = ("backward_preprocess", "backward_preprocess_dbias", "backward_postprocess")
+BESIDES += ("backward_sum_dbias",)
+
+
 def with_sm90(cc=90, arch_specific=True, dims=DIMS[:3], kernels=("backward_sm90",)):
     """The variants of a build that also has Hopper kernels, in bf16."""
     sm90 = {"dtype": "bf16", "cc": cc, "arch_specific": arch_specific}
-    pairs = itertools.product(kernels, dims)
+    pairs = itertools.product((*kernels, *BESIDES), dims)
     return [*PORTABLE, *({**sm90, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in pairs)]
 
 

@@ -1,4 +1,6 @@
-"""What the stand-ins for packax._ext share: the kernels are rows that a test makes up."""
+"""What the stand-ins for packax._ext share: C++ judges calls by rows that a test makes up."""
+
+import pytest
 
 
 class StandIn:
@@ -11,11 +13,14 @@ class StandIn:
         return ""
 
     @classmethod
-    def find(cls, kernel, cc, dtype, qk_dim, v_dim):
-        """As Find() in csrc/runtime/variants.cc, but the rows need no shared memory."""
-        wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
-        for row in cls.variants():
-            later = not row["arch_specific"] and row["cc"] // 10 == cc // 10 and row["cc"] < cc
-            if wanted.items() <= row.items() and (later or row["cc"] == cc):
-                return kernel
-        return None
+    def judge(cls, target, call, gpus, table=None):
+        ext = pytest.importorskip("packax._ext")
+        return ext.judge(target, call, gpus, list(cls.variants() if table is None else table))
+
+    @classmethod
+    def full_build_has(cls, target, call):
+        return cls.judge(target, call, [], cls.whole_table())["found"]
+
+    @classmethod
+    def whole_table(cls):
+        return cls.variants()

@@ -1,8 +1,7 @@
 """`explain`: which kernels a call would run on a GPU, and why not faster ones.
 
 It traces the call, and asks the code that lowers it (ops/lowering.py, ops/ffi.py) and the tables of
-kernels in C++ (`packax._ext.select`), so it has no separate rules. `_fields` must agree with what
-csrc/ffi reads from the buffers of a call.
+kernels in C++ (`packax._ext.select`), so it has no separate rules.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from packax._src.attention import flash_attention
 from packax._src.core.arguments import described
 from packax._src.core.mask import AttentionMask
-from packax._src.core.spec import BLOCK, AttentionSpec, Operands, ceil_div, is_exact, is_fp8
+from packax._src.core.spec import BLOCK, AttentionSpec, Operands, ceil_div
 from packax._src.decode import decode_attention
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
@@ -38,7 +37,6 @@ _GPUS = {  # names of common GPUs: compute capability
     "GB10": 121,
 }
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
-_ALGORITHMS = ("portable", "sm90_separate", "sm90_fused")  # enum Algorithm in call/operands.h
 _PASSES = {forward_p: "forward", backward_p: "backward", decode_p: "decode"}
 _REMOVABLE = ("soft_cap", "bias", "dropout_rate", "return_max_logits", "deterministic")
 
@@ -315,16 +313,15 @@ def _explained(direction: Any, of: Operands, spec: AttentionSpec, target: _Targe
     try:
         with ffi.assumed_capability(target.cc):
             if direction == "decode":
-                lowering.require_decode_kernel(of.query, of.value, is_exact(spec.precision))
-                sizes = lowering.decode_workspace(of)
+                lowering.require_decode_kernel(of, spec)
+                sizes = lowering.decode_workspace(of, spec)
                 workspace = 4 * sum(map(math.prod, sizes))
             else:
                 of, spec = _rewritten(direction, of, spec, changes)
                 ffi.require_kernels(direction, of, spec)
                 workspace = 4
                 if direction == "backward":
-                    algorithm = ffi.choose_algorithm(of, spec)
-                    workspace *= ffi.backward_workspace(algorithm, of, spec)
+                    workspace *= ffi.backward_workspace(of, spec)[1]
             kernels = _kernels(direction, of, spec, target)
     except NotImplementedError as error:
         return ExplainedPass(direction, "error", changes=tuple(changes), why=(str(error),))
@@ -367,57 +364,9 @@ def _change(before: Operands, after: Operands) -> str:
 def _kernels(direction: Any, of: Operands, spec: AttentionSpec, target: _Target) -> tuple[str, ...]:
     assert ffi.ext is not None and target.cc is not None
     driver = {} if target.driver is None else {"driver": target.driver}
-    fields = _fields(direction, of, spec)
-    found = ffi.ext.select(direction, target.cc, target.multiprocessors, fields, **driver)
+    call = ffi.fields(direction, of, spec)
+    found = ffi.ext.select(direction, target.cc, target.multiprocessors, call, **driver)
     return tuple(kernel for kernel, _ in found)
-
-
-def _fields(direction: Any, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
-    """The fields of csrc/call/operands.h, as csrc/ffi reads them from the buffers of the call."""
-    batch, q_len, heads, qk_dim = of.query.shape
-    fields: dict[str, Any] = {
-        "dtype": ffi.kernel_dtype(of.query.dtype, is_exact(spec.precision)),
-        "batch": batch,
-        "q_len": q_len,
-        "heads": heads,
-        "kv_heads": of.key.shape[2],
-        "kv_len": of.key.shape[1],
-        "qk_dim": qk_dim,
-        "v_dim": of.value.shape[3],
-    }
-    if direction == "decode":
-        paged = of.block_table is not None
-        fields["page_size"] = of.key.shape[1] if paged else 0
-        fields["kv_len"] *= of.block_table.shape[1] if paged else 1
-        return {**fields, "fp8": is_fp8(of.key)}
-    fields |= {
-        "scale": float(spec.scale),
-        "soft_cap": float(spec.soft_cap),
-        "dropout_threshold": min(spec.dropout_threshold, 2**31 - 1),  # only whether it is 0
-        "row_stats": spec.max_logits if direction == "forward" else spec.score_grads,
-        "scales_batch": 0 if of.scales is None else of.scales.shape[0],
-        "bias_batch": 0 if of.slopes is None else of.slopes.shape[0],
-        "bias_of_indices": of.bias_of_indices,
-    }
-    if of.bias is not None:
-        fields["bias_kind"] = 2 if of.bias.dtype == jnp.float32 else 1
-        axes = sum((n > 1) << axis for axis, n in enumerate(of.bias.shape[:3]))
-        fields["bias_axes"] = axes + (batch // of.bias.shape[0] << 3)
-    if spec.block_size is not None:
-        fields["q_block"], fields["kv_block"] = spec.block_size
-        fields["block_mask_heads"] = of.block_mask.shape[1]
-    if direction == "forward":
-        fields["row_keys"] = spec.row_keys
-    else:
-        algorithm = ffi.choose_algorithm(of, spec)
-        fields |= {
-            "algorithm": _ALGORITHMS.index(algorithm),
-            "dbias_parts": ffi.dbias_sums(algorithm, of, spec),
-            "needs_dq": "query" in spec.needs_grad or spec.score_grads,
-            "needs_dkv": "key" in spec.needs_grad or "value" in spec.needs_grad,
-            "needs_dbias": spec.bias_grad,
-        }
-    return fields
 
 
 # --- Why not faster

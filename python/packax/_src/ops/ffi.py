@@ -1,8 +1,9 @@
-"""Calls into C++: which kernels this build has, and the FFI calls of both passes.
+"""Calls into C++: what it judges of a call, and the FFI calls of both passes.
 
-C++ selects kernels for the device at run time (csrc/runtime/variants.cc). This module looks them up
-while a program is lowered, when the GPU that will run it is not yet known. Absent operands and
-results of a call have shape (0,) ("FFI targets" in the documentation).
+C++ selects kernels for the device at run time (csrc/launch/select.cc), and by the same tables says
+what lowering must know before (csrc/launch/judge.h), when the GPU that will run the program is not
+yet known. Absent operands and results of a call have shape (0,) ("FFI targets" in the
+documentation).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from packax._src.core.schema import OPERAND_NAMES, SYMBOLS
 from packax._src.core.spec import (
     BLOCK,
     INT_MAX,
+    MAX_LENGTH,
     AttentionSpec,
     Operands,
     ceil_div,
     is_exact,
+    is_fp8,
     is_symbolic,
 )
 from packax._src.ops.partitioning import plain
@@ -43,11 +46,9 @@ except ImportError as error:  # source tree or broken install: XLA still works, 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FP8 = "e4m3"  # for keys and values
 _FLOAT32 = {False: "tf32", True: "f32"}  # keyed by whether products are computed in float32
-_KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
-_TANGENT_KERNEL = "forward_tangent_fallback"  # takes all calls that any kernel for tangents takes
+MULTIPLE = 8  # of head dims, as error messages say it
 TANGENTS = ("query", "key", "value")
 """The operands whose tangents the kernels for the forward's tangent take."""
-MULTIPLE = 8  # head dims are multiples of it, so that rows are multiples of 16 bytes
 
 
 def for_export(ctx: Any) -> bool:
@@ -55,50 +56,68 @@ def for_export(ctx: Any) -> bool:
     return ctx.module_context.lowering_parameters.for_export
 
 
-def kernel_here(
-    kernel: str, dtype: str = "any", qk_dim: int = 0, v_dim: int = 0, *, for_export: bool = False
-) -> bool:
-    """Whether a GPU that may run the program has the kernel.
-
-    A mask kernel has no dtype and no head dims.
-    """
-    wanted = _DTYPES.get(dtype, dtype), qk_dim, v_dim
-    return any(_find(kernel, cc, *wanted) for cc in _capabilities(for_export))
-
-
-def covering_dims(
-    kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
-) -> tuple[int, int] | None:
-    """The smallest head dims (query, value), at least these, for which a GPU that may run the
-    program has the kernel. Kernels for Hopper take fewer columns than they have (Dims::kClipped in
-    csrc/launch/select.cc)."""
-    if qk_dim % MULTIPLE or v_dim % MULTIPLE:
-        return None
-    built = {(row["qk_dim"], row["v_dim"]) for row in variants() if row["kernel"] == kernel}
-    wide = sorted((x for x in built if x[0] >= qk_dim and x[1] >= v_dim), key=sum)
-    here = (x for x in wide if kernel_here(kernel, dtype, *x, for_export=for_export))
-    return next(here, None)
-
-
-def common_dims(
-    kernels: tuple[str, ...], dtype: str, *, for_export: bool = False
-) -> set[tuple[int, int]]:
-    """The head dims (query, value) for which every GPU that may run the program has one of these
-    kernels. GPUs for which there is none of these kernels are ignored."""
-    short = _DTYPES.get(dtype, dtype)
-    rows = [row for row in variants() if row["kernel"] in kernels and row["dtype"] == short]
-    built = {(row["kernel"], row["qk_dim"], row["v_dim"]) for row in rows}
-    of_gpus = [
-        {(qk, v) for kernel, qk, v in built if _find(kernel, cc, short, qk, v)}
-        for cc in _capabilities(for_export)
-    ]
-    return set.intersection(*filter(None, of_gpus)) if any(of_gpus) else set()
-
-
-def whole_table() -> tuple[Any, ...]:
-    """The kernels of a full build, as rows of the table."""
+def judge(target: str, call: dict[str, Any], for_export: bool = False) -> Any:
+    """What C++ says of a call, for the GPUs that may run the program: this process's, or all of the
+    build's. `Judgement` in _ext.pyi; `call`: `fields`."""
     assert ext is not None
-    return _cached_rows(ext.whole_table)
+    return ext.judge(target, call, sorted((not for_export and local_capabilities()) or ()))
+
+
+def judge_attention(
+    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> Any:
+    return judge(direction, fields(direction, of, spec), for_export)
+
+
+def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
+    """The fields of csrc/call/operands.h that are not 0, as csrc/ffi reads them from the buffers of
+    the call. Sizes that are not known yet are 0, too."""
+    query, value = of.query, of.value
+    call: dict[str, Any] = {
+        "dtype": kernel_dtype(query.dtype, is_exact(spec.precision)) or "any",
+        "qk_dim": query.shape[3],
+        "v_dim": value.shape[3],
+    }
+    sizes = dict(zip(("batch", "q_len", "heads"), query.shape[:3], strict=True))
+    sizes |= {"kv_len": of.key.shape[1], "kv_heads": of.key.shape[2]}
+    if target == "decode":
+        if of.block_table is not None:
+            sizes["page_size"] = sizes["kv_len"]
+            sizes["kv_len"] *= of.block_table.shape[1]
+        call |= _known(sizes)
+        return {**call, "kv_len": min(call["kv_len"], MAX_LENGTH), "fp8": is_fp8(value)}
+    call |= _known(sizes) | {
+        "scale": float(spec.scale),
+        "soft_cap": float(spec.soft_cap),
+        "dropout_threshold": min(spec.dropout_threshold, INT_MAX),  # only whether it is 0
+        "row_stats": spec.max_logits if target == "forward" else spec.score_grads,
+        "scales_batch": 0 if of.scales is None else 1,
+        "bias_of_indices": of.bias_of_indices,
+    }
+    if of.slopes is not None:
+        call["bias_batch"] = 1 if of.slopes.shape[0] == 1 else 2  # only whether it is 0 or 1
+    if of.bias is not None:
+        call["bias_kind"] = 2 if of.bias.dtype == jnp.float32 else 1
+        groups, *_ = axes = of.bias.shape[:3]
+        of_axes = sum((is_symbolic(n) or n > 1) << axis for axis, n in enumerate(axes))
+        known = not (is_symbolic(groups) or is_symbolic(query.shape[0]))
+        group = 1 if groups == query.shape[0] else query.shape[0] // groups if known else 2
+        call["bias_axes"] = of_axes + (group << 3)
+    if spec.block_size is not None:
+        call["q_block"], call["kv_block"] = spec.block_size
+        call["block_mask_heads"] = 1
+    if target == "forward":
+        return call | {"row_keys": spec.row_keys}
+    return call | {
+        "deterministic": spec.deterministic,
+        "needs_dq": "query" in spec.needs_grad or spec.score_grads,
+        "needs_dkv": "key" in spec.needs_grad or "value" in spec.needs_grad,
+        "needs_dbias": spec.bias_grad,
+    }
+
+
+def _known(sizes: dict[str, Any]) -> dict[str, int]:
+    return {name: 0 if is_symbolic(n) else n for name, n in sizes.items()}
 
 
 def variants() -> tuple[Any, ...]:
@@ -110,19 +129,6 @@ def variants() -> tuple[Any, ...]:
 @functools.lru_cache(4)
 def _cached_rows(table: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(table())  # cached: 1,600 rows take milliseconds, and each lowering reads it often
-
-
-def _find(kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int) -> str | None:
-    """The variant that C++ would choose on this GPU, with the newest driver."""
-    assert ext is not None
-    return ext.find(kernel, cc, dtype, qk_dim, v_dim)
-
-
-def _capabilities(for_export: bool) -> set[int]:
-    """The capabilities of the GPUs that may run the program: this process's, or all of the
-    build's."""
-    local = None if for_export else local_capabilities()
-    return local or {row["cc"] for row in variants()}
 
 
 _assumed: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed", default=None)
@@ -161,63 +167,16 @@ def has_kernels(
     True if the extension is not built. `options`: with a block mask, or another option that only
     the fallback kernels support. `with_bias`: with a bias array or dropout.
     """
-    precisions = (False, True) if str(query.dtype) == "float32" else (True,)
-    sets = (True,) if options or with_bias else (False, True)
-    return ext is None or all(
-        any(
-            found(direction, query, value, fallback, float32_products, with_bias, whole_table())
-            for fallback in sets
-        )
-        for direction in _KERNELS
-        for float32_products in precisions
-    )
-
-
-def _names(direction: str, fallback: bool, with_bias: bool) -> list[str]:
-    """The names of the kernels of a pass. With bias or dropout the backward has one more."""
-    suffix = "_bias" if with_bias else "_fallback" if fallback else ""
-    names = [name + suffix for name in _KERNELS[direction]]
-    return [*names, "backward_dbias"] if with_bias and direction == "backward" else names
-
-
-def found(
-    direction: str,
-    query: Any,
-    value: Any,
-    fallback: bool,
-    float32_products: bool = True,
-    with_bias: bool = False,
-    rows: tuple[Any, ...] | None = None,
-) -> bool:
-    """Whether this build has all kernels of a pass for these head dims.
-
-    Fallback kernels support all head dims up to a maximum, other kernels exactly one pair.
-    `float32_products` matters only for float32. `rows`: the table to search instead.
-    """
-    names = _names(direction, fallback, with_bias)
-    return _all_found(names, query, value, fallback, float32_products, rows)
-
-
-def _all_found(
-    names: list[str],
-    query: Any,
-    value: Any,
-    covering: bool,
-    float32_products: bool,
-    rows: tuple[Any, ...] | None = None,
-) -> bool:
-    """`covering`: kernels of larger head dims count, too."""
-    dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
-    if covering and any(dim % MULTIPLE for dim in dims):
-        return False
-    by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in variants() if rows is None else rows:
-        if row["dtype"] == dtype and row["kernel"] in names:
-            by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
-    return any(
-        len(kernels) == len(names)
-        and (have[0] >= dims[0] and have[1] >= dims[1] if covering else have == dims)
-        for have, kernels in by_dims.items()
+    if ext is None:
+        return True
+    dtype = str(query.dtype)
+    call = {"qk_dim": query.shape[3], "v_dim": value.shape[3]}
+    call |= {"bias_kind": 1} if with_bias else {"scales_batch": 1} if options else {}
+    precisions = (False, True) if dtype == "float32" else (True,)
+    return all(
+        ext.full_build_has(target, {**call, "dtype": kernel_dtype(dtype, exact) or "any"})
+        for target in ("forward", "backward")
+        for exact in precisions
     )
 
 
@@ -227,8 +186,7 @@ def has_tangent_kernel(of: Operands, spec: AttentionSpec, tangents: tuple[str, .
         return False
     if not set(of.names).issubset(OPERAND_NAMES["forward_tangent"]):
         return False
-    exact = is_exact(spec.precision)
-    return _all_found([_TANGENT_KERNEL], of.query, of.value, True, exact)
+    return judge("forward_tangent", fields("forward_tangent", of, spec))["found"]
 
 
 def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
@@ -247,25 +205,19 @@ def require_kernels(
         raise NotImplementedError(
             f'no {direction} kernel takes {" and ".join(unread)}: implementation="xla" does'
         )
-    query, value, with_bias = of.query, of.value, of.lse_in_two
-    if is_clipped(direction, of, spec, for_export):
+    if judge_attention(direction, of, spec, for_export)["found"]:
         return
-    if direction == "backward" and choose_algorithm(of, spec, for_export) != "portable":
-        return
-    fallback = takes_fallback(direction, of, spec)
-    float32_products = not fallback or is_exact(spec.precision)
-    if found(direction, query, value, fallback, float32_products, with_bias):
-        return
-    names = _names(direction, fallback, with_bias)
-    have = [row for row in variants() if row["kernel"] in names]
-    text = listed(_largest(have) if with_bias else have)
-    if fallback and not have and not with_bias:
+    kernels = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}[direction]
+    suffix = "_bias" if of.lse_in_two else "_fallback"
+    have = [row for row in variants() if row["kernel"] in [name + suffix for name in kernels]]
+    text = listed(_largest(have) if of.lse_in_two else have)
+    if not have and not of.lse_in_two:
         text += ", among those that take soft_cap, bias, a scale array, max logits, any head dim, "
         text += "block_sparse masks"
-    up_to = f", and all smaller multiples of {MULTIPLE}" if fallback and have else ""
+    up_to = f", and all smaller multiples of {MULTIPLE}" if have else ""
     raise NotImplementedError(
-        f"no {direction} kernel for {_with_arguments(of)}{query.dtype} with head dims "
-        f"{query.shape[3]}/{value.shape[3]} (query and key / value); available: "
+        f"no {direction} kernel for {_with_arguments(of)}{of.query.dtype} with head dims "
+        f"{of.query.shape[3]}/{of.value.shape[3]} (query and key / value); available: "
         f"{text}{up_to}{whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )
@@ -410,8 +362,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     if group.heads:
         query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
     of = avals._replace(query=query)
-    algorithm = choose_algorithm(of, spec, for_export(ctx))
-    elements = backward_workspace(algorithm, of, spec, for_export(ctx))
+    algorithm, elements = backward_workspace(of, spec, for_export(ctx))
 
     # The dq kernel also computes score_grads. The fused kernel always writes dk and dv.
     nothing = array(0, dtype=query.dtype)
@@ -496,117 +447,22 @@ def _call(
     )
 
 
-def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False) -> str:
-    """The backward algorithm that determines the workspace size.
-
-    If the GPU that runs the program has no kernels for it, C++ uses the previous algorithm in the
-    list in csrc/call/operands.h.
-    """
-    suffix = suffix_of(of, spec)
-    # The kernels count rows in 32 bits. For symbolic sizes C++ checks that at run time.
-    rows = _padded_rows(of.query)
-    if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
-        return "portable"
-    dims = (str(of.query.dtype), of.query.shape[3], of.value.shape[3])
-    fused = covering_dims("backward_sm90" + suffix, *dims, for_export=for_export) is not None
-    of_keys = ("backward_dkdv_sm90" + suffix, *(() if suffix else ("backward_dkdv_sm90_parts",)))
-    separate = any(covering_dims(kernel, *dims, for_export=for_export) for kernel in of_keys)
-    if spec.bias_grad and suffix != "_dbias":
-        shared = f"backward_shared{suffix.removesuffix('bias')}dbias"
-        separate = separate and covering_dims(shared, *dims, for_export=for_export) is not None
-    everything = {"query", "key", "value"}.issubset(spec.needs_grad)
-    if everything:
-        fused = fused or kernel_here("backward_sm80" + suffix, *dims, for_export=for_export)
-    # Separate kernels are deterministic, and can compute only the gradients that are needed.
-    if separate and (spec.deterministic or not everything or not fused):
-        return "sm90_separate"
-    return "sm90_fused" if fused and not spec.deterministic else "portable"
-
-
 def backward_workspace(
-    algorithm: str, of: Operands, spec: AttentionSpec, for_export: bool = False
-) -> Any:
-    """The workspace size of a backward pass in 4-byte elements (ReadWorkspace)."""
-    rows = elements = _padded_rows(of.query)
-    if algorithm != "portable":
-        mask_rows = of.kv_start.shape[0] * BLOCK * ceil_div(of.query.shape[1], BLOCK)
-        elements = (2 + (of.bias is not None)) * rows + 2 * mask_rows
-        elements += rows * _sum_columns(of, spec, for_export) if algorithm == "sm90_fused" else 1
-    if sums := dbias_sums(algorithm, of, spec):  # after the counter, which is padded
-        elements += BLOCK - 1 + sums * math.prod(of.bias.shape)
-    return elements
+    of: Operands, spec: AttentionSpec, for_export: bool = False
+) -> tuple[str, Any]:
+    """The algorithm of a backward pass, and the size of its workspace in 4-byte elements.
 
-
-def dbias_sums(algorithm: str, of: Operands, spec: AttentionSpec) -> int:
-    """How many sums of the bias gradient the workspace holds."""
-    if algorithm != "sm90_separate" or not spec.bias_grad or suffix_of(of, spec) == "_dbias":
-        return 0
-    return dbias_parts(of.query, of.bias)
-
-
-def _sum_columns(of: Operands, spec: AttentionSpec, for_export: bool) -> int:
-    """The columns of the sum of dQ: those of the kernels, which may have more than the call."""
-    dims = (of.query.shape[3], of.value.shape[3])
-    kernel = f"backward_sm90{suffix_of(of, spec)}"
-    found = covering_dims(kernel, str(of.query.dtype), *dims, for_export=for_export)
-    return max(dims[0], found[0] if found else 0)
-
-
-def _padded_rows(query: Any) -> Any:
-    batch, q_len, heads, _ = query.shape
-    return batch * heads * BLOCK * ceil_div(q_len, BLOCK)
-
-
-def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
-    """The name suffix of the dedicated kernels for the call's only option; None: there are none."""
-    if spec.score_grads:
-        return None
-    suffixes: dict[Any, str] = {
-        (False, False, False, ()): "",
-        (True, False, False, ()): "_soft_cap",
-        (False, True, False, ()): "_block_lists",
-        (False, False, True, ()): "_max_logits",
-        (False, False, False, ("scales", "slopes")): "_alibi",
-    }
-    options = bool(spec.soft_cap), bool(spec.block_size), spec.max_logits
-    if not any(options) and of.optional_operands == ("bias",):
-        return _bias_suffix(of, spec)
-    return suffixes.get((*options, of.optional_operands))
-
-
-def _bias_suffix(of: Operands, spec: AttentionSpec) -> str | None:
-    """`suffix_of` for a bias, as in OnlyBiasOfRows and DkvWritesDbias in csrc/launch/select.cc."""
+    If the GPU that runs the program has no kernels for the algorithm, C++ uses the previous one in
+    the list in csrc/call/operands.h.
+    """
+    judged = judge_attention("backward", of, spec, for_export)
     batch, q_len, heads, _ = of.query.shape
-    groups, of_heads, rows, kv_len = of.bias.shape
-    own = of.bias.dtype == of.query.dtype
-    if str(of.query.dtype) not in _DTYPES or rows != q_len or is_symbolic(kv_len):
-        return None
-    if kv_len % (8 if own else 4):  # rows of 16 bytes
-        return None
-    of_pairs = own and groups == batch and of_heads == heads
-    if (
-        of.dout is not None
-        and of_pairs
-        and {"key", "value", "bias"} & set(spec.needs_grad) > {"bias"}
-    ):
-        return "_dbias"
-    return "_bias" if own else "_float32_bias"
-
-
-_PROGRAMS = 132  # multiprocessors of an H200, with a program each
-
-
-def dbias_parts(query: Any, bias: Any) -> int:
-    """The parts into which the batch rows that share a bias are divided for its gradient, so that
-    programs of equal length keep all multiprocessors busy (csrc/kernels/sm90/shared_dbias.py)."""
-    batch, _, heads, _ = query.shape
-    groups, of_heads, q_len, kv_len = bias.shape
-    if any(is_symbolic(n) for n in (batch, heads, *bias.shape)) or not batch:
-        return 1
-    tiles = groups * of_heads * ceil_div(q_len, 2 * BLOCK) * ceil_div(kv_len, BLOCK)
-    most = min(batch // groups * (heads // of_heads), max(1, 8 * _PROGRAMS // tiles))
-    rounds = {n: ceil_div(tiles * n, _PROGRAMS) / n for n in range(1, most + 1)}
-    return min(rounds, key=lambda n: (rounds[n], n))
+    padded = BLOCK * ceil_div(q_len, BLOCK)
+    of_row, of_mask_row, others = judged["workspace"]
+    elements = of_row * batch * heads * padded + of_mask_row * of.kv_start.shape[0] * padded
+    if judged["dbias_parts"]:
+        others += judged["dbias_parts"] * math.prod(of.bias.shape)
+    return judged["algorithm"], elements + others
 
 
 def takes_fallback(
@@ -615,27 +471,7 @@ def takes_fallback(
     """Whether a GPU may use the fallback kernels: for options, or for uncommon head dims."""
     if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
-    if ext is None or is_clipped(direction, of, spec, for_export):
-        return False
-    dtype, dims = str(of.query.dtype), (of.query.shape[3], of.value.shape[3])
-    return not all(
-        dims in common_dims((kernel,), dtype, for_export=for_export)
-        for kernel in _KERNELS[direction]
-    )
-
-
-def is_clipped(
-    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
-) -> bool:
-    """Whether the program runs on Hopper alone, and a kernel for Hopper takes the call, so that
-    head dims need no padding."""
-    suffix = suffix_of(of, spec)
-    if suffix is None or _capabilities(for_export) != {90}:
-        return False
-    if direction == "backward":
-        return choose_algorithm(of, spec, for_export) != "portable"
-    dims = str(of.query.dtype), of.query.shape[3], of.value.shape[3]
-    return covering_dims("forward_sm90" + suffix, *dims, for_export=for_export) is not None
+    return ext is not None and not judge_attention(direction, of, spec, for_export)["native"]
 
 
 def _indices(aval):

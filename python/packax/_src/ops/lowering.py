@@ -43,7 +43,7 @@ from packax._src.ops import (
     xla_decode,
     xla_mask,
 )
-from packax._src.ops.ffi import choose_algorithm, ffi_call, suffix_of
+from packax._src.ops.ffi import ffi_call
 from packax._src.ops.partitioning import partitioned, plain, without_mesh
 from packax._src.ops.primitives import (
     BLOCK_ARRAYS,
@@ -184,14 +184,14 @@ _documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
 _blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
 
 
-def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
+def _takes_mask_kernels(ctx, target, implementation, batch, kv_len):
     """Whether kernels build the mask. Otherwise XLA computes the same integers, for example if
     sizes exceed the limits of the kernels."""
     if implementation == "xla":
         return False
     if implementation == "cuda":
         ffi.require_extension()
-    elif ffi.ext is None or not ffi.kernel_here(kernel, for_export=ffi.for_export(ctx)):
+    elif ffi.ext is None or not ffi.judge(target, {}, ffi.for_export(ctx))["here"]:
         return False
     few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
     return few and not is_symbolic(kv_len)
@@ -200,7 +200,7 @@ def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
 def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
     # The table size must be static, and small enough for the kernels' 32-bit indices.
-    kernels = _takes_mask_kernels(ctx, "documents_rows", implementation, batch, kv_len)
+    kernels = _takes_mask_kernels(ctx, "documents", implementation, batch, kv_len)
     if not kernels or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_mask.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
@@ -216,7 +216,7 @@ def _documents_cuda(ctx, *operands, compare_positions, implementation):
 
 def _blocks_cuda(ctx, *operands, kv_len, implementation):
     batch = ctx.avals_in[0].shape[0]
-    if not _takes_mask_kernels(ctx, "blocks_rows", implementation, batch, kv_len):
+    if not _takes_mask_kernels(ctx, "blocks", implementation, batch, kv_len):
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return ffi_call(ctx, SYMBOLS["blocks"], operands, kv_len=np.int64(kv_len))
 
@@ -228,11 +228,8 @@ register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks
 # --- Decoding
 #
 # The keys are split into shares. The workspace is a result of the call, so its size, the maximum
-# number of shares, is determined here, from shapes alone. C++ chooses the number that the GPU uses
+# number of shares, depends on shapes alone. C++ chooses the number that the GPU uses
 # (csrc/launch/decode_shares.cc).
-
-_PROGRAMS = 1024  # the most that csrc/launch/decode_shares.cc launches at once on the largest GPU
-_MOST_SHARES = 128  # DECODE_SPLITS in csrc/aot/tiles_decode.py
 
 
 def _xla_decode(*operands, spec, names):
@@ -253,11 +250,10 @@ def _decode_cuda(ctx, *operands, spec, names):
     if spec.implementation == "xla":
         return _decode_xla(ctx, *operands, spec=spec, names=names)
     of = Operands.of(names, ctx.avals_in)
-    float32_products = is_exact(spec.precision)
-    require_decode_kernel(of.query, of.value, float32_products)
+    require_decode_kernel(of, spec)
     if of.row_bounds is not None:
         return _decode_packed(ctx, *operands, spec=spec, names=names)
-    workspace = decode_workspace(of)
+    workspace = decode_workspace(of, spec)
     target = "decode" if of.work is None else "ragged"
     avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], of, Operands.of(names, operands))
     return ffi_call(
@@ -267,61 +263,36 @@ def _decode_cuda(ctx, *operands, spec, names):
         tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
-        float32_products=np.int32(float32_products),
+        float32_products=np.int32(is_exact(spec.precision)),
     )
 
 
-def decode_workspace(of: Operands) -> tuple[tuple[int, ...], ...]:
+def decode_workspace(of: Operands, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
     """The shapes of the float32 arrays of the workspace: partial results and their sums."""
     batch, q_len, heads, _ = of.query.shape
     if of.work is not None:
         sequences, kv_heads = of.block_table.shape[0], of.key.shape[2]
         size, _, items = packed_rows.room(q_len, sequences, heads, kv_heads)
         return (items, size, heads, of.value.shape[3]), (items, size, heads)
-    keys = of.key.shape[1] * (1 if of.block_table is None else of.block_table.shape[1])
-    rows = (splits(batch, q_len, heads, of.key.shape[2], keys), batch, q_len, heads)
+    splits = ffi.judge("decode", ffi.fields("decode", of, spec))["splits"]
+    rows = (splits, batch, q_len, heads)
     return (*rows, of.value.shape[3]), rows
 
 
-def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """The size of the workspace in shares of the keys: `room` in csrc/call/operands.h."""
-    if is_symbolic(keys):  # symbolic: enough for any size
-        return _MOST_SHARES
-    most = min(_MOST_SHARES, -(-keys // 128))
-    if is_symbolic(batch):
-        return most
-    rows = q_len * (heads // kv_heads)
-    fill = -(-_PROGRAMS // max(batch * kv_heads * -(-rows // 64), 1))
-    balance = keys // (1024 + 64 * rows)
-    return max(1, min(most, max(fill, balance)))
-
-
-def require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
+def require_decode_kernel(of: Operands, spec: AttentionSpec) -> None:
     ffi.require_extension()
-    fp8 = is_fp8(value)
-    kernel = "decode_fp8" if fp8 else "decode"
-    qk_dim, v_dim = query.shape[3], value.shape[3]
-    dtype = ffi.kernel_dtype(query.dtype, float32_products)
-    needed = {kernel: dtype, "decode_combine": "f32" if dtype == "tf32" else dtype}
-    if fp8:  # the kernels support both 16-bit dtypes
-        needed[kernel] = ffi.FP8 if dtype in ("bf16", "f16") else None
-    covering = {
-        row["kernel"]
-        for row in ffi.variants()
-        if row["dtype"] == needed.get(row["kernel"])
-        and row["qk_dim"] >= qk_dim
-        and row["v_dim"] >= v_dim
-    }
-    multiple = 2 * ffi.MULTIPLE if fp8 else ffi.MULTIPLE  # 16 bytes
-    if not (qk_dim % multiple or v_dim % multiple) and covering == set(needed):
+    if ffi.judge("decode", ffi.fields("decode", of, spec))["found"]:
         return
+    fp8 = is_fp8(of.value)
+    multiple = 2 * ffi.MULTIPLE if fp8 else ffi.MULTIPLE  # 16 bytes
+    kernel = "decode_fp8" if fp8 else "decode"
     rows = [row for row in ffi.variants() if row["kernel"] == kernel]
-    of = f"{query.dtype} over a {FP8} cache" if fp8 else query.dtype
+    dtype = f"{of.query.dtype} over a {FP8} cache" if fp8 else of.query.dtype
     queries = ", and queries in bfloat16 or float16" if fp8 else ""
     raise NotImplementedError(
-        f"no decode kernel for {of} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); available, for multiples of {multiple} up to these{queries}: {ffi.listed(rows)}"
-        f"{ffi.whole_build()}. "
+        f"no decode kernel for {dtype} with head dims {of.query.shape[3]}/{of.value.shape[3]} "
+        f"(query and key / value); available, for multiples of {multiple} up to these{queries}: "
+        f"{ffi.listed(rows)}{ffi.whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )
 
@@ -347,11 +318,12 @@ def rewritten(
         parts = parts_of_group(of.query, of.key)
         if parts > 1:
             return in_parts, parts
-    keys = padded_keys(direction, of, spec, for_export)
-    if keys is not None:
-        return with_keys, keys
-    dims = padded_dims(direction, of, spec, for_export)
-    return None if dims is None else (padded, dims)
+    if ffi.ext is None:
+        return None
+    judged = ffi.judge_attention(direction, of, spec, for_export)
+    if judged["kv_len"]:
+        return with_keys, judged["kv_len"]
+    return (padded, judged["dims"]) if judged["dims"] else None
 
 
 def run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
@@ -493,41 +465,6 @@ def _added(gradient: Any, parts: int) -> Any:
 # kernels need no padding, but take more than twice as long (docs/internals/proxy.md).
 
 
-def padded_dims(
-    direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool
-) -> tuple[int, int] | None:
-    """The head dims (query, value) to which to pad the call.
-
-    None: it needs no padding, or no kernel supports the padded call.
-    """
-    suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
-    if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
-        return None
-    if ffi.is_clipped(direction, of, spec, for_export):
-        return None
-    suffix = suffix.replace("_dbias", "_bias")  # of the backward alone
-    kernels = ("forward_sm90" + suffix, "forward_sm80" + suffix if suffix else "forward")
-    available = ffi.common_dims(kernels, str(of.query.dtype), for_export=for_export)
-    wide_enough = (x for x in available if x[0] >= dims[0] and x[1] >= dims[1])
-    for wide in sorted(wide_enough, key=sum):
-        if direction == "forward" or _has_backward(of, wide, spec, for_export):
-            return None if wide == dims else wide
-    return None
-
-
-def _has_backward(
-    of: Operands, dims: tuple[int, int], spec: AttentionSpec, for_export: bool
-) -> bool:
-    """Whether the backward at these head dims runs without the fallback kernels."""
-    query, value = (
-        plain(x).update(shape=(*x.shape[:3], dim))
-        for x, dim in zip((of.query, of.value), dims, strict=True)
-    )
-    wide = of._replace(query=query, value=value)
-    fused = choose_algorithm(wide, spec, for_export) != "portable"
-    return fused or not ffi.takes_fallback("backward", wide, spec, for_export)
-
-
 def padded(
     direction: Pass, spec: AttentionSpec, x: Operands, dims: tuple[int, int]
 ) -> list[jax.Array]:
@@ -556,34 +493,7 @@ def _wider(x: jax.Array, dim: int) -> jax.Array:
 # multiples of 8, so the mask has the same blocks.
 
 
-def padded_keys(direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool) -> int | None:
-    """The number of keys to which to pad the call. None: it needs no padding, or no kernel supports
-    the padded call."""
-    if ffi.ext is None or of.bias is None or suffix_of(of, spec) is not None:
-        return None
-    kv_len = of.key.shape[1]
-    if is_symbolic(kv_len) or kv_len % ffi.MULTIPLE == 0:
-        return None
-    keys = ffi.MULTIPLE * ceil_div(kv_len, ffi.MULTIPLE)
-    wide = of._replace(
-        **{n: _with_size(getattr(of, n), axis, keys) for n, axis in _AXIS_OF_KEYS.items()}
-    )
-    suffix, dims = suffix_of(wide, spec), (of.query.shape[3], of.value.shape[3])
-    if suffix is None:
-        return None
-    if direction == "forward":
-        kernel = "forward_sm90" + suffix
-        fast = ffi.kernel_here(kernel, str(of.query.dtype), *dims, for_export=for_export)
-    else:
-        fast = choose_algorithm(wide, spec, for_export) != "portable"
-    return keys if fast or padded_dims(direction, wide, spec, for_export) else None
-
-
 _AXIS_OF_KEYS = {"key": 1, "value": 1, "bias": 3}
-
-
-def _with_size(x: Any, axis: int, size: int) -> Any:
-    return plain(x).update(shape=(*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
 def with_keys(direction: Pass, spec: AttentionSpec, x: Operands, keys: int) -> list[jax.Array]:

@@ -1,0 +1,41 @@
+// Answers questions about a call while a program is lowered, when the GPU that runs it may not be
+// known and some sizes may not be: whether there are kernels, how to rewrite the call, which
+// algorithm and workspace the backward needs. By the tables in select.cc; without a driver.
+
+#pragma once
+
+#include <span>
+
+#include "call/operands.h"
+
+namespace packax {
+
+struct Judgement {
+  bool found = false;   // one of the GPUs has kernels, or any other GPU those that all GPUs have
+  bool here = false;    // one of the GPUs has kernels
+  bool native = false;  // kernels that are not fallback kernels take the call on all of the GPUs
+  // Rewrites after which faster kernels take the call; 0: none.
+  int64_t qk_dim = 0, v_dim = 0;  // to which to pad the head dims
+  int64_t kv_len = 0;             // to which to pad the keys, for a bias
+
+  // Of a backward.
+  Algorithm algorithm = Algorithm::kPortable;
+  BackwardWorkspace workspace = {};
+  int64_t dbias_parts = 0;  // sums of the bias gradient after the workspace
+
+  int64_t splits = 0;  // of decoding: for how many shares of the keys the workspace has room
+};
+
+// For a program that may run on any of the GPUs with these compute capabilities, which are those of
+// the table if there are none. `deterministic`: only algorithms that are.
+Judgement Judge(const ForwardOperands& o, std::span<const int> gpus);
+Judgement Judge(BackwardOperands o, std::span<const int> gpus, bool deterministic);
+Judgement Judge(const TangentOperands& o, std::span<const int> gpus);
+Judgement Judge(const DecodeOperands& o, std::span<const int> gpus);
+Judgement Judge(const DocumentsOperands& o, std::span<const int> gpus);
+Judgement Judge(const BlocksOperands& o, std::span<const int> gpus);
+
+// Chooses `algorithm`, and with it `dbias_parts`.
+void ChooseAlgorithm(std::span<const int> gpus, bool deterministic, BackwardOperands* o);
+
+}  // namespace packax
