@@ -12,7 +12,7 @@ one loop without a mask.
 
 from common.kv_ranges import LOG2E, key_range, place_of_tile, split
 from sm90.args import Buffer, KernelScalars, Map, Mask, Number, RowTile, StepRange
-from sm90.common import accumulator, own_steps, quad_sum_asm, warp_arrive
+from sm90.common import accumulator, own_steps, quad_sum_asm, rematerialized_zero, warp_arrive
 from sm90.config import constants
 from sm90.pipeline import apply_mask, mask_of_batch_row, next_stage
 from sm90.softmax import half_name, over_row
@@ -174,8 +174,10 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     mask = mask_of_batch_row(args.mask, mask_b, scalars)
     rows = tile.row + W * 64 + gl.arange(0, 64, row_layout)
     in_bounds = rows < q_len
-    stat = (tile.b.to(gl.int64) * scalars.heads + tile.head_part) * q_len + rows
-    lse = gl.load(args.lse + stat, mask=in_bounds, other=float("-inf"))
+    first_row = (tile.b.to(gl.int64) * scalars.heads + tile.head_part) * q_len
+    lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+    hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+    lse = gl.load(args.lse + first_row + rows, mask=hi > lo, other=float("-inf"))
     lse2 = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # P is 0 without keys
     first, last = own_steps(
         args.q_blocks, mask_b, tile.row // 64 + W, q_len, kv_range.start, steps, partial, BLOCK_N
@@ -186,8 +188,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     acc = gl.zeros([64, config.DIM], gl.float32, o_layout)
     of_lse = gl.full([64], 0.0, gl.float32, row_layout)
     center = gl.full([64], float("nan"), gl.float32, row_layout)  # not found yet
-    q = shared.q_s.index(W)
-    tq = shared.tq_s.index(W)
     mbarrier.wait(shared.q_full.index(W), 0)
     for part in gl.static_range(2):  # partial steps, then full steps
         begin = first if part == 0 else gl.maximum(first, partial)
@@ -196,10 +196,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             tk_stage, tk_phase = next_stage(stage, phase, STAGES)
             tv_stage, tv_phase = next_stage(tk_stage, tk_phase, STAGES)
             v_stage, v_phase = next_stage(tv_stage, tv_phase, STAGES)
+            w = W + rematerialized_zero(i, True)
+            q = shared.q_s.index(w)
             mbarrier.wait(shared.full.index(stage), phase)
             k_t = shared.tiles_s.index(stage).permute((1, 0))
             s_token = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-            ts_token = warpgroup_mma(tq, k_t, zero, use_acc=False, is_async=True)
+            ts_token = warpgroup_mma(shared.tq_s.index(w), k_t, zero, use_acc=False, is_async=True)
             mbarrier.wait(shared.full.index(tk_stage), tk_phase)
             tk_t = shared.tiles_s.index(tk_stage).permute((1, 0))
             ts_token = warpgroup_mma(q, tk_t, ts_token, is_async=True)
@@ -231,10 +233,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stage, phase = next_stage(v_stage, v_phase, STAGES)
     stage, phase = skip_steps(partial - last, shared, stage, phase, STAGES)
     of_lse = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (of_lse,), of_lse.type, is_pure=True)
-    lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
-    hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
-    attended = (hi > lo) & (lse != float("-inf"))  # true for a NaN, which must reach the result
-    gl.store(args.tlse + stat, gl.where(attended, of_lse, 0.0), mask=in_bounds)
+    attended = lse2 != float("inf")  # true for a NaN, which must reach the result
+    gl.store(args.tlse + first_row + rows, gl.where(attended, of_lse, 0.0), mask=in_bounds)
     shift = of_lse - gl.where(center == center, center, 0.0)
     shift = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, o_layout)), 1)
     attended = gl.convert_layout(gl.where(attended, 1, 0), gl.SliceLayout(1, o_layout)) != 0
