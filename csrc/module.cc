@@ -155,35 +155,11 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
   if (target != "backward") throw nb::value_error("unknown target");
   auto o = with_dtype(BackwardOperands{});
   ReadAttention(call, &o);
+  Read(call, "deterministic", &o.deterministic);
   Read(call, "needs_dq", &o.needs_dq);
   Read(call, "needs_dkv", &o.needs_dkv);
   Read(call, "needs_dbias", &o.needs_dbias);
   return answer(o);
-}
-
-bool IsDeterministic(const nb::dict& call) {
-  bool deterministic = false;
-  Read(call, "deterministic", &deterministic);
-  return deterministic;
-}
-
-nb::list SelectKernels(const std::string& target, int cc, int multiprocessors, const nb::dict& call,
-                       int driver) {
-  Device device{};
-  device.cc = cc;
-  device.driver = driver;
-  device.multiprocessors = multiprocessors;
-  nb::list out;
-  const Choice choice = Ask(target, call, [&](auto o) {
-    if constexpr (requires { o.algorithm; }) {
-      ChooseAlgorithm(std::array{cc}, IsDeterministic(call), &o);
-    }
-    return Choose(o, device);
-  });
-  for (const Variant* variant : choice.kernels) {
-    out.append(nb::make_tuple(Name(variant->kernel), variant->name));
-  }
-  return out;
 }
 
 // A table of kernels that a test makes up.
@@ -203,11 +179,13 @@ class MadeUpTable {
         throw nb::value_error("unknown kernel or dtype");
       }
       v.name = Name(v.kernel);
+      if (row.contains("name")) v.name = nb::cast<const char*>(row["name"]);
       Read(row, "cc", &v.cc);
       Read(row, "arch_specific", &v.arch_specific);
       Read(row, "qk_dim", &v.qk_dim);
       Read(row, "v_dim", &v.v_dim);
       Read(row, "shared", &v.shared);
+      Read(row, "driver", &v.driver);
       variants.push_back(v);
     }
     return variants;
@@ -217,17 +195,31 @@ class MadeUpTable {
   Table table_;
 };
 
-nb::dict JudgeCall(const std::string& target, const nb::dict& call, const std::vector<int>& gpus,
-                   const std::optional<nb::list>& table) {
+nb::list SelectKernels(const std::string& target, int cc, int multiprocessors, const nb::dict& call,
+                       int driver, const std::optional<nb::list>& table) {
   std::optional<MadeUpTable> other;
   std::optional<UseTable> use;
   if (table) use.emplace(other.emplace(*table).table());
-  const Judgement judged = Ask(target, call, [&](const auto& o) {
-    if constexpr (requires { o.algorithm; })
-      return Judge(o, gpus, IsDeterministic(call));
-    else
-      return Judge(o, gpus);
+  std::vector<Device> devices = DevicesOf(std::array{cc}, driver);
+  devices[0].multiprocessors = multiprocessors;
+  nb::list out;
+  const Choice choice = Ask(target, call, [&](auto o) {
+    if constexpr (requires { o.algorithm; }) ChooseAlgorithm(devices, &o);
+    return Choose(o, devices[0]);
   });
+  for (const Variant* variant : choice.kernels) {
+    out.append(nb::make_tuple(Name(variant->kernel), variant->name));
+  }
+  return out;
+}
+
+nb::dict JudgeCall(const std::string& target, const nb::dict& call, const std::vector<int>& gpus,
+                   int driver, const std::optional<nb::list>& table) {
+  std::optional<MadeUpTable> other;
+  std::optional<UseTable> use;
+  if (table) use.emplace(other.emplace(*table).table());
+  const Judgement judged =
+      Ask(target, call, [&](const auto& o) { return Judge(o, DevicesOf(gpus, driver)); });
   nb::dict out;
   out["found"] = judged.found;
   out["here"] = judged.here;
@@ -347,10 +339,11 @@ NB_MODULE(_ext, m) {
         "for CUDA `driver` (12090 is 12.9), or None.");
   m.def("select", &packax::SelectKernels, nb::arg("target"), nb::arg("cc"),
         nb::arg("multiprocessors"), nb::arg("call"), nb::arg("driver") = packax::kNewestDriver,
+        nb::arg("table") = nb::none(),
         "[(kernel, variant)] that a call would run on such a device, in order; empty: none. "
         "`call` has the fields of csrc/call/operands.h that are not 0, and `deterministic`.");
   m.def("judge", &packax::JudgeCall, nb::arg("target"), nb::arg("call"), nb::arg("gpus"),
-        nb::arg("table") = nb::none(),
+        nb::arg("driver") = packax::kNewestDriver, nb::arg("table") = nb::none(),
         "What lowering must know of a call for GPUs of these compute capabilities, or of any in "
         "this build if there are none (struct Judgement in csrc/launch/judge.h). `table`: the "
         "rows of another build.");

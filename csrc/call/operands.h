@@ -144,6 +144,7 @@ struct BackwardOperands : AttentionOperands, BackwardPointers {
   int32_t clear_dq;  // whether to clear dq_sum
 
   Algorithm algorithm;
+  bool deterministic;  // whether `algorithm` must be, while it is chosen
   bool needs_dq, needs_dkv, needs_dbias;
 
   // Query rows of all heads and batch rows, with q_len rounded up to whole blocks.

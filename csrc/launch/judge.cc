@@ -15,30 +15,6 @@ constexpr int64_t kMultiprocessors = 132;  // of an H200; no answer here depends
 
 using Devices = std::vector<Device>;
 
-Devices DevicesOf(const auto& capabilities) {
-  Devices devices;
-  for (const int cc : capabilities) {
-    Device& device = devices.emplace_back();
-    device.cc = cc;
-    device.driver = kNewestDriver;
-    device.multiprocessors = static_cast<int>(kMultiprocessors);
-  }
-  return devices;
-}
-
-Devices DevicesOrAll(std::span<const int> gpus) {
-  return gpus.empty() ? DevicesOf(CurrentTable().ccs()) : DevicesOf(gpus);
-}
-
-template <typename Operands>
-Judgement JudgeAny(const Operands& o, const Devices& devices) {
-  Judgement result;
-  result.here = std::ranges::any_of(devices, [&](const auto& x) { return Choose(o, x).found; });
-  result.found = result.here || std::ranges::any_of(DevicesOf(CurrentTable().ccs()),
-                                                    [&](const auto& x) { return HasCommon(o, x); });
-  return result;
-}
-
 // --- The algorithm of the backward.
 
 // The parts into which the batch rows that share a bias are divided for its gradient, so that
@@ -60,30 +36,10 @@ int64_t DbiasParts(const BackwardOperands& o) {
   return best;
 }
 
-// Chooses the algorithm, and with it the sums of the bias gradient. Separate kernels are
-// deterministic, and can compute only the gradients that are needed.
-void ChooseAlgorithm(const Devices& devices, bool deterministic, BackwardOperands* o) {
-  const bool everything = o->needs_dq && o->needs_dkv;
-  const auto parts = static_cast<int32_t>(o->needs_dbias ? DbiasParts(*o) : 0);
-  bool separate = false, fused = false, sums = false;
-  for (const Device& device : devices) {
-    const auto chooses = [&](Algorithm algorithm, int32_t dbias_parts) {
-      o->algorithm = algorithm;
-      o->dbias_parts = dbias_parts;
-      const Choice choice = Choose(*o, device);
-      return choice.needs == algorithm && (choice.clipped || everything);
-    };
-    const bool alone = chooses(Algorithm::kSm90Separate, 0);
-    sums = sums || (!alone && chooses(Algorithm::kSm90Separate, parts));
-    separate = separate || alone || sums;
-    fused = fused || chooses(Algorithm::kSm90Fused, 0);
-  }
-  o->algorithm = Algorithm::kPortable;
-  if (fused && !deterministic) o->algorithm = Algorithm::kSm90Fused;
-  if (separate && (deterministic || !everything || !fused)) {
-    o->algorithm = Algorithm::kSm90Separate;
-  }
-  o->dbias_parts = sums && o->algorithm == Algorithm::kSm90Separate ? parts : 0;
+// Completes the operands for their sizes.
+template <typename Operands>
+void Prepare(const Devices& devices, Operands* o) {
+  if constexpr (requires { o->algorithm; }) ChooseAlgorithm(devices, o);
 }
 
 // --- Rewrites.
@@ -103,10 +59,9 @@ std::vector<std::pair<int, int>> BuiltDims() {
 
 // Head dims between those of the kernels are padded to the smallest for which all of the GPUs have
 // dedicated kernels, apart from GPUs that have none for any head dims. Kernels that are clipped
-// need no padding. `prepare` completes the operands for other sizes.
-template <typename Operands, typename Prepare>
-void JudgeDims(const Operands& o, const Devices& devices, const Prepare& prepare,
-               Judgement* result) {
+// need no padding.
+template <typename Operands>
+void JudgeDims(const Operands& o, const Devices& devices, Judgement* result) {
   const auto clipped = [&](const Device& x) { return Choose(o, x).clipped; };
   if (!devices.empty() && std::ranges::all_of(devices, clipped)) {
     result->native = true;
@@ -118,7 +73,7 @@ void JudgeDims(const Operands& o, const Devices& devices, const Prepare& prepare
     Operands& other = calls.emplace_back(o);
     other.qk_dim = qk_dim;
     other.v_dim = v_dim;
-    prepare(&other);
+    Prepare(devices, &other);
   }
   std::vector<const Device*> able;
   for (const Device& x : devices) {
@@ -140,9 +95,8 @@ void JudgeDims(const Operands& o, const Devices& devices, const Prepare& prepare
 
 // The kernels for Hopper read a bias and write its gradient by TMA, which needs rows of whole 16
 // bytes. The other kernels take up to three times as long.
-template <typename Operands, typename Prepare>
-void JudgeKeys(const Operands& o, const Devices& devices, const Prepare& prepare,
-               Judgement* result) {
+template <typename Operands>
+void JudgeKeys(const Operands& o, const Devices& devices, Judgement* result) {
   const auto dedicated = [&](const Operands& call) {
     return std::ranges::any_of(devices, [&](const Device& x) {
       const Choice choice = Choose(call, x);
@@ -152,66 +106,88 @@ void JudgeKeys(const Operands& o, const Devices& devices, const Prepare& prepare
   if (o.bias_kind == 0 || o.kv_len % 8 == 0 || dedicated(o)) return;
   Operands wide = o;
   wide.kv_len = static_cast<int32_t>(8 * CeilDiv(o.kv_len, 8));
-  prepare(&wide);
+  Prepare(devices, &wide);
   Judgement other;
-  JudgeDims(wide, devices, prepare, &other);
+  JudgeDims(wide, devices, &other);
   if (dedicated(wide) || other.qk_dim > 0) result->kv_len = wide.kv_len;
 }
 
-template <typename Operands, typename Prepare>
-Judgement JudgeAttention(const Operands& o, const Devices& devices, const Prepare& prepare) {
-  Judgement result = JudgeAny(o, devices);
-  if (!result.here && !result.found) return result;
-  JudgeDims(o, devices, prepare, &result);
-  JudgeKeys(o, devices, prepare, &result);
-  return result;
-}
-
-}  // namespace
-
-void ChooseAlgorithm(std::span<const int> gpus, bool deterministic, BackwardOperands* o) {
-  ChooseAlgorithm(DevicesOrAll(gpus), deterministic, o);
-}
-
-Judgement Judge(const ForwardOperands& o, std::span<const int> gpus) {
-  return JudgeAttention(o, DevicesOrAll(gpus), [](ForwardOperands*) {});
-}
-
-Judgement Judge(BackwardOperands o, std::span<const int> gpus, bool deterministic) {
-  const Devices devices = DevicesOrAll(gpus);
-  const auto choose = [&](BackwardOperands* x) { ChooseAlgorithm(devices, deterministic, x); };
-  choose(&o);
-  Judgement result = JudgeAttention(o, devices, choose);
-  result.algorithm = o.algorithm;
+void JudgeWorkspace(BackwardOperands o, const Devices& devices, Judgement* result) {
   int64_t columns = o.qk_dim;
   for (const Device& x : devices) {
     const Choice choice = Choose(o, x);
     if (choice.needs == Algorithm::kSm90Fused) columns = std::max(columns, choice.qk_dim);
   }
   o.dq_columns = columns;
-  result.workspace = o.workspace();
-  result.dbias_parts = o.dbias_parts;
-  return result;
+  result->algorithm = o.algorithm;
+  result->workspace = o.workspace();
+  result->dbias_parts = o.dbias_parts;
 }
 
-Judgement Judge(const TangentOperands& o, std::span<const int> gpus) {
-  return JudgeAny(o, DevicesOrAll(gpus));
+}  // namespace
+
+Devices DevicesOf(std::span<const int> gpus, int driver) {
+  const std::set<int>& all = CurrentTable().ccs();
+  Devices devices;
+  for (const int cc :
+       gpus.empty() ? std::vector(all.begin(), all.end()) : std::vector(gpus.begin(), gpus.end())) {
+    Device& device = devices.emplace_back();
+    device.cc = cc;
+    device.driver = driver;
+    device.multiprocessors = static_cast<int>(kMultiprocessors);
+  }
+  return devices;
 }
 
-Judgement Judge(const DecodeOperands& o, std::span<const int> gpus) {
+// Separate kernels are deterministic, and can compute only the gradients that are needed.
+void ChooseAlgorithm(const Devices& devices, BackwardOperands* o) {
+  const bool everything = o->needs_dq && o->needs_dkv;
+  const auto parts = static_cast<int32_t>(o->needs_dbias ? DbiasParts(*o) : 0);
+  bool separate = false, fused = false, sums = false;
+  for (const Device& device : devices) {
+    const auto chooses = [&](Algorithm algorithm, int32_t dbias_parts) {
+      o->algorithm = algorithm;
+      o->dbias_parts = dbias_parts;
+      const Choice choice = Choose(*o, device);
+      return choice.needs == algorithm && (choice.clipped || everything);
+    };
+    const bool alone = chooses(Algorithm::kSm90Separate, 0);
+    sums = sums || (!alone && chooses(Algorithm::kSm90Separate, parts));
+    separate = separate || alone || sums;
+    fused = fused || chooses(Algorithm::kSm90Fused, 0);
+  }
+  o->algorithm = Algorithm::kPortable;
+  if (fused && !o->deterministic) o->algorithm = Algorithm::kSm90Fused;
+  if (separate && (o->deterministic || !everything || !fused)) {
+    o->algorithm = Algorithm::kSm90Separate;
+  }
+  o->dbias_parts = sums && o->algorithm == Algorithm::kSm90Separate ? parts : 0;
+}
+
+template <typename Operands>
+Judgement Judge(const Operands& call, const Devices& devices) {
+  Operands o = call;
+  Prepare(devices, &o);
   Judgement result;
-  const bool wide = o.dtype != Dtype::kBf16 && o.dtype != Dtype::kF16;
-  if (!o.fp8 || !wide) result = JudgeAny(o, DevicesOrAll(gpus));
-  result.splits = DecodeRoom(o);
+  result.here = std::ranges::any_of(devices, [&](const auto& x) { return Choose(o, x).found; });
+  result.found = result.here || std::ranges::any_of(DevicesOf({}, kNewestDriver),
+                                                    [&](const auto& x) { return HasCommon(o, x); });
+  if constexpr (requires { o.algorithm; }) JudgeWorkspace(o, devices, &result);
+  if constexpr (requires { o.fp8; }) result.splits = DecodeRoom(o);
+  if constexpr (requires { o.bias_kind; }) {
+    if (IsAligned(o)) {
+      JudgeDims(o, devices, &result);
+      JudgeKeys(o, devices, &result);
+    }
+  }
   return result;
 }
 
-Judgement Judge(const DocumentsOperands& o, std::span<const int> gpus) {
-  return JudgeAny(o, DevicesOrAll(gpus));
-}
-
-Judgement Judge(const BlocksOperands& o, std::span<const int> gpus) {
-  return JudgeAny(o, DevicesOrAll(gpus));
-}
+template Judgement Judge(const ForwardOperands&, const Devices&);
+template Judgement Judge(const BackwardOperands&, const Devices&);
+template Judgement Judge(const TangentOperands&, const Devices&);
+template Judgement Judge(const DecodeOperands&, const Devices&);
+template Judgement Judge(const DocumentsOperands&, const Devices&);
+template Judgement Judge(const BlocksOperands&, const Devices&);
 
 }  // namespace packax

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "call/operands.h"
 
@@ -26,16 +27,14 @@ struct Judgement {
   int64_t splits = 0;  // of decoding: for how many shares of the keys the workspace has room
 };
 
-// For a program that may run on any of the GPUs with these compute capabilities, which are those of
-// the table if there are none. `deterministic`: only algorithms that are.
-Judgement Judge(const ForwardOperands& o, std::span<const int> gpus);
-Judgement Judge(BackwardOperands o, std::span<const int> gpus, bool deterministic);
-Judgement Judge(const TangentOperands& o, std::span<const int> gpus);
-Judgement Judge(const DecodeOperands& o, std::span<const int> gpus);
-Judgement Judge(const DocumentsOperands& o, std::span<const int> gpus);
-Judgement Judge(const BlocksOperands& o, std::span<const int> gpus);
+// GPUs with these compute capabilities, or with those of the table if there are none.
+std::vector<Device> DevicesOf(std::span<const int> gpus, int driver);
+
+// Of any call in call/operands.h, in a program that may run on any of these GPUs.
+template <typename Operands>
+Judgement Judge(const Operands& call, const std::vector<Device>& devices);
 
 // Chooses `algorithm`, and with it `dbias_parts`.
-void ChooseAlgorithm(std::span<const int> gpus, bool deterministic, BackwardOperands* o);
+void ChooseAlgorithm(const std::vector<Device>& devices, BackwardOperands* o);
 
 }  // namespace packax

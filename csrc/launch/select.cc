@@ -80,7 +80,7 @@ Dtype DtypeOf(Kernel kernel, Dtype dtype) {
     case Kernel::kDecodeTallFp8:
     case Kernel::kDecodeFp8Pages:
     case Kernel::kDecodeTallFp8Pages:
-      return Dtype::kE4m3;
+      return dtype == Dtype::kBf16 || dtype == Dtype::kF16 ? Dtype::kE4m3 : dtype;
     case Kernel::kBackwardDeltaFallback:
     case Kernel::kDecodeCombine:
       return dtype == Dtype::kTf32 ? Dtype::kF32 : dtype;
@@ -598,12 +598,6 @@ std::span<const Row<T>> RowsOf(const T&) { return kTangent; }
 std::span<const Row<D>> RowsOf(const D&) { return kDecode; }
 std::span<const Row<DocumentsOperands>> RowsOf(const DocumentsOperands&) { return kDocuments; }
 std::span<const Row<BlocksOperands>> RowsOf(const BlocksOperands&) { return kBlocks; }
-
-// csrc/ffi refuses other calls before kernels are selected.
-template <typename Operands>
-bool IsAligned(const Operands& o) {
-  return o.qk_dim % o.multiple() == 0 && o.v_dim % o.multiple() == 0;
-}
 
 template <typename Operands>
 ffi::Error SelectAndRun(Stream stream, const Operands& o) {

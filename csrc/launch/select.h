@@ -11,6 +11,12 @@
 
 namespace packax {
 
+// Whether there may be kernels for the head dims. csrc/ffi refuses other calls.
+template <typename Operands>
+bool IsAligned(const Operands& o) {
+  return o.qk_dim % o.multiple() == 0 && o.v_dim % o.multiple() == 0;
+}
+
 // What a device has for a call.
 struct Choice {
   bool found = false;                      // otherwise it has no kernels for the call

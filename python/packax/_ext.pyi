@@ -66,21 +66,27 @@ def find(
     CUDA `driver` (12090 is 12.9; default: newer than any), or None."""
 
 def select(
-    target: str, cc: int, multiprocessors: int, call: dict[str, Any], driver: int = ...
+    target: str,
+    cc: int,
+    multiprocessors: int,
+    call: dict[str, Any],
+    driver: int = ...,
+    table: list[dict[str, Any]] | None = None,
 ) -> list[tuple[str, str]]:
     """(kernel, variant) of the kernels that a call ("forward", "backward", "decode") would run on
     such a device, in order; empty: there are none. `call` has the fields of csrc/call/operands.h
-    that are not 0, dtype as in the table, and `deterministic`."""
+    that are not 0, dtype as in the table, and for a backward `deterministic`. `table`: as below."""
 
 def judge(
     target: str,
     call: dict[str, Any],
     gpus: list[int],
+    driver: int = ...,
     table: list[dict[str, Any]] | None = None,
 ) -> Judgement:
     """What lowering must know of a call for GPUs of these compute capabilities, or of any in this
-    build if there are none. `table`: rows of another build, of which only kernel, dtype, head dims,
-    cc, arch_specific and shared count."""
+    build if there are none. `table`: rows of another build, of which name, kernel, dtype, head
+    dims, cc, arch_specific, shared and driver count."""
 
 def full_build_has(target: str, call: dict[str, Any]) -> bool:
     """Whether a full build has kernels for the call on some GPU."""

@@ -11,19 +11,17 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import packax
 
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
-FASTER_FORWARD = "forward_sm90"  # used instead of forward where available
-FUSED_BACKWARD = "backward_sm80"  # used instead of all backward kernels where available
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # kernels also serve smaller head dims
-GENERAL_KERNELS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback")
+_MULTIPROCESSORS = 132
+_SIZES = {"batch": 1, "q_len": 1 << 16, "kv_len": 1 << 16, "heads": 8, "kv_heads": 8}
+_LARGE_CALL = {**_SIZES, "needs_dq": True, "needs_dkv": True}  # of a training step, no option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Report:
     versions: dict[str, str | None]  # distribution -> version, None = not installed
     driver: dict[str, Any]  # packax._ext.driver()
     variants: tuple[dict[str, Any], ...]  # packax._ext.variants()
-    find: Callable[..., str | None]  # packax._ext.find: (kernel, cc, dtype, qk_dim, v_dim, driver)
+    extension: Any  # packax._ext
     platforms: tuple[str, ...]  # of jax's devices
     jax_error: str | None = None  # the error if jax has no devices
     extension_error: str | None = None  # the error if packax._ext did not load
@@ -47,15 +45,14 @@ class Report:
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        return sorted(self._dims_of("forward", FASTER_FORWARD) - set(self.wide_dims))
+        return sorted(self._dims_of("forward", "forward_sm90") - set(self.wide_dims))
 
     @property
     def wide_dims(self) -> list[tuple[int, int]]:
         """16-bit head dims that have fallback kernels but no `forward` kernel; each kernel also
         serves smaller head dims."""
-        short = DTYPES.values()
-        fallback = (v for v in self.variants if v["kernel"] in GENERAL_KERNELS)
-        of = {(v["qk_dim"], v["v_dim"]) for v in fallback if v["dtype"] in short}
+        short = [v for v in self.variants if v["dtype"] in DTYPES.values()]
+        of = {(v["qk_dim"], v["v_dim"]) for v in short if v["kernel"] == "forward_fallback"}
         return sorted(of - self._dims_of("forward"))
 
     def _dims_of(self, *kernels: str) -> set[tuple[int, int]]:
@@ -78,14 +75,12 @@ def gather() -> Report:
     try:
         extension = importlib.import_module("packax._ext")
     except ImportError as error:
-        return Report(
-            _versions(), {}, (), lambda *_: None, platforms, jax_error, extension_error=str(error)
-        )
+        return Report(_versions(), {}, (), None, platforms, jax_error, extension_error=str(error))
     return Report(
         versions=_versions(),
         driver=dict(extension.driver()),
         variants=tuple(map(dict, extension.variants())),
-        find=extension.find,
+        extension=extension,
         platforms=platforms,
         jax_error=jax_error,
         part=extension.part(),
@@ -93,26 +88,30 @@ def gather() -> Report:
 
 
 def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tuple[str | None, str]:
-    """(the forward kernel's variant, "") if the GPU has all kernels of a call, else (None, why)."""
-    names = {
-        kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim, report.driver_version)
-        for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD, FUSED_BACKWARD)
-    }
-    faster, fused = names.pop(FASTER_FORWARD), names.pop(FUSED_BACKWARD)
-    needed = ATTENTION_KERNELS[:1] if fused else ATTENTION_KERNELS
-    missing = [kernel for kernel in needed if names[kernel] is None]
-    if not missing or (faster and not any(names.values())):  # some head dims are only for Hopper
-        return faster or names["forward"], ""
-    what = "" if len(missing) == len(names) else f"{' and '.join(missing)} "
-    where = f"compute capability {capability(cc)}"
-    return None, f"no {what}cubin for {where} with {dtype} and head dims {qk_dim}/{v_dim}"
+    """(the forward kernel's variant, "") if the GPU has the kernels of both passes of a large call
+    without options, else (None, why)."""
+    call = {**_LARGE_CALL, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
+    driver = report.driver_version
+    dims = report.extension.judge("forward", call, [cc], driver)["dims"]
+    if dims:
+        return None, f"padded to {_dims(*dims)}"
+    forward, backward = (
+        report.extension.select(direction, cc, _MULTIPROCESSORS, call, driver)
+        for direction in ("forward", "backward")
+    )
+    if forward and backward:
+        return forward[0][1], ""
+    what = "" if not forward and not backward else "backward " if forward else "forward "
+    names = {short: name for name, short in (DTYPES | FLOAT32).items()}
+    where = f"compute capability {capability(cc)} with {names[dtype]} and head dims"
+    return None, f"no {what}cubin for {where} {qk_dim}/{v_dim}"
 
 
 def variant_in_use(report: Report, device: Any, dtype: str, head_dim: int) -> str:
     """The forward kernel's variant on one of jax's GPUs, or why there is none."""
     cc = int(str(device.compute_capability).replace(".", ""))
-    name, why = variant(report, cc, dtype, head_dim, head_dim)
-    return name or f"none: {why}"
+    name, why = variant(report, cc, DTYPES[dtype], head_dim, head_dim)
+    return name or (why if why.startswith("padded") else f"none: {why}")
 
 
 def render(report: Report) -> str:
@@ -212,35 +211,26 @@ def _runs_lines(report: Report) -> list[str]:
     for device in report.devices:
         cc, gpu = device["cc"], f"GPU {device['ordinal']}"
         rows = {
-            (dtype, qk, v): variant(report, cc, dtype, qk, v)
-            for dtype in DTYPES
-            for qk, v in report.head_dims
+            (name, *dims): variant(report, cc, short, *dims)
+            for name, short in DTYPES.items()
+            for dims in report.head_dims
         }
-        if report.head_dims and not any(name for name, _ in rows.values()):
+        if rows and all(name is None and "padded" not in why for name, why in rows.values()):
             have = ", ".join(map(capability, report.capabilities)) or "none"
             lines.append(
                 f"{gpu}: no cubin for compute capability {capability(cc)}; this wheel has {have}"
             )
             lines.append('on this GPU, pass implementation="xla": the default is an error')
             continue
-        for (dtype, qk, v), (name, why) in rows.items():
-            wider = (
-                dims for (d, *dims), (available, _) in rows.items()
-                if available and d == dtype and dims[0] >= qk and dims[1] >= v
-            )  # fmt: skip
-            padded = next((f"padded to {_dims(*dims)}" for dims in wider), None)
-            lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or padded or why}")
+        for (dtype, *dims), (name, why) in rows.items():
+            lines.append(f"{gpu}, {dtype}, head dim {_dims(*dims)}: {name or why}")
         lines.append(f"{gpu}: other head dims run on the next larger one that has kernels")
         wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
         wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
-        for name, short, pair in wide:
-            found = [
-                report.find(kernel, cc, short, *pair, report.driver_version)
-                for kernel in GENERAL_KERNELS
-            ]
-            faster = report.find(FASTER_FORWARD, cc, short, *pair, report.driver_version)
-            what = (faster or found[0]) if all(found) else f"no cubin for {capability(cc)}"
-            lines.append(f"{gpu}, {name}, head dims up to {_dims(*pair)}: {what}")
+        for dtype, short, pair in wide:
+            name, _ = variant(report, cc, short, *pair)
+            what = name or f"no cubin for {capability(cc)}"
+            lines.append(f"{gpu}, {dtype}, head dims up to {_dims(*pair)}: {what}")
     return lines
 
 

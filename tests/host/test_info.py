@@ -7,17 +7,20 @@ import dataclasses
 import pytest
 from packax import info
 from packax.__main__ import main
+from stand_in import StandIn
 
 H200 = {"ordinal": 0, "name": "NVIDIA H200", "cc": 90}
 A10 = {"ordinal": 1, "name": "NVIDIA A10", "cc": 86}
 T4 = {"ordinal": 0, "name": "Tesla T4", "cc": 75}
-KERNELS = info.ATTENTION_KERNELS
+KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+GENERAL = tuple(f"{kernel}_fallback" for kernel in KERNELS)
 VARIANTS = tuple(
     {
         "name": f"{kernel}_{dtype}_{qk_dim}x{v_dim}_{arch.replace('_', '')}",
         "kernel": kernel,
         "arch": arch,
         "cc": cc,
+        "arch_specific": cc == 90,
         "dtype": dtype,
         "qk_dim": qk_dim,
         "v_dim": v_dim,
@@ -29,7 +32,7 @@ VARIANTS = tuple(
 )
 FLOAT32 = tuple(
     VARIANTS[0] | {"kernel": k, "dtype": t, "name": f"{k}_{t}_64x64_sm80"}
-    for k in info.GENERAL_KERNELS
+    for k in GENERAL
     for t in ("f32", "tf32")
 )
 
@@ -37,27 +40,27 @@ FLOAT32 = tuple(
 WIDE = tuple(
     VARIANTS[0]
     | {"kernel": k, "dtype": t, "qk_dim": 512, "v_dim": 512, "name": f"{k}_{t}_512x512_sm80"}
-    for k in info.GENERAL_KERNELS
+    for k in GENERAL
     for t in ("bf16", "f16")
 )
 
 
-def find(kernel, cc, dtype, qk_dim, v_dim, driver, variants=VARIANTS):
-    assert driver == GOOD.driver_version
-    wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
-    for row in variants:
-        fits = row["cc"] == cc or (row["cc"] == 80 and 80 < cc < 90)
-        if fits and all(row[k] == v for k, v in wanted.items()):
-            return row["name"]
-    return None
+def build(*rows):
+    """The fields of a Report about a wheel with these variants."""
+
+    class Extension(StandIn):
+        @staticmethod
+        def variants():
+            return rows
+
+    return {"variants": rows, "extension": Extension}
 
 
 GOOD = info.Report(
     versions={"packax": "0.1.0", "jax": "0.11.2", "jax-cuda13-plugin": "0.11.2", "numpy": None},
     driver={"version": 13000, "devices": [H200, A10]},
-    variants=VARIANTS,
-    find=find,
     platforms=("gpu",),
+    **build(*VARIANTS),
 )
 
 
@@ -88,13 +91,13 @@ def test_a_part_of_the_dtypes():
     """decode_combine in float16 is for queries over FP8 caches, not for float16 caches."""
     rows = tuple(v for v in VARIANTS if v["dtype"] == "bf16")
     rows += (rows[0] | {"kernel": "decode_combine", "dtype": "f16"},)
-    assert "dtypes bfloat16; head dims" in text(variants=rows, find=lambda *_: None)
+    assert "dtypes bfloat16; head dims" in text(**build(*rows))
 
 
 def test_float32():
     """One line lists what the wheel has, and there is one for every GPU and precision."""
     rows = VARIANTS + FLOAT32
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    shown = text(**build(*rows))
     assert "float32, float32 in TF32; head dims up to 64" in shown
     assert "GPU 0, float32, head dims up to 64: no cubin for 9.0" in shown
     assert "GPU 1, float32, head dims up to 64: forward_fallback_f32_64x64_sm80" in shown
@@ -106,7 +109,7 @@ def test_faster_kernels():
     faster = VARIANTS[0] | {"kernel": "forward_sm90", "cc": 90, "name": "forward_sm90_bf16_64x64"}
     faster |= {"dtype": "bf16", "qk_dim": 64, "v_dim": 64, "arch": "sm_90a"}
     rows = (*VARIANTS, faster)
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    shown = text(**build(*rows))
     assert "GPU 0, bfloat16, head dim 64: forward_sm90_bf16_64x64" in shown
 
 
@@ -115,15 +118,16 @@ def test_head_dims_that_are_padded():
     of_96 = ("forward", "backward_preprocess", "backward_sm80", "backward_postprocess_sm80")
     own = {"dtype": "bf16", "qk_dim": 96, "v_dim": 96}
     rows = (*VARIANTS, *(VARIANTS[0] | own | {"kernel": k, "name": f"{k}_96"} for k in of_96))
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    shown = text(**build(*rows))
     assert "GPU 0, bfloat16, head dim 96: padded to 128" in shown
     assert "GPU 1, bfloat16, head dim 96: forward_96" in shown
     assert "GPU 1, float16, head dim 96: padded to 128" in shown
     for gpu in (0, 1):
         assert f"GPU {gpu}: other head dims run on the next larger one" in shown
-    own = {"kernel": "forward_sm90", "name": "forward_sm90_72", "qk_dim": 72, "v_dim": 72}
-    rows += (VARIANTS[0] | own | {"cc": 90, "dtype": "bf16"},)
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    own = {"cc": 90, "arch_specific": True, "dtype": "bf16", "qk_dim": 72, "v_dim": 72}
+    of_72 = ("forward_sm90", "backward_preprocess", "backward_sm90", "backward_postprocess")
+    rows += (*(VARIANTS[0] | own | {"kernel": k, "name": f"{k}_72"} for k in of_72),)
+    shown = text(**build(*rows))
     assert "GPU 0, bfloat16, head dim 72: forward_sm90_72" in shown
     assert "GPU 1, bfloat16, head dim 72: padded to 96" in shown
 
@@ -131,7 +135,7 @@ def test_head_dims_that_are_padded():
 @pytest.mark.parametrize("others", [VARIANTS, ()], ids=["all", "PACKAX_HEAD_DIMS=512"])
 def test_head_dims_of_fallback_kernels_alone(others):
     rows = others + WIDE
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    shown = text(**build(*rows))
     assert "head dims 64, 128, 192/128, 256, up to 512" in shown or not others
     assert "GPU 0, bfloat16, head dims up to 512: no cubin for 9.0" in shown
     assert "GPU 1, float16, head dims up to 512: forward_fallback_f16_512x512_sm80" in shown
@@ -139,7 +143,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
     assert "512" not in text()
     own = {"kernel": "forward_sm90", "name": "forward_sm90_512", "dtype": "f16", "cc": 90}
     rows += (*(row | {"cc": 90} for row in WIDE), WIDE[0] | own)  # only the forward
-    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    shown = text(**build(*rows))
     assert "GPU 0, float16, head dims up to 512: forward_sm90_512" in shown
     assert "GPU 0, bfloat16, head dims up to 512: forward_fallback" in shown
     assert "head dim 512" not in shown
@@ -188,12 +192,12 @@ def test_why_not(changes, reasons):
     assert "forward_" not in shown  # nothing that would not run
 
 
-def test_a_kernel_that_is_missing_is_named():
+def test_a_pass_whose_kernels_are_missing_is_named():
     few = tuple(v for v in VARIANTS if not (v["kernel"] == "backward_dq" and v["dtype"] == "f16"))
-    shown = text(variants=few, find=lambda *a: find(*a, variants=few))
+    shown = text(**build(*few))
     assert "GPU 0, bfloat16, head dim 64: forward_bf16_64x64_sm90a" in shown
     where = "compute capability 9.0 with float16 and head dims 64/64"
-    assert f"GPU 0, float16, head dim 64: no backward_dq cubin for {where}" in shown
+    assert f"GPU 0, float16, head dim 64: no backward cubin for {where}" in shown
 
 
 def test_the_command_on_this_machine(capsys):
@@ -208,4 +212,5 @@ def test_variant_in_use():
         compute_capability = "9.0"
 
     assert info.variant_in_use(GOOD, Device, "bfloat16", 64) == "forward_bf16_64x64_sm90a"
-    assert info.variant_in_use(GOOD, Device, "bfloat16", 80).startswith("none: no cubin for")
+    assert info.variant_in_use(GOOD, Device, "bfloat16", 80) == "padded to 128"
+    assert info.variant_in_use(GOOD, Device, "bfloat16", 520).startswith("none: no cubin for")

@@ -52,10 +52,6 @@ class Extension(StandIn):
             ]
         )
 
-    @staticmethod
-    def select(direction, cc, multiprocessors, call, driver=0):
-        return [(direction, f"{direction}_{cc}")]
-
 
 PORTABLE = Extension.variants()
 

@@ -13,13 +13,18 @@ class StandIn:
         return ""
 
     @classmethod
-    def judge(cls, target, call, gpus, table=None):
+    def judge(cls, *question, **options):
         ext = pytest.importorskip("packax._ext")
-        return ext.judge(target, call, gpus, list(cls.variants() if table is None else table))
+        return ext.judge(*question, **{"table": list(cls.variants())} | options)
+
+    @classmethod
+    def select(cls, *question, **options):
+        ext = pytest.importorskip("packax._ext")
+        return ext.select(*question, **{"table": list(cls.variants())} | options)
 
     @classmethod
     def full_build_has(cls, target, call):
-        return cls.judge(target, call, [], cls.whole_table())["found"]
+        return cls.judge(target, call, [], table=list(cls.whole_table()))["found"]
 
     @classmethod
     def whole_table(cls):
