@@ -5,7 +5,7 @@ Compilation is made cheap by xla_flags.py. Tests marked `gpu` need a CUDA device
 its function already cover each of its parameter values.
 PACKAX_TEST_PART="2/3" runs only the second third of the files, and of the cells of tests/table.
 JAX's compilation caches are cleared after each module. The summary reports the peak memory of each
-worker and the processor time of each folder.
+worker and the processor time of each folder, and the command that runs each failure alone.
 """
 
 import collections
@@ -14,6 +14,7 @@ import gc
 import os
 import pathlib
 import resource
+import shlex
 import sys
 
 import xla_flags  # noqa: F401, before jax
@@ -164,7 +165,22 @@ def pytest_testnodedown(node, error):
         _worker_seconds.append(output["seconds"])
 
 
-def pytest_terminal_summary(terminalreporter):
+def again(nodeid: str, exhaustive: bool) -> str:
+    """The command that runs a test alone."""
+    if "test_table.py::test_each" in nodeid:
+        cell = shlex.quote(nodeid.partition("[")[2][:-1])
+        seed = os.environ.get("PACKAX_TABLE_SEED", "0")
+        command = "python -m pytest tests/table -k test_each_feature"
+        return f"PACKAX_CELL={cell} {command}  # drawn by PACKAX_TABLE_SEED={seed}"
+    more = " -m exhaustive" if exhaustive else ""
+    return f"python -m pytest {shlex.quote(nodeid)}{more}"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    exhaustive = "exhaustive" in config.option.markexpr
+    failures = [x for kind in ("failed", "error") for x in terminalreporter.getreports(kind)]
+    for nodeid in dict.fromkeys(x.nodeid for x in failures):
+        terminalreporter.write_line(f"again: {again(nodeid, exhaustive)}")
     peaks = _peaks or {"this process": _peak_memory()}
     shown = ", ".join(f"{name} {peak:.1f} GB" for name, peak in sorted(peaks.items()))
     terminalreporter.write_line(f"peak memory: {shown}")

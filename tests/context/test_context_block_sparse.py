@@ -4,52 +4,22 @@ Guards against a block mask split where no rank or chunk begins, lists of anothe
 the mask of another batch row or head.
 """
 
-import functools
-
 import jax
 import numpy as np
 import packax
-import pytest
 from context import (
     BATCH,
     HEADS,
     LENGTH,
     ROWS,
-    assert_same,
-    in_order,
     mesh_of,
-    moved,
-    placed,
-    results,
-    tensors,
 )
 from jax.sharding import PartitionSpec as P
 
 DOCUMENTS = packax.causal() & packax.documents(ROWS)
-# Rows and keys of a block, then batch rows and heads of the block mask. The blocks divide a chunk,
-# do not divide one, have one row, or are larger than a rank's rows.
-MAPS = {
-    "tiles": ((128, 64), (1, 1)),
-    "odd": ((100, 48), (BATCH, HEADS)),
-    "rows": ((1, 96), (BATCH, 1)),
-    "large": ((700, 300), (1, HEADS)),
-}
-
-
-@functools.cache
-def expression_of(name):
-    (rows, keys), (batch, heads) = MAPS[name]
-    shape = batch, heads, -(-LENGTH // rows), -(-LENGTH // keys)
-    chosen = np.random.default_rng(rows).random(shape) < 0.5
-    return (
-        packax.causal() & packax.documents(ROWS) & packax.masks.block_sparse(chosen, (rows, keys))
-    )
-
-
-@functools.cache
-def one_device(name):
-    mask = packax.create_attention_mask(expression_of(name))
-    return jax.jit(results)(*tensors(), mask)
+BLOCK = 100, 48  # these divide no chunk
+CHOSEN = np.random.default_rng(100).random((BATCH, HEADS, 11, 22)) < 0.5
+EXPRESSION = DOCUMENTS & packax.masks.block_sparse(CHOSEN, BLOCK)
 
 
 def test_a_plan_balances_what_is_visited():
@@ -70,43 +40,6 @@ def test_a_plan_balances_what_is_visited():
     ).any()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("inside", [True, False])
-def test_in_a_shard_map_of_the_callers(inside):
-    """The mask is built inside, or built outside and passed in by its specs; heads in groups."""
-    mesh = mesh_of(2, 2, axes=("data", "context"))
-    sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
-    plan = packax.context_plan(DOCUMENTS, ranks=2)
-    expression = expression_of("odd")
-    rows, lse = P("data", "context"), P("data", None, "context")
-
-    def attend(expression_or_mask, plan, *x):
-        mask = expression_or_mask
-        if inside:
-            mask = packax.create_attention_mask(mask, sharding=sharding, plan=plan)
-        return results(*x, mask, gather_head_groups=2)
-
-    with jax.set_mesh(mesh):
-        if inside:
-            first, of_plan = expression, plan
-            specs = jax.tree.map(lambda x: P("data") if np.shape(x)[:1] == (BATCH,) else P(), first)
-            plan_specs = jax.tree.map(lambda x: P("data"), plan)
-        else:
-            first, of_plan = (
-                packax.create_attention_mask(expression, sharding=sharding, plan=plan),
-                None,
-            )
-            specs, plan_specs = sharding.mask_specs(first), None
-        function = jax.shard_map(
-            attend,
-            in_specs=(specs, plan_specs, *[rows] * 4, lse),
-            out_specs=(rows, lse, *[rows] * 3),
-        )
-        inputs = placed(mesh, moved(plan, tensors()), sharding)
-        got = in_order(plan, jax.device_get(jax.jit(function)(first, of_plan, *inputs)))
-    assert_same(got, one_device("odd"))
-
-
 def test_what_a_rank_holds():
     """Bits and lists of the rank's rows; blocks that fit in what the plan keeps together; specs
     that name the axes of the arrays."""
@@ -114,7 +47,7 @@ def test_what_a_rank_holds():
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(DOCUMENTS, ranks=4, chunk=128)
     with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(expression_of("odd"), sharding=sharding, plan=plan)
+        mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
     assert mask.block_size == (4, 48)  # gcd(100, 128)
     rows_per_rank = LENGTH // 4
     specs = sharding.mask_specs(mask)
@@ -134,4 +67,4 @@ def test_what_a_rank_holds():
         x = getattr(mask, name)
         assert x.sharding.shard_shape(x.shape) == shape, name
         assert getattr(specs, name) == x.sharding.spec == spec
-    assert packax.create_attention_mask(expression_of("odd")).block_size == (100, 48)
+    assert packax.create_attention_mask(EXPRESSION).block_size == (100, 48)

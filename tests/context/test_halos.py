@@ -27,11 +27,10 @@ from context import (
     mesh_of,
     moved,
     placed,
-    specs_of,
     tensors,
 )
 from context import results as all_results
-from jax.sharding import PartitionSpec as P
+from local_plans import greedy
 from lowered import calls
 from packax._src.context.halo import Halo
 from paths import DOCS
@@ -147,24 +146,6 @@ def test_equals_one_device_and_moves_halos_alone(case):
         assert moved_rows in [n * mask.fetched for n in (again + 1, 3)]
     else:
         assert not bytes_of
-
-
-@pytest.mark.parametrize("case", some([0, 1, 2, 5], 1))
-def test_axes_in_another_order_than_in_the_mesh(case):
-    """Ranks count along the axes in the order of the sharding."""
-    expression, kind, chunk, ranks, _ = CASES[case]
-    mesh = mesh_of(ranks // 2, 2, axes=("host", "gpu"))
-    spec = P(None, ("gpu", "host"))
-    sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    plan = plan_of(kind, ranks, chunk)
-    lengths = {"q_len": LENGTH, "kv_len": LENGTH}
-    expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression, **lengths))
-    with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan, **lengths)
-        assert mask.halo is not None
-        inputs = placed(mesh, moved(plan, tensors()), sharding)
-        got = in_order(plan, jax.block_until_ready(jax.jit(all_results)(*inputs, mask)))
-    assert_same(got, expected)
 
 
 def structures(number):
@@ -394,51 +375,15 @@ def test_what_reads_all_keys():
             assert ("all_gather" in text) == gathers != ("ppermute" in text)
 
 
-EXPLICIT = P(None, ("fsdp", "context"), "tensor")
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("inside", [None, True, False], ids=["explicit", "inside", "outside"])
-def test_types_and_shard_maps(inside):
-    """Axes of Explicit type, or the caller's shard_map with the mask built inside or outside."""
-    sharding = packax.AttentionSharding(query=EXPLICIT, key_value=EXPLICIT)
-    plan = jax.tree.map(jnp.asarray, plan_of("balanced", 2, 256))
-    expression = window(100) & DOCUMENTS
-    expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression))
-    specs = specs_of(sharding)
-    mesh = mesh_of(1, 1, 2, 2, kind="Auto" if inside is not None else "Explicit")
-
-    def attend(ids_or_mask, plan, *inputs):
-        mask = ids_or_mask
-        if not isinstance(mask, packax.AttentionMask):
-            expression = window(100) & packax.documents(mask)
-            mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
-        assert mask.halo is not None
-        return all_results(*inputs, mask)
-
-    with jax.set_mesh(mesh):
-        first, first_specs = jnp.asarray(ROWS), P()
-        if inside is False:
-            first = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
-            first_specs = sharding.mask_specs(first)
-        inputs = placed(mesh, moved(plan, tensors()), sharding)
-        function = attend
-        if inside is not None:
-            function = jax.shard_map(
-                attend,
-                in_specs=(first_specs, jax.tree.map(lambda _: P(), plan), *specs),
-                out_specs=(specs[0], specs[4], *specs[1:4]),
-            )
-        got = jax.block_until_ready(jax.jit(function)(first, plan, *inputs))
-        got = in_order(plan, jax.device_get(got))
-    assert_same(got, expected)
-
-
-@pytest.mark.exhaustive
-def test_forward_mode_and_second_derivatives():
-    query, key, value, dout, _ = tensors()
+@pytest.mark.parametrize("kind", ["halos", "local"])
+def test_forward_mode_and_second_derivatives(kind):
+    """Along one direction: J u, and the Hessian of a scalar times u, also by reverse over
+    reverse."""
+    *x, dout, _ = tensors()
     along = tensors(seed=1)[:3]
-    expression = window(100) & DOCUMENTS
+    expression = (window(100) if kind == "halos" else CAUSAL) & DOCUMENTS
+    plan = None if kind == "halos" else greedy(ROWS, 2)
 
     def derivatives(x, u, dout, mask):
         def attend(x):
@@ -447,14 +392,20 @@ def test_forward_mode_and_second_derivatives():
         def gradient(x):
             return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x)) * dout))(x)
 
-        return jax.jvp(attend, (x,), (u,))[1], jax.jvp(gradient, (x,), (u,))[1]
+        def product(x):
+            return sum(jnp.vdot(g, v) for g, v in zip(gradient(x), u, strict=True))
 
-    x = (query, key, value)
-    expected = jax.jit(derivatives)(x, along, dout, packax.create_attention_mask(expression))
+        forward = (jax.jvp(f, (x,), (u,))[1] for f in (attend, gradient))
+        return *forward, jax.grad(product)(x)
+
+    operands = tuple(x), along, dout
+    expected = jax.jit(derivatives)(*operands, packax.create_attention_mask(expression))
     with jax.set_mesh(mesh_of(2, axes=("context",))):
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT)
-        assert mask.halo is not None
-        got = jax.block_until_ready(jax.jit(derivatives)(x, along, dout, mask))
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        assert (mask.halo is None) == (kind == "local") and mask.private_part is not None
+        got = jax.jit(derivatives)(*(operands if plan is None else plan.permute(operands)), mask)
+        got = jax.block_until_ready(got)
+    got = got if plan is None else plan.unpermute(got)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 

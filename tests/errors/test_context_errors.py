@@ -51,7 +51,14 @@ def local(ids, ranks=4, **keywords):
     return packax.context_plan(expression, ranks=ranks, kind="local", **keywords)
 
 
+def of_plan(kind, **keywords):
+    short = packax.causal() & packax.documents(np.arange(512, dtype=np.int32) // 64)
+    order = packax.context_plan(short, ranks=2, kind=kind)
+    return build(short, sharding=GOOD, plan=order, **keywords)
+
+
 PLAN, TWO = plan(2), plan(2, batch=2)
+DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(3)}
 
 
 @pytest.mark.parametrize("call,error,said", list(errors.rows("context")), ids=str)

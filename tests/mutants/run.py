@@ -1,8 +1,9 @@
-"""Applies each mutant (mutants.py) to a copy of packax, and reports whether the tests find it:
+"""Applies each mutant (mutants.txt) to a copy of packax, and reports whether the tests find it:
 
-    python tests/mutants/run.py [word in a name ...]
+    python tests/mutants/run.py [word in a name ...] [tests/...]
 
 Prints one line for each mutant. Exit status 1: a mutant survived, or no longer fits the sources.
+With paths of tests, these run in place of what the mutants name.
 Cells of the table run in a forked process, test files in a new one. Run on request, not in a tier.
 """
 
@@ -15,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "table"))
@@ -24,9 +27,24 @@ import xla_flags  # noqa: F401, before jax
 # isort: split
 import jax  # noqa: F401, so that forked processes need not import it
 import numpy as np  # noqa: F401
-from mutants import MUTANTS, Mutant
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    cells: list[str]  # or paths of tests
+
+
+def mutants() -> Iterator[Mutant]:
+    for paragraph in Path(__file__).with_name("mutants.txt").read_text().split("\n\n"):
+        if not paragraph.startswith("#"):
+            head, *lines = paragraph.strip().splitlines()
+            of = {sign: [x[2:] for x in lines if x[0] == sign] for sign in "-+?"}
+            yield Mutant(*head.split(" | "), "\n".join(of["-"]), "\n".join(of["+"]), of["?"])
 
 
 def path_of(mutant: Mutant) -> str:
@@ -104,7 +122,10 @@ def of_file(path: str, copy: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    paths = [word for word in words if word.startswith("tests/")]
+    words = [word for word in words if word not in paths]
+    chosen = [m for m in mutants() if not words or any(word in m.name for word in words)]
+    chosen = [m._replace(cells=paths or m.cells) for m in chosen]
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "packax"

@@ -161,6 +161,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dropout": ("none", "dropout"),
     "mask": ("expression", "built"),
     "order": ("any", "deterministic"),
+    "ranks": (
+        *("2", "4", "heads", "keys of all heads", "levels", "levels reversed", "explicit"),
+        *("shard_map", "shard_map of a mask", "vmap", "axes of one", "context of one"),
+        *("keys in order", "one device"),
+    ),
 }
 SUBJECT = {name: values[0] for name, values in FEATURES.items()}
 TENSORS = {"query": "bqhd", "key": "bkgd", "value": "bkge", "dout": "bqhe", "dlse": "bhq"}
@@ -193,6 +198,7 @@ class Call:
     dropout: str = "none"
     mask: str = "expression"
     order: str = "any"
+    ranks: str = "2"  # of the properties of context parallelism: tests/table/ranks.py
     batch: int = 2
 
     features_of = FEATURES

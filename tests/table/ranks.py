@@ -1,0 +1,250 @@
+"""Context parallelism of a call: on which mesh, with which plan, inside which transformation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+import calls
+import jax
+import numpy as np
+import packax
+from calls import Arrays, Call
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from local_plans import greedy
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    mesh: dict[str, int]
+    context: tuple[str, ...] = ("context",)
+    heads: tuple[str | None, str | None] = (None, None)  # of query; of key and value
+    run: str = ""
+    groups: int | None = None  # of heads whose keys are gathered together
+
+    @property
+    def two(self) -> bool:
+        return math.prod(self.mesh[axis] for axis in self.context) == 2
+
+
+ROWS = {"data": 2, "context": 2}
+HEADS = {"context": 2, "tensor": 2}
+RANKS = {  # one for each feature "ranks" of a call
+    "2": Ranks(ROWS),
+    "4": Ranks({"context": 4}, groups=1),
+    "heads": Ranks(HEADS, heads=("tensor", "tensor"), run="scan"),
+    "keys of all heads": Ranks(HEADS, heads=("tensor", None), groups=1),
+    "levels": Ranks({"host": 2, "gpu": 2}, ("host", "gpu"), groups=2),
+    "levels reversed": Ranks({"gpu": 2, "host": 2}, ("host", "gpu")),
+    "explicit": Ranks(HEADS, heads=("tensor", "tensor"), run="explicit"),
+    "shard_map": Ranks(ROWS, run="shard_map"),
+    "shard_map of a mask": Ranks(HEADS, heads=("tensor", "tensor"), run="shard_map of a mask"),
+    "vmap": Ranks({"context": 2}, run="vmap"),
+    "axes of one": Ranks(
+        {"data": 1, "context": 2, "sequence": 1, "tensor": 2},
+        ("context", "sequence"),
+        ("tensor", "tensor"),
+    ),
+    "context of one": Ranks(
+        {"data": 2, "context": 1, "tensor": 2}, heads=("tensor", "tensor"), run="explicit"
+    ),
+    "keys in order": Ranks({"context": 2}, run="keys in order"),
+    "one device": Ranks({"context": 2}, run="one device"),
+}
+ALONE = "context of one", "one device"
+KEEP = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+REMOVE = "jax_remove_size_one_mesh_axis_from_type"
+
+
+def why_not(call: Call, kind: str | None) -> str | None:
+    """Why a call does not run on its ranks. `kind`: "plan", "local", "halos" or None."""
+    run = RANKS[call.ranks].run
+    if run == "keys in order" and kind != "plan":
+        return "its keys are in order, or stay where their documents are"
+    if run == "one device" and kind is None:
+        return "one device in order is the first property"
+    if call.ranks in ALONE and kind == "halos":
+        return "one rank has all keys"
+    if "seed" in call.names() and run in ("keys in order", "vmap"):
+        return "dropout counts keys in the order of the plan, and mapped rows from 0"
+    return None
+
+
+class OverRanks:
+    """The results of a call over ranks, with rows in the order of a plan."""
+
+    def __init__(self, call: Call, kind: str | None) -> None:
+        self.call, self.at = call, RANKS[call.ranks]
+        at, heads = self.at, self.at.heads
+        if int(call.heads.split("/")[1]) % 2:  # every device has the one head of the keys
+            heads = heads[0], None
+        batch = "data" if "data" in at.mesh else None
+        self.axes = {"b": batch, "q": at.context, "k": at.context, "h": heads[0], "g": heads[1]}
+        explicit = at.run == "explicit"
+        types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(at.mesh)
+        devices = jax.devices("cpu")[: math.prod(at.mesh.values())]
+        self.mesh = jax.make_mesh(
+            (*at.mesh.values(),), (*at.mesh,), devices=devices, axis_types=types
+        )
+        specs = (self.spec("bqh."), self.spec("bkg."))
+        self.sharding = None if at.run == "one device" else packax.AttentionSharding(*specs)
+        self.arrays = call.arrays(1)
+        self.lengths = call.sizes()
+        levels = tuple(at.mesh[axis] for axis in at.context)
+        self.plan = kind and (
+            greedy(self.arrays.get("ids", np.zeros(self.lengths[0])), levels)
+            if kind == "local"
+            else packax.context_plan(
+                call.expression(self.arrays),
+                ranks=math.prod(levels),
+                kind=kind,
+                length=self.lengths[0],
+            )
+        )
+        self.built: Any = None
+        self.labels = call.labels()
+        if places := placed(call, self.arrays):
+            self.labels |= {"q_places": "bq", "kv_places": "b."}
+            self.arrays |= dict(zip(("q_places", "kv_places"), places, strict=True))
+
+    def spec(self, labels: str) -> P:
+        return P(*(self.axes.get(at) for at in labels))
+
+    def spec_of(self, name: str) -> P:
+        """Tensors, and the rows of a bias, are sharded; of other arrays, the batch."""
+        labels = self.labels[name]
+        if name == "bias":
+            return self.spec(labels.replace("k", "."))
+        if name in (*calls.TENSORS, "q_places"):
+            return self.spec(labels)
+        if name in ("sinks", "slopes") and "shard_map" in self.at.run:
+            return self.spec(labels)
+        return self.spec("b") if labels.startswith("b") else P()
+
+    def permuted(self, name: str) -> int | None:
+        """The axis of an array that is in the order of the plan."""
+        axes = {"out": 1, "lse": 2, "dlse": 2, "q_places": 1, "query": 1, "dout": 1}
+        if self.at.run != "keys in order":
+            axes |= {"key": 1, "value": 1}
+        if self.labels.get("bias", "....")[2] == "q":
+            axes["bias"] = 2
+        name = name if name in axes else name.removeprefix("d")
+        return axes.get(name) if self.plan is not None else None
+
+    def moved(self, name: str, x: Any, back: bool = False) -> Any:
+        axis = self.permuted(name)
+        if axis is None:
+            return x
+        return (self.plan.unpermute if back else self.plan.permute)(x, axis)
+
+    def mask(self, a: Arrays, plan: Any) -> Any:
+        order = {"permuted_keys": False} if self.at.run == "keys in order" else {}
+        mask = packax.create_attention_mask(
+            self.call.expression(a), q_len=self.lengths[0], kv_len=self.lengths[1],
+            sharding=self.sharding, plan=plan, **order,
+        )  # fmt: skip
+        self.built = mask
+        return mask
+
+    def attend(self, a: Arrays, mask: Any, **more: Any) -> Any:
+        places = (a["q_places"], a["kv_places"]) if "q_places" in a else None
+        if self.at.groups is not None:
+            more["gather_head_groups"] = min(self.at.groups, a["key"].shape[2])
+        return self.call.attend(a, mask, places, **more)
+
+    def mapped(self, a: Arrays, plan: Any) -> Any:
+        """In a shard_map of the caller, which builds the mask or gets it."""
+        of = {name: self.spec_of(name) for name in a}
+        results = self.spec("bqh."), self.spec("bhq"), self.spec("bh")
+        if self.at.run == "shard_map":
+            of_plan = jax.tree.map(lambda x: self.spec("b") if len(x) > 1 else P(), plan)
+            return jax.shard_map(
+                lambda a, plan: self.attend(a, self.mask(a, plan)),
+                mesh=self.mesh, in_specs=(of, of_plan), out_specs=results,
+            )(a, plan)  # fmt: skip
+        mask = self.mask(a, plan)
+        return jax.shard_map(
+            self.attend, mesh=self.mesh, in_specs=(of, self.sharding.mask_specs(mask)),
+            out_specs=results,
+        )(a, mask)  # fmt: skip
+
+    def of_rows(self, a: Arrays, plan: Any) -> Any:
+        """Mapped over the batch, together with the mask."""
+        mask = self.mask(a, plan)
+        names = {*calls.TENSORS, "q_places", "kv_places", "bias"} & {*a}
+        along = {name: a[name] for name in names if self.labels[name].startswith("b")}
+        along = {name: x for name, x in along.items() if len(x) > 1}
+
+        def one(along, mask):
+            rows = {name: x[None] for name, x in along.items()}
+            return [x[0] for x in self.attend(a | rows, mask)]
+
+        return (*jax.vmap(one, in_axes=(0, mask.vmap_axes()))(along, mask),)
+
+    def scanned(self, a: Arrays, plan: Any) -> Any:
+        layer = jax.checkpoint(self.attend, policy=KEEP)
+        mask = self.mask(a, plan)
+        _, results = jax.lax.scan(lambda c, _: (c, layer(a, mask)), 0, None, length=1)
+        return tuple(x[0] for x in results)
+
+    def plain(self, a: Arrays, plan: Any) -> Any:
+        mask = self.mask(a, plan)
+        if plan is None and self.call.mask == "expression":  # built by attention
+            return self.attend(a, None, sharding=self.sharding)
+        return self.attend(a, mask)
+
+    def results(self) -> dict[str, Any]:
+        """In the order of the sequence."""
+        runs = {"vmap": self.of_rows, "scan": self.scanned}
+        runs |= dict.fromkeys(("shard_map", "shard_map of a mask"), self.mapped)
+        run = runs.get(self.at.run, self.plain)
+        a = {name: self.moved(name, x) for name, x in self.arrays.items()}
+        alone = self.sharding is None
+        with (
+            contextlib.nullcontext() if alone else jax.set_mesh(self.mesh),
+            size_one(odd(self.call)),
+        ):
+            if self.at.run == "explicit":
+                specs = {name: self.spec_of(name) if name in calls.TENSORS else P() for name in a}
+                place = lambda n, x: jax.device_put(x, NamedSharding(self.mesh, specs[n]))  # noqa: E731
+                a = {name: place(name, x) for name, x in a.items()}
+            step = jax.jit(lambda a, plan: self.call.step(a, functools.partial(run, plan=plan)))
+            got = jax.block_until_ready(step(a, jax.tree.map(np.asarray, self.plan)))
+        return {name: self.moved(name, np.asarray(x), back=True) for name, x in got.items()}
+
+    def wrong(self) -> list[str]:
+        return self.call.wrong(self.results(), self.arrays)
+
+
+@contextlib.contextmanager
+def size_one(removed: bool) -> Any:
+    """With axes of size 1 in types, or without, as MaxText sets."""
+    with contextlib.ExitStack() as after:
+        if hasattr(jax.config, REMOVE):
+            after.callback(jax.config.update, REMOVE, getattr(jax.config, REMOVE))
+            jax.config.update(REMOVE, removed)
+        yield
+
+
+def placed(call: Call, a: Arrays) -> Any:
+    """The positions that ALiBi needs where the sequence is sharded."""
+    if "slopes" not in a:
+        return None
+    index = [np.arange(n)[None] for n in call.sizes()]
+    pairs = zip(call.places(a) or index, call.sizes(), strict=True)
+    return [np.broadcast_to(x, (call.batch, n)).astype(np.int32) for x, n in pairs]
+
+
+def odd(call: Call) -> bool:
+    """Chooses between two ways for the calls of a property."""
+    return zlib.crc32(str(call).encode()) % 2 == 1
+
+
+def or_zigzag(call: Call, kind: str | None) -> str | None:
+    """`kind`, or for some calls over two ranks (more need longer sequences) "zigzag"."""
+    return "zigzag" if RANKS[call.ranks].two and odd(call) else kind
