@@ -126,8 +126,13 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
     }
     return o;
   };
-  if (target == "documents") return answer(DocumentsOperands{});
-  if (target == "blocks") return answer(BlocksOperands{});
+  const auto of_mask = [&](auto o) {
+    Read(call, "batch", &o.batch);
+    Read(call, "kv_len", &o.kv_len);
+    return o;
+  };
+  if (target == "documents") return answer(of_mask(DocumentsOperands{}));
+  if (target == "blocks") return answer(of_mask(BlocksOperands{}));
   if (target == "decode") {
     auto o = with_dtype(DecodeOperands{});
     Read(call, "batch", &o.batch);

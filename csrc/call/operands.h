@@ -8,6 +8,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "call/sizes.h"
 #include "runtime/driver.h"
 #include "signatures.h"  // generated
@@ -191,10 +194,22 @@ struct MaskOperands {
   static constexpr Dtype dtype = Dtype::kAny;
   static constexpr int32_t qk_dim = 0, v_dim = 0;
   static constexpr int32_t multiple() { return 1; }
+  static constexpr int64_t kMaxBatch = 65535;  // the y axis of grids
   int32_t batch, q_len, kv_len;
 };
 
 struct DocumentsOperands : MaskOperands, DocumentsPointers {
+  // Keeps five tables with two slots per key below 2^31 elements; for more keys, Python uses XLA.
+  static constexpr int64_t kMaxKeys = int64_t{1} << 27;
+
+  // Of a table: a power of two, at least two slots per key.
+  int64_t slots() const {
+    return std::max(int64_t{1024},
+                    static_cast<int64_t>(2 * std::bit_ceil(static_cast<uint64_t>(kv_len))));
+  }
+  // Of the workspace, for each batch row. The last section has a word for every 1,024 keys.
+  int64_t words() const { return 5 * slots() + kv_len + CeilDiv(kv_len, 1024); }
+
   int32_t compare_positions, table_size, table_shift, search_steps;
 };
 

@@ -13,25 +13,13 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kMinTableSize = 1024;
-// Keeps five tables with two slots per key below 2^31 elements; for more keys, Python uses XLA.
-constexpr int64_t kMaxTableKeys = int64_t{1} << 27;
-// Keys per entry of the workspace's last section.
-constexpr int64_t kWorkspaceChunk = 1024;
-
 ffi::Error CheckDocuments(Stream stream, DocumentsBuffers b) {
   DocumentsOperands o = {};
   PACKAX_TRY(ExpectRank("q_ids", b.q_ids, 2, "(mask_batch, q_len)"));
   PACKAX_TRY(ExpectRank("kv_ids", b.kv_ids, 2, "(mask_batch, kv_len)"));
   PACKAX_TRY(ToInt32("mask_batch (q_ids axis 0)", b.q_ids.dimensions()[0], 0, kMaxInt32, &o.batch));
   PACKAX_TRY(ToInt32("q_len (q_ids axis 1)", b.q_ids.dimensions()[1], 1, kMaxLength, &o.q_len));
-  PACKAX_TRY(
-      ToInt32("kv_len (kv_ids axis 1)", b.kv_ids.dimensions()[1], 1, kMaxTableKeys, &o.kv_len));
-
-  // A power of two, at least two slots per key.
-  const int64_t slots = 2 * static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(o.kv_len)));
-  const auto table_size = static_cast<int32_t>(slots > kMinTableSize ? slots : kMinTableSize);
-  const int64_t words = 5 * int64_t{table_size} + o.kv_len + CeilDiv(o.kv_len, kWorkspaceChunk);
+  PACKAX_TRY(ToInt32("kv_len (kv_ids axis 1)", b.kv_ids.dimensions()[1], 1, o.kMaxKeys, &o.kv_len));
 
   PACKAX_TRY(ExpectAttribute("compare_positions", b.compare_positions, 2));
   const Axis batch{"mask_batch", o.batch}, q{"q_len", o.q_len}, kv{"kv_len", o.kv_len};
@@ -47,13 +35,13 @@ ffi::Error CheckDocuments(Stream stream, DocumentsBuffers b) {
   PACKAX_TRY(Expect("lo", *b.lo, s32, {batch, q}));
   PACKAX_TRY(Expect("hi", *b.hi, s32, {batch, q}));
   PACKAX_TRY(Expect("segment_checked", *b.segment_checked, s32, {batch, q}));
-  PACKAX_TRY(Expect("workspace", *b.workspace, s32, {batch, {"words", words}}));
+  PACKAX_TRY(Expect("workspace", *b.workspace, s32, {batch, {"words", o.words()}}));
   if (o.batch == 0) return ffi::Error::Success();
 
   Read(b, &o);
   o.compare_positions = b.compare_positions;
-  o.table_size = table_size;
-  o.table_shift = 32 - std::countr_zero(static_cast<uint32_t>(table_size));
+  o.table_size = static_cast<int32_t>(o.slots());
+  o.table_shift = 32 - std::countr_zero(static_cast<uint32_t>(o.table_size));
   o.search_steps = static_cast<int32_t>(std::bit_width(static_cast<uint32_t>(o.kv_len)));
   return RunDocuments(stream, o);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -169,6 +170,13 @@ Judgement Judge(const Operands& call, const Devices& devices) {
   Operands o = call;
   Prepare(devices, &o);
   Judgement result;
+  if constexpr (std::is_base_of_v<MaskOperands, Operands>) {
+    if (o.kv_len == 0 || o.batch > o.kMaxBatch) return result;
+  }
+  if constexpr (std::is_same_v<DocumentsOperands, Operands>) {
+    if (o.kv_len > o.kMaxKeys) return result;
+    result.workspace = {0, 0, o.words()};
+  }
   result.here = std::ranges::any_of(devices, [&](const auto& x) { return Choose(o, x).found; });
   result.found = result.here || std::ranges::any_of(DevicesOf({}, kNewestDriver),
                                                     [&](const auto& x) { return HasCommon(o, x); });

@@ -19,7 +19,7 @@ struct Judgement {
   int64_t qk_dim = 0, v_dim = 0;  // to which to pad the head dims
   int64_t kv_len = 0;             // to which to pad the keys, for a bias
 
-  // Of a backward.
+  // Of a backward. For documents, `workspace.others` is that of each batch row.
   Algorithm algorithm = Algorithm::kPortable;
   BackwardWorkspace workspace = {};
   int64_t dbias_parts = 0;  // sums of the bias gradient after the workspace

@@ -33,7 +33,7 @@ class Judgement(TypedDict):
     kv_len: int  # to which to pad the keys, for a bias; 0: no padding
     algorithm: str  # of a backward
     # of a backward: its 4-byte elements for each padded query row of the call, for each of the
-    # mask, and besides
+    # mask, and besides; of documents: those of each batch row, last
     workspace: tuple[int, int, int]
     dbias_parts: int  # sums of the bias gradient behind it, each as large as the bias
     splits: int  # of decoding: shares of the keys for which there is room

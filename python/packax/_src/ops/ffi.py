@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,9 +83,9 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
         if of.block_table is not None:
             sizes["page_size"] = sizes["kv_len"]
             sizes["kv_len"] *= of.block_table.shape[1]
-        call |= _known(sizes)
+        call |= known(**sizes)
         return {**call, "kv_len": min(call["kv_len"], MAX_LENGTH), "fp8": is_fp8(value)}
-    call |= _known(sizes) | {
+    call |= known(**sizes) | {
         "scale": float(spec.scale),
         "soft_cap": float(spec.soft_cap),
         "dropout_threshold": min(spec.dropout_threshold, INT_MAX),  # only whether it is 0
@@ -100,8 +99,8 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
         call["bias_kind"] = 2 if of.bias.dtype == jnp.float32 else 1
         groups, *_ = axes = of.bias.shape[:3]
         of_axes = sum((is_symbolic(n) or n > 1) << axis for axis, n in enumerate(axes))
-        known = not (is_symbolic(groups) or is_symbolic(query.shape[0]))
-        group = 1 if groups == query.shape[0] else query.shape[0] // groups if known else 2
+        symbolic = is_symbolic(groups) or is_symbolic(query.shape[0])
+        group = 1 if groups == query.shape[0] else 2 if symbolic else query.shape[0] // groups
         call["bias_axes"] = of_axes + (group << 3)
     if spec.block_size is not None:
         call["q_block"], call["kv_block"] = spec.block_size
@@ -116,19 +115,14 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def _known(sizes: dict[str, Any]) -> dict[str, int]:
+def known(**sizes: Any) -> dict[str, int]:
     return {name: 0 if is_symbolic(n) else n for name, n in sizes.items()}
 
 
-def variants() -> tuple[Any, ...]:
+def variants() -> list[Any]:
     """The kernels of this build, as rows of the table."""
     assert ext is not None
-    return _cached_rows(ext.variants)
-
-
-@functools.lru_cache(4)
-def _cached_rows(table: Callable[[], Any]) -> tuple[Any, ...]:
-    return tuple(table())  # cached: 1,600 rows take milliseconds, and each lowering reads it often
+    return ext.variants()
 
 
 _assumed: contextvars.ContextVar[int | None] = contextvars.ContextVar("assumed", default=None)

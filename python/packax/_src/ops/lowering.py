@@ -175,36 +175,27 @@ register(
 
 # --- Masks
 
-_CHUNK = 1024  # keys per program of the document kernels; the workspace has an int for each chunk
-_MOST_TABLE_KEYS = 1 << 27  # as in csrc/ffi/mask.cc
-_MOST_MASK_ROWS = 65535  # batch rows are the y axis of the grid of the mask kernels
-
-
 _documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
 _blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
 
 
-def _takes_mask_kernels(ctx, target, implementation, batch, kv_len):
-    """Whether kernels build the mask. Otherwise XLA computes the same integers, for example if
-    sizes exceed the limits of the kernels."""
-    if implementation == "xla":
-        return False
+def _judge_mask(ctx, target, implementation, batch, kv_len):
+    """What C++ says of the kernels that build the mask. None: XLA computes the same integers, for
+    example if sizes exceed the limits of the kernels."""
     if implementation == "cuda":
         ffi.require_extension()
-    elif ffi.ext is None or not ffi.judge(target, {}, ffi.for_export(ctx))["here"]:
-        return False
-    few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
-    return few and not is_symbolic(kv_len)
+    if implementation == "xla" or ffi.ext is None:
+        return None
+    judged = ffi.judge(target, ffi.known(batch=batch, kv_len=kv_len), ffi.for_export(ctx))
+    return judged if judged["found" if implementation == "cuda" else "here"] else None
 
 
 def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
-    # The table size must be static, and small enough for the kernels' 32-bit indices.
-    kernels = _takes_mask_kernels(ctx, "documents", implementation, batch, kv_len)
-    if not kernels or kv_len > _MOST_TABLE_KEYS:
+    judged = _judge_mask(ctx, "documents", implementation, batch, kv_len)
+    if judged is None:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
-    width = 5 * xla_mask.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
-    workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
+    workspace = jax.core.ShapedArray((batch, judged["workspace"][2]), jnp.dtype(jnp.int32))
     return ffi_call(
         ctx,
         SYMBOLS["documents"],
@@ -215,8 +206,7 @@ def _documents_cuda(ctx, *operands, compare_positions, implementation):
 
 
 def _blocks_cuda(ctx, *operands, kv_len, implementation):
-    batch = ctx.avals_in[0].shape[0]
-    if not _takes_mask_kernels(ctx, "blocks", implementation, batch, kv_len):
+    if _judge_mask(ctx, "blocks", implementation, ctx.avals_in[0].shape[0], kv_len) is None:
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return ffi_call(ctx, SYMBOLS["blocks"], operands, kv_len=np.int64(kv_len))
 
