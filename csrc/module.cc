@@ -149,6 +149,9 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
   if (target == "forward_tangent") {
     auto o = with_dtype(TangentOperands{});
     ReadAttention(call, &o);
+    Read(call, "has_tq", &o.has_tq);
+    Read(call, "has_tk", &o.has_tk);
+    Read(call, "has_tv", &o.has_tv);
     return answer(o);
   }
   if (target == "forward") {

@@ -94,8 +94,9 @@ def test_along_all_operands_equals_the_sum_of_each(dim, length):
             for n, shape in enumerate(shapes)] for k in (0, 1)
     )  # fmt: skip
     if jax.devices()[0].compute_capability == "9.0":
-        driver = ffi.ext.driver()["version"]
-        assert ffi.ext.find("forward_tangent_sm90", 90, "bf16", *2 * [-(-dim // 64) * 64], driver)
+        call = {"dtype": "bf16", "qk_dim": dim, "v_dim": dim, "has_tq": 1, "has_tk": 1, "has_tv": 1}
+        found = ffi.ext.select("forward_tangent", 90, 132, call, ffi.ext.driver()["version"])
+        assert [kernel for kernel, _ in found] == ["forward_tangent_sm90"]
 
     @functools.partial(jax.jit, static_argnums=0)
     def along(argnums, u):

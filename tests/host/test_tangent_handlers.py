@@ -64,6 +64,28 @@ def test_plain_on_sm90(tmp_path, driver, s, qk_dim):
     expect_launches(machine, call, {**attention(s, 0.125, 2), **maps}, {kernel: grid(s)})
 
 
+@pytest.mark.parametrize(
+    "changed,kernel",
+    [
+        ({}, "forward_tangent_sm90"),
+        ({"qk_dim": 72, "v_dim": 8}, "forward_tangent_sm90"),
+        ({"has_tk": 0}, "forward_tangent_fallback"),
+        ({"soft_cap": 2.0}, "forward_tangent_fallback"),
+        ({"scales_batch": 1}, "forward_tangent_fallback"),
+        ({"block_mask_heads": 1}, "forward_tangent_fallback"),
+        ({"qk_dim": 136}, "forward_tangent_fallback"),
+        ({"dtype": "tf32"}, "forward_tangent_fallback"),
+    ],
+    ids=str,
+)
+def test_selection_on_sm90(machine, changed, kernel):
+    call = {"dtype": "bf16", "qk_dim": 128, "v_dim": 128, **flags((1, 1, 1)), **changed}
+    built = {row["kernel"] for row in machine.ext.variants() if row["cc"] == 90}
+    if "forward_tangent_sm90" not in built or machine.ext.part() not in ("", "archs 90a"):
+        pytest.skip("needs a build of all kernels for 9.0")
+    assert [name for name, _ in machine.ext.select("forward_tangent", 90, 132, call)] == [kernel]
+
+
 def test_smaller_head_dims_on_sm90(tmp_path, driver):
     """The kernel with the smallest head dims that cover them, with tensor maps that end at their
     last column."""
