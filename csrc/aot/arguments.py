@@ -33,6 +33,11 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
         "dout": ("", 64, "V_CHUNK"),
         "dq": ("", 64, "QK_CHUNK"),
     },
+    "ragged_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "PAGE_ROWS", "QK_CHUNK"),
+        "value": ("", "PAGE_ROWS", "V_CHUNK"),
+    },
 }
 TENSOR_MAPS["forward_tangent_sm90"] = {
     "query": ("", 64, "QK_DIM"),

@@ -78,6 +78,8 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90", 256): 184,  # under ptxas 12.9; 80 under 13.4
     ("forward_sm90", (192, 192)): 104,  # under ptxas 12.9; 40 under 13.4
     ("forward_sm90", 512): 136,  # under ptxas 13.4; 112 under 12.9
+    ("ragged_sm90", 64): 80,  # under ptxas 12.9
+    ("ragged_sm90", 128): 80,  # under ptxas 12.9; 24 under 13.4
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,

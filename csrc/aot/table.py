@@ -156,6 +156,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "decode_fp8_pages": "portable.decode",
     "decode_tall_fp8_pages": "portable.decode",
     "decode_combine": "portable.decode",
+    "ragged_sm90": "sm90.ragged",
 }
 
 # module -> its functions. Modules that are not listed have a function for each kernel.
@@ -479,7 +480,7 @@ def sm90(
         del constants["QK_DIM"], constants["V_DIM"]
     # rows per program; keys for kernels of dK and dV
     block = {
-        "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
+        **dict.fromkeys(("forward_sm90", "ragged_sm90"), 64 * tile.get("WARP_GROUPS", 0)),
         "forward_tangent_sm90": 128,
         "backward_dq_sm90": 128,
         **dict.fromkeys(("backward_shared_dbias", "backward_shared_float32_dbias"), 64),

@@ -297,6 +297,21 @@ SM90_TILES["forward_sm90_short"] = {
     | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
     | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
+# Chunks of new tokens over pages. The producer needs registers for page numbers. PAGE_ROWS: keys
+# that one TMA copy loads, the smallest page (csrc/launch/select.cc).
+SM90_TILES["ragged_sm90"] = {
+    dim: {
+        "QK_CHUNK": dim,
+        "WARP_GROUPS": 2,
+        "BLOCK_N": 128,
+        "STAGES": 2,
+        "PAGE_ROWS": 16,
+        "CONSUMER_REGISTERS": 232,
+        "PRODUCER_REGISTERS": 40,
+        "REMATERIALIZE": int(dim != 64),
+    }
+    for dim in (64, 128)
+}
 # kernel -> the plain kernel whose function and tensor maps it uses
 LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY | SHORT
 # Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
@@ -318,6 +333,7 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_sm90",
     "backward_dq_sm90",
     "forward_tangent_sm90",
+    "ragged_sm90",
     *LIKE_PLAIN,
     *(f"backward_dkdv_sm90{x}" for x in ("_bias", "_float32_bias", "_dbias")),
     *("backward_shared_dbias", "backward_shared_float32_dbias"),

@@ -162,6 +162,8 @@ struct BackwardOperands : AttentionOperands, BackwardPointers {
 };
 
 struct DecodeOperands : DecodePointers {
+  TensorView query, key, value;  // a paged cache is (pages, page_size, kv_heads, columns)
+
   float scale, soft_cap;
   int32_t has_sinks;
   int32_t batch, sink_batch, q_len, heads, kv_heads;
@@ -171,16 +173,19 @@ struct DecodeOperands : DecodePointers {
   int32_t splits;                         // the most shares per sequence
   int32_t shares;  // in all, divided among sequences by length; 0: `splits` for each
   // Packed rows of several sequences, in a batch of 1 (packax_ragged_v1).
-  const void* workspace = nullptr;  // int32: 2 for each row, then 8 for each item
+  const void* workspace = nullptr;  // int32: the list of work
+  const void* counter = nullptr;    // tiles of chunks that persistent programs have taken
+  int32_t room;                     // shares that fit in the workspace, or items
   int32_t tile_rows = 0;            // the most tokens of an item; 0: rows are not packed
   int32_t has_tall = 0;             // whether a tall kernel computes the items with more rows
+  int32_t chunks_elsewhere = 0;     // whether another kernel computes those of long chunks
   int32_t scale_rows;               // 1, batch or pages
   int32_t bfloat16_query;           // for a cache in FP8; 1: bfloat16, 0: float16
 
   Dtype dtype;
   bool fp8;  // key and value are float8_e4m3fn
   int32_t qk_dim, v_dim;
-  int32_t room;  // shares that fit in the workspace, or items
+  int32_t chunk_tiles = 0;  // for how many tiles of chunks the list has room
 
   // Of head dims, so that rows are aligned to 16 bytes.
   int32_t multiple() const { return fp8 ? 16 : 8; }

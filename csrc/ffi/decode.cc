@@ -12,7 +12,7 @@ namespace packax {
 namespace {
 
 constexpr int64_t kMaxRows = 16;  // new rows per sequence
-constexpr int64_t kItem = 8;      // numbers of an item (csrc/kernels/portable/decode.py)
+constexpr int64_t kItem = 8;      // numbers of an item, or of a tile of a chunk
 
 // `batch` and `rows`: the largest batch and q_len.
 ffi::Error ReadQuery(const DecodeBuffers& b, int64_t batch, int64_t rows, DecodeOperands* o) {
@@ -104,8 +104,31 @@ ffi::Error ReadItems(RaggedBuffers& b, DecodeOperands* o) {
   const Axis heads{"heads", o->heads};
   PACKAX_TRY(Expect("partial", *b.partial, f32, {items, tile_rows, heads, {"v_dim", o->v_dim}}));
   PACKAX_TRY(Expect("sums", *b.sums, f32, {items, tile_rows, heads}));
+  const int64_t alone = int64_t{2} * o->q_len + kItem * o->room;
+  PACKAX_TRY(ExpectRank("work", b.work, 1, "(2 * q_len + 8 * items)"));
+  const int64_t more = b.work.dimensions()[0] - alone - o->q_len;  // with chunks
+  if (more <= 0 || more % kItem != 0) {
+    return Expect("work", b.work, s32, {{"2 * q_len + 8 * items", alone}});
+  }
+  PACKAX_TRY(ToInt32("tiles of chunks (in work)", more / kItem - 1, 0, kMaxInt32, &o->chunk_tiles));
+  o->counter = b.counter->untyped_data();
+  PACKAX_TRY(Expect("counter", *b.counter, s32, {{"counter", 1}}));
   return Expect("work", b.work, s32,
-                {{"2 * q_len + 8 * items", int64_t{2} * o->q_len + kItem * o->room}});
+                {{"3 * q_len + 8 * (items + 1 + tiles)", more + alone + o->q_len}});
+}
+
+// The views of query, key and value, for tensor maps. They have no elements in FP8.
+void MakeViews(const DecodeBuffers& b, DecodeOperands* o) {
+  const TensorMapElement element =
+      o->dtype == Dtype::kF16 ? TensorMapElement::kF16 : TensorMapElement::kBf16;
+  const auto view = [&](const char* name, const ffi::AnyBuffer& x) {
+    const auto sizes = x.dimensions();
+    return TensorView{name,     x.untyped_data(), element,  sizes[0],
+                      sizes[2], sizes[1],         sizes[3], sizes[2] * sizes[3]};
+  };
+  o->query = view("query", b.query);
+  o->key = view("key", b.key);
+  o->value = view("value", b.value);
 }
 
 // `rows`: the largest q_len. `packed`: packed rows in a batch of 1, and their items, or null.
@@ -139,6 +162,7 @@ ffi::Error ReadAll(DecodeBuffers& b, int64_t rows, RaggedBuffers* packed, Decode
   o->scale = b.scale;
   o->soft_cap = b.soft_cap;
   Read(b, o);
+  MakeViews(b, o);
   return ffi::Error::Success();
 }
 

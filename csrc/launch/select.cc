@@ -509,7 +509,15 @@ Grid Shares(const D& o, int64_t block) {
   return {Product({tiles, o.kv_heads, all})};
 }
 
-Grid DecodedRows(const D& o, int64_t) { return {Product({o.batch, o.q_len, o.heads})}; }
+// With chunks elsewhere, programs take turns at the listed tokens.
+constexpr int64_t kTurns = 256;
+
+Grid DecodedRows(const D& o, int64_t) {
+  const int64_t tokens = o.chunks_elsewhere != 0 ? std::min<int64_t>(o.q_len, kTurns) : o.q_len;
+  return {Product({o.batch, tokens, o.heads})};
+}
+
+Grid ChunkTiles(const D& o, int64_t) { return {Product({o.chunk_tiles, o.heads})}; }
 
 template <typename Args>
 constexpr Steps<D> Decode() {
@@ -519,6 +527,11 @@ constexpr Steps<D> Decode() {
 template <typename Tall, typename Small>
 constexpr Steps<D> DecodeBoth() {
   return {Use<Tall, D>(Shares), Use<Small, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
+}
+
+constexpr Steps<D> WithChunks() {
+  return {Use<RaggedSm90Args, D>(ChunkTiles, nullptr, &D::counter), Use<DecodeTallArgs, D>(Shares),
+          Use<DecodeArgs, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
 enum class CacheOf { k16Bits, kFp8, kFp8Pages };  // k16Bits: float32, too
@@ -540,11 +553,22 @@ bool TakesBoth(const D& o, const Device& device) {
   return Takes<cache>(o, device) && o.tile_rows > 0 && !TakesSmallDecodeTile(o.rows());
 }
 
+// Whether the list of work has chunks that csrc/kernels/sm90/ragged.py takes: the scale is
+// positive, and pages consist of the rows of a TMA copy, or there is one for each sequence.
+bool TakesChunks(const D& o, const Device& device) {
+  constexpr int32_t kPageRows = 16;
+  const bool pages = std::has_single_bit(static_cast<uint32_t>(o.page_size));
+  return o.chunk_tiles > 0 && TakesBoth<CacheOf::k16Bits>(o, device) && o.soft_cap == 0 &&
+         o.scale > 1e-30F && (o.dtype == Dtype::kBf16 || o.dtype == Dtype::kF16) &&
+         (o.table_width == 1 || (pages && o.page_size >= kPageRows));
+}
+
 // There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most
 // GPUs. Large groups then take several tiles of the smaller kernels.
 constexpr Row<D> kDecode[] = {
     {TakesBoth<CacheOf::kFp8Pages>, Gpus::kSome, Dims::kCovering,
      DecodeBoth<DecodeTallFp8PagesArgs, DecodeFp8PagesArgs>()},
+    {TakesChunks, Gpus::kSome, Dims::kCovering, WithChunks()},
     {TakesBoth<CacheOf::k16Bits>, Gpus::kSome, Dims::kCovering,
      DecodeBoth<DecodeTallArgs, DecodeArgs>()},
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},
@@ -696,6 +720,7 @@ ffi::Error RunDecode(Stream stream, DecodeOperands o) {
   PACKAX_TRY(Select(o, &device, &selected));
   if (o.tile_rows > 0) {  // the shares are in `work`
     o.has_tall = selected.row->steps[2].list != nullptr ? 1 : 0;
+    o.chunks_elsewhere = selected.row->steps[3].list != nullptr ? 1 : 0;
     return Run(stream, o, selected);
   }
   const int64_t most = std::min(o.room, selected.block(1));  // the most that decode_combine merges

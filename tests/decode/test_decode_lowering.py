@@ -53,9 +53,13 @@ def test_lowering(monkeypatch):
     assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
 
 
-@pytest.mark.parametrize("tokens,rows,items", [(70, 16, 4 + 5 + 512), (5, 1, 5 + 512)])
-def test_packed_rows(monkeypatch, tokens, rows, items):
-    """Without a copy of the query or the cache. Tiles of at most 64 rows, and 1,024 programs."""
+@pytest.mark.parametrize(
+    "tokens,rows,items,tiles",
+    [(70, 16, 4 + 5 + 512, 0), (5, 1, 5 + 512, 0), (300, 16, 18 + 5 + 512, 2 + 2)],
+)
+def test_packed_rows(monkeypatch, tokens, rows, items, tiles):
+    """Without a copy of the query or the cache. Tiles of at most 64 rows, and 1,024 programs; and
+    if there can be chunks, tiles of at most 128 tokens."""
     monkeypatch.setattr(ffi, "ext", Extension)
     sequences = [jax.ShapeDtypeStruct((5, *more), jnp.int32) for more in ((), (44,))]
     bounds = jax.ShapeDtypeStruct((6,), jnp.int32)
@@ -67,11 +71,12 @@ def test_packed_rows(monkeypatch, tokens, rows, items):
     pages = "99x16x2x64xbf16"
     assert operands == [
         *(f"1x{tokens}x8x64xbf16", pages, pages, f"1x{tokens}xi32", f"1x{tokens}xi32", "5x44xi32"),
-        *("0xf32", "0xf32", "0xf32", f"{2 * tokens + 8 * items}xi32"),
+        *("0xf32", "0xf32", "0xf32"),
+        f"{2 * tokens + 8 * items + (tokens + 8 + 8 * tiles) * (tiles > 0)}xi32",
     ]
     assert results == [
         *(f"1x{tokens}x8x64xbf16", f"1x8x{tokens}xf32", f"{items}x{rows}x8x64xf32"),
-        f"{items}x{rows}x8xf32",
+        *(f"{items}x{rows}x8xf32", "1xi32"),
     ]
     assert not re.search("(gather|concatenate|pad).*bf16", text)
 

@@ -12,6 +12,7 @@ import numpy as np
 import packax
 import pytest
 from decode_calls import RAGGED_MIXES as MIXES
+from packax._src.ops import packed_rows
 
 pytestmark = pytest.mark.gpu
 BLOCKS = (9, 700)  # 36 keys at most, one share of each tile; 2,800 keys, several shares
@@ -36,6 +37,29 @@ def test_25_random_mixes(n):
         wrong += [f"{seed}: {line}" for line in call.wrong(step(a), a)]
     assert not wrong
     assert step._cache_size() == 1
+
+
+CHUNKS = {"mixed": (600, 3), "decoding": (4, 0), "chunk": (800, 1), "more sequences": (130, 1)}
+
+
+@pytest.mark.parametrize("n", range(len(MIXES)), ids=MIXES.__getitem__)
+def test_25_random_mixes_with_chunks(n, monkeypatch):
+    """Chunks of hundreds of tokens, which Hopper has a kernel for, with decoding sequences, over
+    pages of 16 and 32. What no table names, and what is beyond a length, is NaN."""
+    for mix, size in CHUNKS.items():
+        monkeypatch.setitem(decode_calls.MIXES, mix, size)
+    monkeypatch.setattr(packed_rows, "CHUNK_PROGRAMS", 1)
+    call = in_16_bits(MIXES[n], n)
+    call = dataclasses.replace(call, page=(16, 32)[n // 2 % 2], blocks=40)
+    step = jax.jit(call.step)
+    chunks, wrong = 0, []
+    for seed in range(25):
+        a = call.arrays(seed)
+        wrong += [f"{seed}: {line}" for line in call.wrong(step(a), a)]
+        chunks += int((np.diff(a["cu_q_lens"]) >= packed_rows.CHUNK).any())
+    assert not wrong
+    assert step._cache_size() == 1
+    assert chunks > 5 or call.mix in ("decoding", "more sequences")
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8), (64, 1)], ids=str)
@@ -66,6 +90,25 @@ def test_a_step_of_a_server(page_size, heads):
     used = np.arange(tokens)
     used = (used < 2) | (used >= cu[-1])
     assert not np.asarray(got[0], np.float32)[used].any()
+
+
+@pytest.mark.parametrize("wrong", ["a page", "a length"])
+def test_what_cannot_be_is_nan_in_a_chunk(wrong, monkeypatch):
+    """In the rows that read it, not in those before them or in another chunk."""
+    monkeypatch.setattr(packed_rows, "CHUNK_PROGRAMS", 1)
+    query = jax.random.normal(jax.random.key(0), (600, 8, 64), "bfloat16")
+    pages = jax.random.normal(jax.random.key(1), (40, 16, 2, 64), "bfloat16")
+    table, lengths = np.arange(40).reshape(2, 20), np.array([310, 300])
+    lost = np.zeros(600, bool)
+    if wrong == "a page":
+        table[0, 10], lost[150:300] = 40, True  # row 150 is at position 160
+    else:
+        lengths[0], lost[290:300] = 330, True  # the last ten are beyond 320 keys
+    attend = jax.jit(functools.partial(packax.ragged_paged_attention, return_lse=True))
+    out, lse = attend(query, pages, pages, lengths, table, np.array([0, 300, 600]))
+    np.testing.assert_array_equal(np.isnan(np.float32(out)).all((1, 2)), lost)
+    np.testing.assert_array_equal(np.isnan(np.float32(out)).any((1, 2)), lost)
+    np.testing.assert_array_equal(np.isnan(lse).all(0), lost)
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():

@@ -14,6 +14,7 @@ from cpp.call_frame import INITIALIZE
 from cpp.calls import Sizes, decode, ragged
 from cpp.launches import expect_launches
 from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from cpp.sm90 import maps_of
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -54,7 +55,8 @@ def expect(
         "v_eighths": dims[1] // 8,
         "splits": splits,
         "shares": dealt,
-        **dict.fromkeys(("tile_rows", "has_tall", "workspace"), 0),
+        **dict.fromkeys(("tile_rows", "has_tall", "chunks_elsewhere", "workspace"), 0),
+        "room": call.results["partial"].shape[0],
         "scale_rows": scale_rows,
         "bfloat16_query": int(call.operands["query"].dtype == "bfloat16"),
     }
@@ -133,23 +135,67 @@ def machine_of_fp8(tmp_path, driver):
 def test_packed_rows(request, fp8, tile_rows):
     """Items with more than 16 rows, and others, by two kernels if there is a tall one."""
     m = request.getfixturevalue("machine_of_fp8" if fp8 else "machine")
-    v, s = m.variant, Sizes(1, 1, 70, 700, 8, 2)
+    expect_packed(m, Sizes(1, 1, 70, 700, 8, 2), tile_rows, fp8)
+
+
+@pytest.fixture
+def machine_of_chunks(tmp_path, driver):
+    return make_machine(tmp_path, driver, choose=lambda m: m.has_kernels(["ragged_sm90"]))
+
+
+@pytest.mark.parametrize("q_len", [300, 70])
+@pytest.mark.parametrize("pages,sinks", [({}, 1), ({"page_size": 64}, 0), ({"page_size": 700}, 0)])
+def test_packed_rows_with_chunks(machine_of_chunks, q_len, pages, sinks):
+    """A persistent kernel computes the listed tiles of chunks; the kernel that merges shares takes
+    turns at the other rows. A page that is the only one of its sequence may have any size."""
+    s = Sizes(1, 1, q_len, 700, 8, 2)
+    expect_packed(machine_of_chunks, s, 16, False, 7, chunks=True, sink_batch=sinks, **pages)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"page_size": 8}, {"page_size": 48}, {"soft_cap": 30.0}, {"scale": -0.125}, {"scale": 0.0}],
+    ids=str,
+)
+def test_chunks_that_the_portable_kernels_compute(machine_of_chunks, more):
+    expect_packed(machine_of_chunks, Sizes(1, 1, 300, 700, 8, 2), 16, False, 7, **more)
+
+
+def expect_packed(m, s, tile_rows, fp8, chunk_tiles=0, chunks=False, page_size=16, **more):
+    """`chunks`: whether the kernel for chunks runs."""
+    v, q_len = m.variant, s.q_len
     suffix, dtype = ("_fp8_pages", "e4m3") if fp8 else ("", v["dtype"])
-    call = ragged(m, s, tile_rows, scale_rows=99 if fp8 else 0)
+    call = ragged(
+        m, s, tile_rows, chunk_tiles=chunk_tiles, page_size=page_size,
+        scale_rows=99 if fp8 else 0, **more,
+    )  # fmt: skip
     tall = m.ext.find(f"decode_tall{suffix}", v["cc"], dtype, v["qk_dim"], v["v_dim"])
     both = tile_rows == 16 and tall is not None
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
-    sizes = {"batch": 1, "sink_batch": 1, "q_len": 70, "kv_len": 704, "pages": 99}
-    sizes |= {"page_size": 16, "table_width": 44, "heads": 8, "kv_heads": 2, "splits": 0}
-    sizes |= {"shares": 0, "tile_rows": tile_rows, "has_tall": int(both), "has_sinks": 0}
-    sizes |= {"qk_eighths": dims[0] // 8, "v_eighths": dims[1] // 8, "scale": 0.125}
-    sizes |= {"scale_rows": 99 * fp8, "soft_cap": 0.0}
+    width = ceil(700 / page_size)
+    sizes = {"batch": 1, "sink_batch": 1, "q_len": q_len, "kv_len": width * page_size}
+    sizes |= {"pages": 99, "page_size": page_size, "table_width": width, "heads": 8}
+    sizes |= {"kv_heads": 2, "splits": 0, "has_sinks": more.get("sink_batch", 0), "room": 40}
+    sizes |= {"shares": 0, "tile_rows": tile_rows, "has_tall": int(both)}
+    sizes |= {"qk_eighths": dims[0] // 8, "v_eighths": dims[1] // 8, "scale_rows": 99 * fp8}
+    sizes |= {"scale": more.get("scale", 0.125), "soft_cap": more.get("soft_cap", 0.0)}
+    sizes["chunks_elsewhere"] = int(chunks)
     sizes["workspace"] = call.addresses()["work"]
     sizes["bfloat16_query"] = int(call.operands["query"].dtype == "bfloat16")
-    grids = {f"decode_tall{suffix}": lambda m: [ceil(4 * tile_rows / m) * 2 * 40]} if both else {}
+    grids = {"ragged_sm90": lambda _: [MULTIPROCESSORS]} if chunks else {}
+    if both:
+        grids[f"decode_tall{suffix}"] = lambda m: [ceil(4 * tile_rows / m) * 2 * 40]
     small = 1 if both else ceil(4 * tile_rows / 16)
-    grids |= {f"decode{suffix}": lambda _: [small * 2 * 40], "decode_combine": lambda _: [70 * 8]}
-    expect_launches(m, call, sizes, grids)
+    tokens = min(q_len, 256) if chunks else q_len
+    grids |= {f"decode{suffix}": lambda _: [small * 2 * 40]}
+    grids |= {"decode_combine": lambda _: [tokens * 8]}
+    values = dict.fromkeys(grids, sizes)
+    if chunks:
+        arrays = {**call.operands, **call.results}
+        values["ragged_sm90"] = sizes | maps_of(m, "ragged_sm90", arrays)
+    expect_launches(m, call, values, grids)
+    cleared = [x["memset"] for x in m.record() if "memset" in x]
+    assert cleared == ([[call.results["counter"].address, 0, 1]] if chunks else [])
 
 
 @pytest.mark.parametrize("q_len", [2, 16])

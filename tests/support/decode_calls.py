@@ -69,6 +69,7 @@ class DecodeCall:
     sinks: str = "none"
     batch: int = 4
     blocks: int = BLOCKS
+    page: int = PAGE
 
     features_of = FEATURES
     function = "decode"
@@ -110,7 +111,7 @@ class DecodeCall:
         rng = np.random.default_rng([seed, zlib.crc32(str(self).encode())])
         heads, kv_heads = map(int, self.heads.split("/"))
         dims = [int(n) for n in self.dims.split("x")]
-        rows, room = int(self.rows), PAGE * self.blocks
+        rows, room = int(self.rows), self.page * self.blocks
         dtype = jnp.dtype(self.dtype)
         a: Arrays = {"query": rng.standard_normal((self.batch, rows, heads, dims[0]))}
         a["lengths"] = np.asarray([room, *rng.integers(0, room, self.batch - 1)], np.int32)
@@ -126,22 +127,22 @@ class DecodeCall:
         caches = [rng.standard_normal((self.batch, room, kv_heads, n)) for n in dims]
         if self.shared:  # the first sequence of a group has the prefix
             each = self.batch // self.shared
-            common = np.arange(room) < np.repeat(a["prefixes"], each)[:, None] // PAGE * PAGE
-            a["prefixes"] = a["prefixes"] // PAGE * PAGE
+            a["prefixes"] = a["prefixes"] // self.page * self.page
+            common = np.arange(room) < np.repeat(a["prefixes"], each)[:, None]
             first = np.arange(self.batch) // each * each
             caches = [np.where(common[..., None, None], x[first], x) for x in caches]
         caches = [np.where(used[..., None, None], x, np.nan) for x in caches]
         if self.paged:
             pages = self.batch * self.blocks + 2
             table = rng.permutation(pages)[: self.batch * self.blocks].reshape(self.batch, -1)
-            pools = [np.full((pages, PAGE, kv_heads, n), np.nan) for n in dims]
+            pools = [np.full((pages, self.page, kv_heads, n), np.nan) for n in dims]
             for pool, x in zip(pools, caches, strict=True):
-                pool[table.ravel()] = x.reshape(-1, PAGE, *x.shape[2:])
+                pool[table.ravel()] = x.reshape(-1, self.page, *x.shape[2:])
             if self.shared:
-                blocks = np.repeat(a["prefixes"], each) // PAGE
+                blocks = np.repeat(a["prefixes"], each) // self.page
                 own = table[first]
                 table = np.where(np.arange(self.blocks) < blocks[:, None], own, table)
-            beyond = np.arange(self.blocks) * PAGE >= a["lengths"][:, None]
+            beyond = np.arange(self.blocks) * self.page >= a["lengths"][:, None]
             a["table"] = np.where(beyond, rng.choice([-1, 2**31 - 1]), table).astype(np.int32)
             caches = pools
         for name, x in zip(("key", "value"), caches, strict=True):
@@ -188,7 +189,7 @@ class DecodeCall:
 
     def allowed(self, a: Arrays) -> np.ndarray:
         """(B, 1, Sq, room), as the docstring of decode_attention defines it."""
-        rows, room = a["query"].shape[1], PAGE * self.blocks
+        rows, room = a["query"].shape[1], self.page * self.blocks
         length, j = a["lengths"][:, None, None], np.arange(room)
         place = length - rows + np.arange(rows)[:, None]
         allowed = (j < length) & (place >= 0)

@@ -15,7 +15,8 @@ work: two numbers for each token, then ITEM for each item (packax/_src/ops/packe
 is at most `tile_rows` tokens of one sequence and a share of their keys, for each key/value head. If
 the GPU has a tall kernel, it computes the items with more than FEW rows, and the other kernel the
 rest. Results of a share are at the item's index, and the numbers of a token say where its shares
-begin, and how many there are.
+begin, and how many there are. With `chunks_elsewhere`, another kernel computes the items that are
+marked as parts of a long chunk, and after the `room` items there is a list of the other tokens.
 
 A cache is contiguous, (batch, kv_len, ...) with page_size 0, or consists of pages listed in
 `block_table`. Head dims are run-time arguments in units of 8, which tells the compiler that rows
@@ -267,7 +268,8 @@ def attend(
 def decode(
     query, key, value, kv_start, kv_end, block_table, key_scale, value_scale, workspace, partial,
     sums, scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits, shares, tile_rows, has_tall, scale_rows, bfloat16_query,
+    qk_eighths, v_eighths, splits, shares, tile_rows, has_tall, chunks_elsewhere, scale_rows,
+    bfloat16_query,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PAGED: tl.constexpr, V_PARTS: tl.constexpr,
@@ -303,6 +305,7 @@ def decode(
         first = tl.load(item + 1).to(tl.int64)
         short = tokens * group <= FEW
         elsewhere = (has_tall != 0) & (short != SHORT)
+        elsewhere |= (chunks_elsewhere != 0) & (tl.load(item + 5) != 0)
         if elsewhere | (tile * BLOCK_M >= tokens * group):  # or no item
             return
     else:
@@ -439,13 +442,44 @@ def decode(
 @triton.jit
 def decode_combine(
     partial, sums, sinks, kv_start, kv_end, workspace, out, lse, has_sinks, batch, sink_batch,
-    q_len, kv_len, heads, v_eighths, splits, tile_rows,
+    q_len, kv_len, heads, v_eighths, splits, tile_rows, chunks_elsewhere, room,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Merges the shares of one row of (batch, q_len, heads): at most SPLITS, STEP at a time."""
+    """Merges the shares of one row of (batch, q_len, heads). With chunks_elsewhere, the programs
+    take turns at the heads of the listed tokens."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    listed = workspace + 2 * q_len.to(tl.int64) + room.to(tl.int64) * ITEM
+    if chunks_elsewhere != 0:
+        row = row_of_token(listed, place, q_len, heads)
+    while row >= 0:
+        merge(
+            partial, sums, sinks, kv_start, kv_end, workspace, out, lse, has_sinks, batch,
+            sink_batch, q_len, kv_len, heads, v_eighths, splits, tile_rows, row, V_DIM, SPLITS,
+            STEP,
+        )  # fmt: skip
+        row = tl.full([], -1, tl.int64)
+        if chunks_elsewhere != 0:
+            place += tl.num_programs(0)
+            row = row_of_token(listed, place, q_len, heads)
+
+
+@triton.jit
+def row_of_token(listed, place, q_len, heads):
+    """The row of the place-th head of all listed tokens; negative beyond them."""
+    token = tl.load(listed + place // heads, mask=place < q_len.to(tl.int64) * heads, other=-1)
+    return token.to(tl.int64) * heads + place % heads
+
+
+@triton.jit
+def merge(
+    partial, sums, sinks, kv_start, kv_end, workspace, out, lse, has_sinks, batch, sink_batch,
+    q_len, kv_len, heads, v_eighths, splits, tile_rows, row,
+    V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Merges the shares of a row: at most SPLITS, STEP at a time."""
     v_dim = v_eighths * 8
     rows = batch.to(tl.int64) * q_len * heads  # per split
-    row = tl.program_id(0).to(tl.int64)
     head = row % heads
     bounds = row // heads
     b = bounds // q_len

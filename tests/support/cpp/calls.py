@@ -409,17 +409,23 @@ def decode(
     )
 
 
-def ragged(m, s=Sizes(1, 1, 70, 700, 8, 2), tile_rows=16, items=40, sequences=5, **more):
-    """Packed rows, `s.q_len` in all. `more`: arguments of `decode`."""
+def ragged(
+    m, s=Sizes(1, 1, 70, 700, 8, 2), tile_rows=16, items=40, sequences=5, chunk_tiles=0, **more
+):
+    """Packed rows, `s.q_len` in all. `chunk_tiles`: for how many tiles of chunks there is room in
+    the list; 0: it has no chunks. `more`: arguments of `decode`."""
     of = decode(m, s, **{"page_size": 16} | more)
     heads, v_dim = of.results["out"].shape[2:]
-    work = {"work": Array("int32", (2 * s.q_len + 8 * items,))}
+    chunks = s.q_len + 8 * (1 + chunk_tiles) if chunk_tiles else 0
+    work = {"work": Array("int32", (2 * s.q_len + 8 * items + chunks,))}
     table = Array("int32", (sequences, *of.operands["block_table"].shape[1:]))
     sums = Array("float32", (items, tile_rows, heads))
     return make_call(
         "packax_ragged_v1",
         of.operands | {"block_table": table} | work,
-        of.results | {"partial": Array("float32", (*sums.shape, v_dim)), "sums": sums},
+        of.results
+        | {"partial": Array("float32", (*sums.shape, v_dim)), "sums": sums}
+        | {"counter": Array("int32", (1,))},
         of.attributes,
     )
 

@@ -75,6 +75,8 @@ POINTERS = {
         "query key value kv_start kv_end block_table key_scale value_scale workspace partial sums",
     ),
     "decode_combine": "partial sums sinks kv_start kv_end workspace out lse",
+    "ragged_sm90": "query:t key:t value:t out lse sinks kv_start kv_end block_table workspace "
+    "counter",
 }
 BIAS_POINTERS = "bias dropout_streams dropout_rows"
 for _name in ("forward", "backward_dkdv", "backward_dq"):
@@ -147,7 +149,7 @@ ATTENTION = "scale:f mask_mode batch mask_batch q_len kv_len heads kv_heads"
 ROW_ATTENTION = f"{ATTENTION} row_heads"  # for kernels without tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
-    "qk_eighths v_eighths splits shares tile_rows has_tall"
+    "qk_eighths v_eighths splits shares tile_rows has_tall chunks_elsewhere"
 )
 FALLBACK_SIZES = (
     "batch mask_batch scales_batch bias_batch block_mask_batch block_mask_heads q_block kv_block "
@@ -202,7 +204,10 @@ SCALARS = {
     "decode": DECODE,
     "decode_tall": DECODE,
     **dict.fromkeys(FP8, f"{DECODE} scale_rows bfloat16_query"),
-    "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits tile_rows",
+    "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits tile_rows "
+    "chunks_elsewhere room",
+    "ragged_sm90": "scale:f has_sinks q_len pages page_size table_width heads kv_heads v_eighths "
+    "room",
 }
 BIAS_SCALARS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
 SCALARS |= {
@@ -481,7 +486,7 @@ class Machine:
         v = self.variant
         dtype = "e4m3" if "_fp8" in kernel else v["dtype"]
         dims = (dtype, v["qk_dim"], v["v_dim"])
-        attention = kernel.startswith(("forward", "backward", "decode"))
+        attention = kernel.startswith(("forward", "backward", "decode", "ragged"))
         name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)), driver)
         return next(r for r in self.ext.variants() if r["name"] == name)
 

@@ -190,6 +190,11 @@ def parts(line: Any, to: Shared) -> None:
         to.array[:, i], left = part, left - part
 
 
+def zero_rows(rows: int, columns: int, to: Shared, begin: int, end: int) -> None:
+    assert to.shape == (rows, columns) and begin >= 0 and end <= rows
+    to.array[begin:end] = 0
+
+
 def send_tile(plan: Shared, *numbers: int) -> None:
     plan.array[: len(numbers)] = numbers
 
@@ -226,6 +231,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "load_asm": loaded,
     "store_ds_asm": lambda ds, to: to.store(ds),
     "parts_asm": parts,
+    "zero_rows_asm": zero_rows,
     "send_tile_asm": send_tile,
     "receive_tile_asm": lambda plan: tuple(Scalar(x) for x in plan.array[:9]),
 }

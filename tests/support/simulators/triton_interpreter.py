@@ -240,7 +240,7 @@ def decode(
         kernel, grid, query, key, value, kv_start, kv_end, kv_start if table is None else table,
         *more, kv_start, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
-        splits, shares, 0, 0, *sizes,
+        splits, shares, 0, 0, 0, *sizes,
         QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
         FLOAT32_PRODUCTS=exact, V_PARTS=v_parts, **constants,
     )  # fmt: skip
@@ -248,7 +248,7 @@ def decode(
         "decode_combine", (batch * q_len * heads,), partial, sums,
         kv_start if sinks is None else sinks, kv_start, kv_end, kv_start, out,
         lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len,
-        heads, v_dim // 8, splits, 0,
+        heads, v_dim // 8, splits, 0, 0, 0,
         V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
@@ -256,17 +256,17 @@ def decode(
 
 def ragged(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
-    table: np.ndarray, sinks: np.ndarray | None, of_rows: np.ndarray, of_items: np.ndarray,
-    scale: float, soft_cap: float, tile_rows: int,
+    table: np.ndarray, sinks: np.ndarray | None, work: np.ndarray, items: int,
+    scale: float, soft_cap: float, tile_rows: int, chunks_elsewhere: int = 0,
     *, kernels: dict[str, tuple[int, int]], room: tuple[int, int],
     scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Packed rows. query (1, T, H, D). `kernels`: the tile of each kernel that runs, the tall one
-    first if there is one. Products are exact."""
+    first if there is one. Products are exact. With chunks_elsewhere, `out` and `lse` are not
+    written for their rows."""
     _, rows, heads, qk_dim = query.shape
     pages, page_size, kv_heads, v_dim = value.shape
-    group, items, width = heads // kv_heads, len(of_items), table.shape[1]
-    work = np.concatenate([of_rows.ravel(), of_items.ravel()])
+    group, width = heads // kv_heads, table.shape[1]
     partial = guarded((items, tile_rows, heads, v_dim), np.float32)
     sums = guarded((items, tile_rows, heads), np.float32)
     out = guarded((1, rows, heads, v_dim), np.float32)
@@ -285,13 +285,15 @@ def ragged(
                 kernel, (ceil(most, block_m) * kv_heads * items,), query, key, value, kv_start,
                 kv_end, table, *more, work, partial, sums, scale, soft_cap, 1, rows, kv_len, pages,
                 page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, 0, 0, tile_rows,
-                has_tall, *sizes, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n,
-                STAGES=2, FLOAT32_PRODUCTS=0, V_PARTS=1, **constants,
+                has_tall, chunks_elsewhere, *sizes, QK_DIM=room[0], V_DIM=room[1],
+                BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, FLOAT32_PRODUCTS=0, V_PARTS=1,
+                **constants,
             )  # fmt: skip
     launch(
-        "decode_combine", (rows * heads,), partial, sums, kv_start if sinks is None else sinks,
+        "decode_combine", ((5 if chunks_elsewhere else rows) * heads,), partial, sums,
+        kv_start if sinks is None else sinks,
         kv_start, kv_end, work, out, lse, int(sinks is not None), 1, 1, rows, kv_len, heads,
-        v_dim // 8, 0, tile_rows, V_DIM=room[1], SPLITS=128, STEP=16,
+        v_dim // 8, 0, tile_rows, chunks_elsewhere, items, V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
 

@@ -119,7 +119,8 @@ OPERANDS = (
     Array("sinks", "(1 or batch, heads) float32; or absent", "Bh", "fd", gradient=True),
     # Packed rows of several sequences, in a batch of 1: of the primitive, and of the FFI call.
     Array("row_bounds", "(2, sequences) int32: the first row of each, and one past the last", ".."),
-    Array("work", "(2 * q_len + 8 * items,) int32", ".", "r"),
+    # With chunks 8 * (items + 1 + tiles) + 3 * q_len.
+    Array("work", "(2 * q_len + 8 * items,) int32, or more with chunks", ".", "r"),
 )
 ROWS = {x.name: x for x in OPERANDS}
 
@@ -211,7 +212,7 @@ TARGETS = {  # packax_NAME_v1
         of_attention=True,
     ),
     "decode": Target(
-        tuple(x._replace(view=False) for x in OPERANDS if "d" in x.passes),
+        tuple(x for x in OPERANDS if "d" in x.passes),
         (
             *(_OUT._replace(view=False), _LSE),
             Array("partial", "(splits, batch, q_len, heads, v_dim) float32; workspace"),
@@ -221,11 +222,12 @@ TARGETS = {  # packax_NAME_v1
     ),
     "ragged": Target(
         # In a batch of 1. A paged cache; block_table has a row for each sequence.
-        tuple(x._replace(view=False) for x in OPERANDS if {*x.passes} & {*"dr"}),
+        tuple(x for x in OPERANDS if {*x.passes} & {*"dr"}),
         (
             *(_OUT._replace(view=False), _LSE),
             Array("partial", "(items, rows of an item, heads, v_dim) float32; workspace"),
             Array("sums", "(items, rows of an item, heads) float32; workspace"),
+            Array("counter", "(1,) int32; workspace"),
         ),
         tuple(x for x in SHARED.attributes if x.name in _OF_DECODE),
     ),

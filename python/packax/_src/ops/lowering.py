@@ -229,8 +229,8 @@ def _xla_decode(*operands, spec, names):
 
 def _with_work_list(*operands, spec, names):
     x = Operands.of(names, operands)
-    work = jnp.concatenate([y.reshape(-1) for y in packed_rows.work_list(x)])
-    return primitives.decode(spec, x._replace(row_bounds=None, work=work))
+    x = x._replace(row_bounds=None, work=packed_rows.work_list(x))
+    return primitives.decode(spec, x)
 
 
 _decode_xla, _decode_packed = (lower_xla(x, _STATIC) for x in (_xla_decode, _with_work_list))
@@ -243,14 +243,15 @@ def _decode_cuda(ctx, *operands, spec, names):
     require_decode_kernel(of, spec)
     if of.row_bounds is not None:
         return _decode_packed(ctx, *operands, spec=spec, names=names)
-    workspace = decode_workspace(of, spec)
+    workspace = [ffi.array(*shape) for shape in decode_workspace(of, spec)]
+    workspace += [ffi.COUNTER] if of.work is not None else []
     target = "decode" if of.work is None else "ragged"
     avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], of, Operands.of(names, operands))
     return ffi_call(
         ctx.replace(avals_in=avals),
         SYMBOLS[target],
         buffers,
-        tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
+        tuple(workspace),
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
         float32_products=np.int32(is_exact(spec.precision)),
@@ -262,7 +263,7 @@ def decode_workspace(of: Operands, spec: AttentionSpec) -> tuple[tuple[int, ...]
     batch, q_len, heads, _ = of.query.shape
     if of.work is not None:
         sequences, kv_heads = of.block_table.shape[0], of.key.shape[2]
-        size, _, items = packed_rows.room(q_len, sequences, heads, kv_heads)
+        size, _, items, _ = packed_rows.room(q_len, sequences, heads, kv_heads)
         return (items, size, heads, of.value.shape[3]), (items, size, heads)
     splits = ffi.judge("decode", ffi.fields("decode", of, spec))["splits"]
     rows = (splits, batch, q_len, heads)
