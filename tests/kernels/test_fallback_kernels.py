@@ -1,25 +1,91 @@
-"""The fallback Triton kernels in the interpreter: score parameters, and head dims between the
-compiled ones.
+"""The fallback Triton kernels in the interpreter: score parameters, head dims between the compiled
+ones, block masks with the build's lists, and packed trees.
 
-Guards against reads or writes of the next head's columns, a bias that only one loop adds, and a sum
-over the wrong rows. The oracle is dense, in float64, with automatic gradients.
+Guards against reads or writes of the next head's columns, a bias that only one loop adds, a sum
+over the wrong rows, a list that misses a block, a partial block that is taken for a full one, a
+head that reads another's list or bits, and empty rows that put a NaN in a sum.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+
+import dense
+import jax
 import numpy as np
 import packax
 import pytest
 import score_oracle
+import trees
 import triton_interpreter as interpreter
-from kernel_masks import ATTENTION, mask_of
+from kernel_masks import ATTENTION, drawn, mask_of, packed
 from tiers import some
 
 TILES = ((128, 64), (64, 128), (64, 64))  # of the forward, dkdv and dq
 SMALL = ((32, 16), (16, 32), (16, 32))  # for float32 at head dim 256: 1/8 of an order's entry
 WIDE = ((32, 32), (16, 16), (16, 32))  # for head dims above 256
 WIDE_SM90 = ((64, 32), (32, 16), (64, 32))  # the same for Hopper
-SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
+NAMES = "query", "key", "value"
+SLOPES = (2.0 ** (-8 * np.arange(1, 9) / 8)).astype(np.float32)
+
+
+def check(
+    rng, expression, lengths, heads, dims, compiled, tiles, *, batch=1, strict=False, **options
+):  # fmt: skip
+    """Both passes against float64. A mask with lists is read through these: what they leave out may
+    be NaN. options: soft_cap, scale, scales and slopes, each (1 or batch, ...), and
+    whether there are places other than the index."""
+    mask = packax.create_attention_mask(expression, q_len=lengths[0], kv_len=lengths[1])
+    attends = dense.four_axes(expression.as_array(*lengths))
+    attends = np.broadcast_to(attends, (max(batch, len(attends)), heads[0], *lengths))
+    lists, idle_keys = None, ~attends.any((1, 2))
+    operands = interpreter.Operands.of(mask) if mask.block_size else mask_of(expression, *lengths)
+    if mask.block_size:  # blocks of 64 keys without an attended pair are not even read
+        lists = [np.asarray(getattr(mask, n)) for n in ("block_mask", "q_block_lists")]
+        lists = (*lists, np.asarray(mask.kv_block_lists), mask.block_size)
+        idle_keys = [row[n : n + 64].all() for row in idle_keys for n in range(0, lengths[1], 64)]
+        idle_keys = np.reshape(idle_keys, (len(attends), -1)).repeat(64, 1)[:, : lengths[1]]
+        idle_keys &= len(lists[1]) == len(attends)
+    clean, x, idle_rows = drawn(rng, attends, *heads, dims, np.nan if lists else 1e30, idle_keys)
+    scale, soft_cap, scales = (options.get(n) for n in ("scale", "soft_cap", "scales"))
+    slopes, places = options.get("slopes"), None
+    if slopes is not None:
+        places = tuple(np.arange(n, dtype=np.int32)[None] for n in lengths)
+    if "places" in options:
+        places = (rng.integers(-9, n, (len(attends), n)).astype(np.int32) for n in lengths)
+        places = tuple(places)
+    extras = interpreter.Extras(operands, scale, soft_cap or 0.0, scales, slopes, places, lists)
+    tensors = x["query"], x["key"], x["value"]
+    out, lse, top = interpreter.forward_fallback(*tensors, operands, extras, tiles[0], compiled)
+    *grads, score_grads = interpreter.backward_fallback(
+        *tensors, out, lse, x["dout"], x["dlse"], operands, extras, *tiles[1:], compiled
+    )
+    found = score_oracle.Results(out, lse, dict(zip(NAMES, grads, strict=True)))
+    for b in range(len(attends)):
+        row = slice(b, b + 1)
+        arrays = {name: clean[name][row] for name in NAMES}
+        arrays["scale"] = np.float32(scale) if scales is None else scales[b % len(scales)]
+        of_row = None
+        if slopes is not None:
+            arrays["slopes"] = slopes[b % len(slopes)]
+            of_row = tuple(y[b % len(y)][None] for y in places)
+        true, plain, largest = score_oracle.true_and_plain(
+            arrays, attends[row], clean["dout"][row], clean["dlse"][row], soft_cap=soft_cap,
+            places=of_row,
+        )  # fmt: skip
+        got = jax.tree.map(lambda y, row=row: y[row], found)
+        if strict:  # float32's tiles: as exact as plain float32
+            score_oracle.check(got, true, plain)
+        sums, size = score_grads[b].sum(-1, dtype=np.float64), np.abs(score_grads[b]).sum()
+        of_scale, of_slopes = true.gradients.pop("scale"), true.gradients.pop("slopes", None)
+        np.testing.assert_allclose(sums[:, 0].sum(), of_scale, atol=1e-5 * size)
+        if slopes is not None:
+            np.testing.assert_allclose(sums[:, 1], of_slopes, atol=1e-5 * size)
+        close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4)
+        jax.tree.map(close, (got, top[row].max(-1)), (true, largest))
+    assert not out[idle_rows].any() and not grads[0][idle_rows].any()
+    return mask, idle_rows
 
 
 @pytest.mark.parametrize(
@@ -37,83 +103,76 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
         ("three rows", {"tiles": WIDE_SM90, "slopes": True}, (24, 16), (32, 16)),
     ], *(0, 2)),
 )  # fmt: skip
-def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
-    expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
-    attends = np.asarray(expression.as_array(q_len, kv_len))
-    attends = attends if attends.ndim == 3 else attends[None]
-    mask = mask_of(expression, q_len, kv_len)
-    batch = len(attends)
-    rng = np.random.default_rng(len(case))
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    query, key = draw(batch, q_len, heads, dims[0]), draw(batch, kv_len, kv_heads, dims[0])
-    value, dout = draw(batch, kv_len, kv_heads, dims[1]), draw(batch, q_len, heads, dims[1])
-    dlse = draw(batch, heads, q_len)
-    # Keys that no row attends to, and rows that attend to nothing: their content must not matter.
-    idle_keys = np.broadcast_to(~attends.any(1), key.shape[:2])
-    idle_rows = np.broadcast_to(~attends.any(2), query.shape[:2])
-    clean = [x.copy() for x in (query, key, value, dout)]
-    for x, idle in ((query, idle_rows), (dout, idle_rows), (key, idle_keys), (value, idle_keys)):
-        x[idle] = 1e30
-    for x, idle in zip(clean, (idle_rows, idle_keys, idle_keys, idle_rows), strict=True):
-        x[idle] = 0
-
-    soft_cap = options.get("soft_cap")
-    scale = 1.5 * dims[0] ** -0.5
-    scales = (
-        np.linspace(-0.6, 0.9, options["scales"]).astype(np.float32)
-        if "scales" in options
-        else None
-    )
-    slopes = places = None
+def test_options(case, options, dims, compiled):
+    expression, *lengths, heads, kv_heads = ATTENTION[case]
+    tiles, strict, options = options.get("tiles", TILES), "tiles" in options, dict(options)
+    options.pop("tiles", None)
+    batch = 3 if case == "three rows" else 1
+    if "scales" in options:
+        options["scales"] = np.linspace(-0.6, 0.9, options["scales"]).astype(np.float32)
     if "slopes" in options:
-        slopes = np.tile(SLOPES[:heads].astype(np.float32), (batch, 1))
-        slopes += np.arange(batch, dtype=np.float32)[:, None] / 10
-        places = tuple(rng.integers(-9, n, (batch, n)).astype(np.int32) for n in (q_len, kv_len))
-    extras = interpreter.Extras(mask, scale, soft_cap or 0.0, scales, slopes, places)
+        more = np.arange(batch, dtype=np.float32)[:, None] / 10
+        options["slopes"] = SLOPES[:heads] + more
+        options["places"] = True
+    options["scale"] = 1.5 * dims[0] ** -0.5
+    rng = np.random.default_rng(len(case))
+    check(
+        rng, expression, lengths, (heads, kv_heads), dims, compiled, tiles, strict=strict,
+        **options,
+    )  # fmt: skip
 
-    forward_tile, dkdv_tile, dq_tile = options.get("tiles", TILES)
-    out, lse, row_max = interpreter.forward_fallback(
-        query, key, value, mask, extras, forward_tile, compiled
+
+ALL = {"scale": 0.3, "soft_cap": 2.0, "slopes": np.full((1, 4), 0.03, np.float32)}
+IDS = packed(90, 60, 40, -20, 90)
+IDS = np.where(IDS == 2, 0, IDS)  # an id reappears
+RANGES = [np.repeat(x, 260, 1) for x in ([[20], [0]], [[260], [250]])]
+
+
+@pytest.mark.parametrize(
+    "expression,lengths,shape,size,share,tiles",
+    some([
+        # blocks of 1, 3 or 5, a block mask per batch row and head, rows checked by id
+        (packax.documents(IDS), (300, 300), (2, 4), (5, 3), 0.3, TILES),
+        (packax.causal(offset=9), (80, 150), (1, 4), (1, 1), 0.2, ((64, 32), (32, 128), (64, 32))),
+        # full blocks, which skip the mask; one block mask for all, or one per batch row
+        (packax.causal(), (330, 330), (1, 1), (64, 192), 0.6, ((128, 64), (64, 64), (128, 64))),
+        (packax.full(), (150, 330), (2, 1), (1, 64), 0.2, ((128, 32), (64, 64), (64, 64))),
+        # one block mask for all batch rows, a mask per batch row; heads with lists of other lengths
+        (packax.masks.ranges(*RANGES), (260, 260), (1, 4), (128, 64), 0.5, TILES),
+    ], 1),
+)  # fmt: skip
+def test_block_masks(expression, lengths, shape, size, share, tiles):
+    rng = np.random.default_rng(lengths[0])
+    blocks = [-(-n // m) for n, m in zip(lengths, size, strict=True)]
+    chosen = rng.random((*shape, *blocks)) < share
+    chosen[..., -1] = False  # no row attends to the last keys
+    expression &= packax.masks.block_sparse(chosen, size)
+    mask, idle_rows = check(
+        rng, expression, lengths, (4, 2), (16, 8), (16, 16), tiles, batch=2, **ALL
     )
-    *grads, score_grads = interpreter.backward_fallback(
-        query, key, value, out, lse, dout, dlse, mask, extras, dkdv_tile, dq_tile, compiled
-    )
-    for b in range(batch):
-        arrays = dict(
-            zip(("query", "key", "value"), (x[b : b + 1] for x in clean[:3]), strict=True)
-        )
-        arrays["scale"] = np.float32(scale) if scales is None else scales[b % len(scales)]
-        row_places = None
-        if slopes is not None:
-            arrays["slopes"], row_places = slopes[b], tuple(x[b : b + 1] for x in places)
-        true, plain, largest = score_oracle.true_and_plain(
-            arrays, attends[b : b + 1], clean[3][b : b + 1], dlse[b : b + 1], soft_cap=soft_cap,
-            places=row_places
-        )  # fmt: skip
-        close = {"atol": 1e-4, "rtol": 1e-4}
-        np.testing.assert_allclose(out[b], true.out[0], err_msg="out", **close)
-        np.testing.assert_allclose(lse[b], true.lse[0], err_msg="lse", **close)
-        np.testing.assert_allclose(row_max[b].max(-1), largest[0], err_msg="row_max", **close)
-        wanted = true.gradients
-        if "tiles" in options:  # float32's: as exact as plain float32
-            found = dict(zip(("query", "key", "value"), (x[b : b + 1] for x in grads), strict=True))
-            got = score_oracle.Results(out[b : b + 1], lse[b : b + 1], found)
-            score_oracle.check(got, true, plain)
-        for name, got in zip(("query", "key", "value"), grads, strict=True):
-            np.testing.assert_allclose(got[b], wanted[name][0], err_msg=name, **close)
-        sums = score_grads[b].sum(-1, dtype=np.float64)
-        size = np.abs(score_grads[b]).sum()
-        np.testing.assert_allclose(
-            sums[:, 0].sum(), wanted["scale"], atol=1e-5 * size, err_msg="scale"
-        )
-        if slopes is not None:
-            np.testing.assert_allclose(
-                sums[:, 1], wanted["slopes"], atol=1e-5 * size, err_msg="slopes"
-            )
-    assert not out[idle_rows].any() and not grads[0][idle_rows].any()
+    assert idle_rows.any() or (1 not in size and share >= 0.3) or size == (1, 1)
+    lists = (np.asarray(x)[..., 1] for x in (mask.q_block_lists, mask.kv_block_lists))
+    assert all(x.sum() for x in lists) == (size in ((64, 192), (128, 64)))
+
+
+TREES = {
+    "prompt and answers": (trees.prompt_and_answers(170, 3, 50), "causal"),
+    "deep": (trees.of_lengths([130, 30, 1, 60, 60, 40], [-1, 0, 1, 1, 0, -1]), "alone"),
+    "window": (trees.random_tree(3, 300, 9), "window"),
+}
+
+
+@pytest.mark.parametrize(
+    "name,tiles", some(itertools.product(TREES, [TILES, ((64, 32), (32, 64), (64, 64))]), 0)
+)
+def test_trees(name, tiles):
+    """Lists that exclude siblings, full blocks, and the subtree check in partial blocks."""
+    tree, joined = TREES[name]
+    lengths = (len(tree.ids),) * 2
+    expression = trees.expression(tree, joined)
+    np.testing.assert_array_equal(expression.as_array(*lengths), trees.meaning(tree, joined))
+    rng = np.random.default_rng(len(tree.ids))
+    check(rng, expression, lengths, (4, 2), (16, 8), (16, 16), tiles, **ALL)
 
 
 def test_slopes_whose_bias_is_infinite():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 
+import dense
 import jax
 import numpy as np
 import packax
 import pytest
 import triton_interpreter as interpreter
-from kernel_masks import ATTENTION, IDS3, mask_of, packed, positions
+from kernel_masks import ATTENTION, IDS3, drawn, mask_of, packed, positions
 from packax._src.ops import xla_mask
 from tiers import once_each, some
 
@@ -92,28 +93,6 @@ def test_blocks_equal_those_of_xla(kind: str, lengths: tuple[int, int]) -> None:
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
 
-def oracle(query, key, value, dout, dlse, attends, scale):
-    """float64 out, lse, dq, dk and dv. `attends`: (mask batch, Sq, Skv)."""
-    q, k, v, do = (x.astype(np.float64) for x in (query, key, value, dout))
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    keep = attends[:, None]
-    s = np.where(keep, np.einsum("bqhd,bkhd->bhqk", q, k) * scale, -np.inf)
-    top = s.max(-1, keepdims=True)
-    p = np.where(keep, np.exp(s - np.where(np.isfinite(top), top, 0)), 0)
-    total = p.sum(-1, keepdims=True)
-    some = total > 0
-    with np.errstate(divide="ignore"):
-        lse = np.where(some, np.log(total) + top, -np.inf)[..., 0]
-    p = p / np.where(some, total, 1)
-    out = np.einsum("bhqk,bkhd->bqhd", p, v)
-    delta = np.einsum("bqhd,bqhd->bhq", do, out) - (0 if dlse is None else dlse)
-    ds = p * (np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]) * scale
-    back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
-    dk, dv = np.einsum("bhqk,bqhd->bkhd", ds, q), np.einsum("bhqk,bqhd->bkhd", p, do)
-    return out, lse, np.einsum("bhqk,bkhd->bqhd", ds, k), back(dk), back(dv)
-
-
 Tiles = tuple[tuple[int, int], ...]  # for the forward, dkdv and dq
 
 
@@ -150,47 +129,24 @@ def test_head_dims(case: str, dims: tuple[int, int]) -> None:
     check_attention(case, ((64, 32), (32, 32), (32, 64)), *dims)
 
 
-def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
+def check_attention(case: str, tiles: Tiles, *dims: int) -> None:
     expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
-    attends = np.asarray(expression.as_array(q_len, kv_len))
-    attends = attends if attends.ndim == 3 else attends[None]
+    attends = dense.four_axes(expression.as_array(q_len, kv_len))
+    attends = np.broadcast_to(attends, (len(attends), heads, q_len, kv_len))
     mask = mask_of(expression, q_len, kv_len)
-    batch = max(attends.shape[0], 1)
     rng = np.random.default_rng(len(case))
-    draw = lambda n, h, d: rng.standard_normal((batch, n, h, d)).astype(np.float32)  # noqa: E731
-    query, key, value = (
-        draw(q_len, heads, qk_dim),
-        draw(kv_len, kv_heads, qk_dim),
-        draw(kv_len, kv_heads, v_dim),
-    )
-    dout = draw(q_len, heads, v_dim)
-    dlse = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
-    scale = 1.5 * qk_dim**-0.5
-    # Keys that no row attends to, and rows that attend to nothing: their content must not matter.
-    idle_keys, idle_rows = ~attends.any(1), ~attends.any(2)
-    key[np.broadcast_to(idle_keys, key.shape[:2])] = 1e30
-    value[np.broadcast_to(idle_keys, key.shape[:2])] = -1e30
-    query[np.broadcast_to(idle_rows, query.shape[:2])] = 1e30
-    dout[np.broadcast_to(idle_rows, query.shape[:2])] = 1e30
-    clean = [np.where(np.abs(x) > 1e29, 0, x) for x in (query, key, value, dout)]
-    expected = oracle(
-        *clean, np.where(np.transpose(idle_rows[:, None], (0, 1, 2)), 0, dlse), attends, scale
-    )
-
-    forward_tile, dkdv_tile, dq_tile = tiles
-    out, lse = interpreter.forward(query, key, value, mask, scale, forward_tile)
+    clean, x, idle_rows = drawn(rng, attends, heads, kv_heads, dims, 1e30)
+    scale = 1.5 * dims[0] ** -0.5
+    expected = dense.dense(clean | {"scale": scale}, attends)
+    tensors = x["query"], x["key"], x["value"]
+    out, lse = interpreter.forward(*tensors, mask, scale, tiles[0])
     grads = interpreter.backward(
-        query, key, value, out, lse, dout, dlse, mask, scale, dkdv_tile, dq_tile
-    )
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected[1]))
-    finite = np.isfinite(expected[1])
-    np.testing.assert_allclose(lse[finite], expected[1][finite], atol=2e-5, rtol=2e-5)
-    for name, got, want in zip(
-        ("out", "dq", "dk", "dv"), (out, *grads), (expected[0], *expected[2:]), strict=True
-    ):
-        np.testing.assert_allclose(got, want, atol=5e-5, rtol=5e-5, err_msg=name)
-    assert not out[np.broadcast_to(idle_rows, query.shape[:2])].any()
-    assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
+        *tensors, out, lse, x["dout"], x["dlse"], mask, scale, *tiles[1:]
+    )  # fmt: skip
+    np.testing.assert_allclose(lse, expected["lse"], atol=2e-5, rtol=2e-5)
+    for name, got in zip(("out", "dquery", "dkey", "dvalue"), (out, *grads), strict=True):
+        np.testing.assert_allclose(got, expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+    assert not out[idle_rows].any() and not grads[0][idle_rows].any()
 
 
 def with_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -50,6 +50,27 @@ def mask_of(
     return operands
 
 
+def drawn(rng, attends, heads, kv_heads, dims, garbage, idle_keys=None):
+    """The operands of attention with these pairs, (B, H, Sq, Skv); the same with garbage in rows
+    and keys without a pair, whose content must not matter; and which rows (B, Sq, H) these are."""
+    batch, _, q_len, kv_len = attends.shape
+    sizes = {"query": (q_len, heads, 0), "key": (kv_len, kv_heads, 0)}
+    sizes |= {"value": (kv_len, kv_heads, 1), "dout": (q_len, heads, 1)}
+    clean = {
+        name: rng.standard_normal((batch, n, h, dims[d])).astype(np.float32)
+        for name, (n, h, d) in sizes.items()
+    }
+    clean["dlse"] = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
+    idle_rows = ~attends.any(3).swapaxes(1, 2)
+    keys = ~attends.any((1, 2)) if idle_keys is None else idle_keys
+    dirty = {name: x.copy() for name, x in clean.items()}
+    for name, idle in (("query", idle_rows), ("dout", idle_rows), ("key", keys), ("value", keys)):
+        clean[name][idle], dirty[name][idle] = 0, garbage
+    if np.isnan(garbage):
+        dirty["dlse"][idle_rows.swapaxes(1, 2)] = garbage
+    return clean, dirty, idle_rows
+
+
 def restarting(ids: np.ndarray) -> np.ndarray:
     return positions(ids, "restart")
 
