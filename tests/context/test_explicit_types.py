@@ -4,7 +4,6 @@ Guards against an attention that gathers, or rejects, what the types already def
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from packax.masks import ranges
-from plain_jit import collectives, mesh_of
-from tiers import some
+from plain_jit import mesh_of
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 128, 4, 2, 8
 NAMES = ("data", "context", "tensor")
 QUERY = ("data", "context", "tensor")
-KEYS = {
-    "as query": QUERY,
-    "whole sequence": ("data", None, "tensor"),
-    "whole heads": ("data", "context"),
-    "whole": (),
-}
 
 
 def mesh():
@@ -41,11 +33,6 @@ def arrays():
     return query, key, value, weights, ids
 
 
-def loss(query, key, value, weights, ids, call):
-    out = CALLS[call](query, key, value, ids)
-    return jnp.sum(out * weights), out
-
-
 def expression(ids):
     return packax.causal() & packax.documents(ids)
 
@@ -57,35 +44,7 @@ def built(query, key, value, ids):
 CALLS = {
     "built mask": built,
     "expression": lambda q, k, v, ids: packax.flash_attention(q, k, v, expression(ids)),
-    "drop-in": lambda q, k, v, ids: packax.dot_product_attention(q, k, v, is_causal=True),
 }
-
-
-@functools.cache
-def expected(call):
-    step = jax.value_and_grad(functools.partial(loss, call=call), (0, 1, 2), has_aux=True)
-    return jax.jit(step)(*arrays())
-
-
-@pytest.mark.parametrize(("call", "keys"), some(itertools.product(CALLS, KEYS), 0, 5))
-def test_context_parallelism_without_sharding(call, keys):
-    step = jax.value_and_grad(functools.partial(loss, call=call), (0, 1, 2), has_aux=True)
-    ids_spec = () if call == "expression" else ("data", "context")
-    specs = (QUERY, KEYS[keys], KEYS[keys], QUERY, ids_spec)
-    device_mesh = mesh()
-    args = [
-        jax.device_put(x, NamedSharding(device_mesh, P(*s)))
-        for x, s in zip(arrays(), specs, strict=True)
-    ]
-    with jax.set_mesh(device_mesh):
-        compiled = jax.jit(step).lower(*args).compile()
-        (_, out), gradients = got = compiled(*args)
-    for x, like in zip((out, *gradients), (args[0], *args[:3]), strict=True):
-        assert jax.typeof(x) == jax.typeof(like)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected(call)), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
-    if keys == "whole sequence" and call != "built mask":  # "built mask" has sharded ids
-        assert "all-gather" not in collectives(compiled)
 
 
 @pytest.mark.exhaustive

@@ -139,7 +139,7 @@ RANGES = [np.repeat(x, 260, 1) for x in ([[20], [0]], [[260], [250]])]
         (packax.full(), (150, 330), (2, 1), (1, 64), 0.2, ((128, 32), (64, 64), (64, 64))),
         # one block mask for all batch rows, a mask per batch row; heads with lists of other lengths
         (packax.masks.ranges(*RANGES), (260, 260), (1, 4), (128, 64), 0.5, TILES),
-    ], 1),
+    ], *(1, 4)),
 )  # fmt: skip
 def test_block_masks(expression, lengths, shape, size, share, tiles):
     rng = np.random.default_rng(lengths[0])

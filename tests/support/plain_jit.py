@@ -81,41 +81,13 @@ def causal_documents(ids):
 
 SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
 
-BLOCKS = np.tril(np.random.default_rng(3).integers(0, 2, (HEADS, 3, 3)) | np.eye(3, dtype=int))
-
 CASES = {
     "documents": lambda q, k, v, ids: packax.flash_attention(q, k, v, causal_documents(ids)),
-    "positions": lambda q, k, v, ids: packax.flash_attention(
-        q,
-        k,
-        v,
-        packax.sliding_window(20)
-        & packax.documents(ids, positions=jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)),
-    ),
-    "one mask for all": lambda q, k, v, ids: packax.flash_attention(q, k, v, packax.causal()),
     "lse": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), return_lse=True
     ),
-    "largest logits": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), return_max_logits=True
-    ),
     "sinks": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), sinks=SLOPES
-    ),
-    "soft cap": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), soft_cap=2.0
-    ),
-    "array scale": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), scale=jnp.float32(0.3)
-    ),
-    "alibi": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), bias=packax.alibi(SLOPES)
-    ),
-    "block mask": lambda q, k, v, ids: packax.flash_attention(
-        q,
-        k,
-        v,
-        packax.causal() & packax.masks.block_sparse(jnp.asarray(BLOCKS[None], bool), (64, 64)),
     ),
     "deterministic": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), deterministic=True

@@ -23,7 +23,8 @@ from exported import restored
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from packax.integrations import fallback
-from ranks import ALONE, OverRanks, or_zigzag, placed, why_not
+from plain_jit import MOVES, collectives
+from ranks import ALONE, OverRanks, odd, or_zigzag, placed, why_not
 
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 GARBAGE = 1e4  # finite in float16
@@ -398,15 +399,23 @@ def on_mesh(call: Call, kind: str, axes: dict[str, str], names: tuple[str, str])
     of = specs(call, axes)
     with jax.set_mesh(mesh):
         placed = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
-        got = jax.jit(call.step)(placed)
+        compiled = jax.jit(call.step).lower(placed).compile()
+        got = compiled(placed)
     wrong = differences(call, got, a)
-    if kind == "Explicit":
-        pairs = {"out": "dout", "lse": "dlse"} | {"d" + n: n for n in call.differentiable()}
-        pairs = {"out": "query"} if decodes(call) else pairs
-        for name, like in [(n, like) for n, like in pairs.items() if n in got]:
-            x, y = (jax.typeof(z).sharding.spec for z in (got[name], placed[like]))
-            if x != y:
-                wrong.append(f"{name} is sharded as {x}, not as {like}, {y}")
+    if kind == "Auto" and not decodes(call):  # gradients may be summed, and nothing else moves
+        wrong += [f"{what} in the program" for what in {*collectives(compiled)} & {*MOVES}]
+    return wrong + (other_types(call, got, placed) if kind == "Explicit" else [])
+
+
+def other_types(call: Call, got: Any, placed: Any) -> list[str]:
+    """Results that are not sharded as the operands are."""
+    pairs = {"out": "dout", "lse": "dlse"} | {"d" + n: n for n in call.differentiable()}
+    pairs = {"out": "query"} if decodes(call) else pairs
+    wrong = []
+    for name, like in [(n, like) for n, like in pairs.items() if n in got]:
+        x, y = (jax.typeof(z).sharding.spec for z in (got[name], placed[like]))
+        if x != y:
+            wrong.append(f"{name} is sharded as {x}, not as {like}, {y}")
     return wrong
 
 
@@ -488,12 +497,15 @@ def _(call):
     tensors = {*calls.TENSORS, "bias"}
     of = specs(call, axes)
     of = {n: s if n in tensors else specs(call, {})[n] for n, s in of.items()}
+    if odd(call) and not decodes(call):  # every device has all keys
+        of |= {n: P("data", *[None] * 3) for n in ("key", "value")}
     if "bias" in of:  # as query: keys whole
         of["bias"] = P(*of["bias"][:3])
     with jax.set_mesh(mesh):
         on_devices = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
         got = jax.jit(functools.partial(call.step, places=placed(call, a)))(on_devices)
-    return differences(call, got, a)
+    tensors = ({n: got[n] for n in ("out", "dquery", "dkey", "dvalue") if n in got}, on_devices)
+    return differences(call, got, a) + other_types(call, *tensors)
 
 
 @row(
