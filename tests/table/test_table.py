@@ -6,10 +6,12 @@ command that runs the cell of a failure alone.
 """
 
 import os
+import runpy
 
 import cover
 import pytest
 from decode_calls import parse
+from paths import TESTS
 from properties import PROPERTIES
 
 SEED = int(os.environ.get("PACKAX_TABLE_SEED", "0"))
@@ -64,3 +66,9 @@ def test_every_cell_runs_or_has_a_reason():
 
 
 LEFT_OUT = 600
+
+
+def test_every_mutant_fits_the_sources():
+    """Otherwise a renamed line would leave its proof out without a word."""
+    run = runpy.run_path(str(TESTS / "mutants" / "run.py"))
+    assert not [mutant.name for mutant in run["mutants"]() if not run["fits"](mutant)]
