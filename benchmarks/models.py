@@ -18,6 +18,7 @@ models.svg, into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -38,9 +39,10 @@ from lib.output import Report, arguments_of, require_gpu, say
 from lib.passes import usable
 from lib.ratios import draw, ratios, summary
 from lib.reference import Reference
-from lib.turns import PASSES, bad_cases, burst, table, time_rows
+from lib.turns import PASSES, bad_cases, burst, launches_of, table, time_rows
 
 ORDER = ("packax", "cudnn")
+AT_ONCE = 12  # cases are compiled side by side, then timed one after another
 SHORT = 1e11  # operations of a forward pass that is shorter than about 0.3 ms
 
 
@@ -108,20 +110,33 @@ def _private_cudnn(case: ModelCase) -> Implementation:
     return Implementation("cudnn", attention, arrays)
 
 
-def run_case(case: ModelCase, rounds: int, round_ms: float) -> dict[str, Any]:
+def prepare(case: ModelCase) -> dict[str, Any]:
+    """Compiles the passes of both implementations, and compares their results."""
     inputs, tables = random_inputs(case), case.tables()
     if case.bias:
         tables["bias"] = np.asarray(bias_of(case))
-    loops = LOOP if case.flops("fwd") < SHORT else 1
     rows = {}
     for made in (packax_function(case), cudnn_function(case)):
         compared = case if made.name == "packax" else dataclasses.replace(case, sinks=False)
         reference = Reference(compared, inputs, tables)
-        errors_of = reference.errors
-        rows[made.name] = usable(Compiled(made, inputs), errors_of, loops=loops, round_ms=round_ms)
+        rows[made.name] = usable(Compiled(made, inputs), reference.errors, loops=loops_of(case))
+    return rows
+
+
+def loops_of(case: ModelCase) -> int:
+    return LOOP if case.flops("fwd") < SHORT else 1
+
+
+def timed(case: ModelCase, rows: Any, rounds: int, round_ms: float) -> dict[str, Any]:
+    """Times what `prepare` returns."""
+    finish = jax.block_until_ready
+    for row in rows.values():  # counted again, since other cases were compiling before
+        row["launches"] = {
+            what: launches_of(f, finish, round_ms) for what, f in row["passes"].items()
+        }
 
     def ask(name: str, what: str, launches: int) -> float:
-        return burst(rows[name]["passes"][what], jax.block_until_ready, launches) / loops
+        return burst(rows[name]["passes"][what], finish, launches) / loops_of(case)
 
     time_rows(rows, ask, {what: case.flops(what) for what in PASSES}, rounds)
     for row in rows.values():
@@ -146,9 +161,16 @@ def main(arguments: list[str] | None = None) -> int:
     require_gpu()
     report = Report(options.out, "models", options.rounds, machine=machine())
     say(str(report["machine"]))
-    results = report.run(
-        cases, lambda case: run_case(case, options.rounds, options.round_ms), shown
-    )
+    for first in range(0, len(cases), AT_ONCE):
+        group = cases[first : first + AT_ONCE]
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            ready = {case.name: pool.submit(prepare, case) for case in group}
+        say(f"compiled {', '.join(ready)}")
+
+        def run_case(case: ModelCase, ready: Any = ready) -> dict[str, Any]:
+            return timed(case, ready.pop(case.name).result(), options.rounds, options.round_ms)
+
+        results = report.run(group, run_case, shown)
     if ratios(results):
         draw(report, report.path.with_suffix(".svg"))
     return report.end(bad_cases(results))

@@ -7,6 +7,7 @@ options are defined by the case's function `scores`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ WHOLE_ROW = 131072  # of longer rows, dK and dV are compared in one document
 LIMIT = 1e-2  # ‖x - reference‖ / ‖reference‖ in bfloat16
 LIMITS = {"dtable": 3e-2, "mean": 5e-2}  # an entry of a table sums millions of rounded terms
 HIGHEST = jax.lax.Precision.HIGHEST
+# Timing candidates for products would take longer than a single run of them.
+once = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def einsum(spec: str, *operands: jax.Array) -> jax.Array:
@@ -63,7 +66,7 @@ class Reference:
         def grouped(x: jax.Array) -> jax.Array:
             return x.reshape(len(x), case.kv_heads, group, -1).astype(jnp.float32)
 
-        @jax.jit
+        @once
         def some_rows(tables, q, do, k, v, rows):
             def of_head(operands):
                 q, do, k, v, h = operands
@@ -75,7 +78,7 @@ class Reference:
             found = jax.lax.map(of_head, (*by_head, heads))
             return [jnp.moveaxis(x, 0, 1).reshape(len(rows), case.heads, -1) for x in found]
 
-        @jax.jit
+        @once
         def one_head(tables, q, do, k, v, at, j, h):
             """dK and dV, (keys, D) each; `at`, `j`: the indices of the rows and keys."""
             blocks = [

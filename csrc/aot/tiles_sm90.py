@@ -293,9 +293,10 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
 # program runs, such a warp gained nothing.
 SHORT = {"forward_sm90_short": "forward_sm90"}
 SM90_TILES["forward_sm90_short"] = {
-    64: SM90_TILES["forward_sm90"][64]
+    dim: SM90_TILES["forward_sm90"][dim]
     | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
-    | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
+    | {"PRODUCER_REGISTERS": 32, "REGISTERS": registers}
+    for dim, registers in ((64, 80), (96, 128))
 }
 # Chunks of new tokens over pages. The producer needs registers for page numbers. PAGE_ROWS: keys
 # that one TMA copy loads, the smallest page (csrc/launch/select.cc).

@@ -243,9 +243,12 @@ using F = ForwardOperands;
 
 // If there are fewer tiles of 192 rows than multiprocessors, the longest tile determines the time,
 // and smaller tiles finish sooner. Counts all heads of the query, so that a call for some heads
-// uses the same kernel as a call for all.
+// uses the same kernel as a call for all. Tiles of 128 rows also serve a length that tiles of 192
+// would round up by an eighth more.
 bool LowOccupancy(const F& o, const Device& device) {
-  return Product({o.row_heads, o.batch, CeilDiv(o.q_len, kTile192)}) < device.multiprocessors;
+  const int64_t tiles = CeilDiv(o.q_len, kTile192);
+  return Product({o.row_heads, o.batch, tiles}) < device.multiprocessors ||
+         8 * kTile192 * tiles > 9 * kTile * CeilDiv(o.q_len, kTile);
 }
 
 // More than 256 value columns are computed in parts (csrc/kernels/sm90/fwd.py).

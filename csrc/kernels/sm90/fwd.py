@@ -51,7 +51,7 @@ def forward_sm90(
     numbers per row (portable/row_sums.py). Every kernel takes `sinks` (common/sinks.py).
     """
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    SLOTS: gl.constexpr = query_slots(CHUNKS)
+    SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
     V_CHUNKS: gl.constexpr = V_DIM // V_PARTS // V_CHUNK
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
