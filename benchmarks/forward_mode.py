@@ -14,6 +14,7 @@ into --out (default: $OUT, else benchmarks/results).
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import sys
@@ -116,7 +117,7 @@ def dense_attention(case: ModeCase) -> Attention:
     )
 
     def attend(query, key, value):
-        if case.soft_cap is None and query.dtype != jnp.float64:
+        if case.soft_cap is None and not case.v_dim and query.dtype != jnp.float64:
             mask = None if allowed is None else allowed.reshape(-1, 1, case.seq, case.seq)
             return jax.nn.dot_product_attention(
                 query, key, value, mask=mask, is_causal=case.causal, implementation="xla"
@@ -201,24 +202,25 @@ def run_case(case: ModeCase, rounds: int, settings: list[str]) -> dict[str, Any]
     attentions = {"packax": packax_attention(case)}
     if case.documents == 1 and 4 * case.batch * case.heads * case.seq**2 <= DENSE_BYTES:
         attentions["jax.nn"] = dense_attention(case)
-    functions, failed = {}, {}
-    for who, attention in attentions.items():
-        for name, function in programs(case, attention).items():
-            try:
-                compiled = jax.jit(function).lower(*arrays).compile()
-                jax.block_until_ready(compiled(*arrays))
-                functions[f"{who} {name}"] = functools.partial(compiled, *arrays)
-            except Exception as error:
-                failed[f"{who} {name}"] = first_line(error)
+    lowered = {
+        f"{who} {name}": jax.jit(function).lower(*arrays)
+        for who, attention in attentions.items()
+        for name, function in programs(case, attention).items()
+    }
     for setting in settings:
         set_xla(setting)
         through = programs(case, packax_attention(case))["through"]
+        lowered[f"through {setting}"] = jax.jit(through).lower(*arrays)
+    functions, failed = {}, {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = {name: pool.submit(x.compile) for name, x in lowered.items()}
+    for name, program in compiled.items():
         try:
-            compiled = jax.jit(through).lower(*arrays).compile()
-            jax.block_until_ready(compiled(*arrays))
-            functions[f"through {setting}"] = functools.partial(compiled, *arrays)
+            functions[name] = functools.partial(program.result(), *arrays)
+            jax.block_until_ready(functions[name]())
         except Exception as error:
-            failed[f"through {setting}"] = first_line(error)
+            functions.pop(name, None)
+            failed[name] = first_line(error)
     took = interleaved(functions, jax.block_until_ready, rounds)
     rows: dict[str, Any] = {name: as_row(times) for name, times in took.items()}
     return rows | ({"failed": failed} if failed else {})
@@ -260,9 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
         require_gpu()
     report = Report(options.out, "forward_mode", options.rounds, machine=machine(), checks={})
     bad = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is compilation
+        checked = {case.name: pool.submit(check, case) for case in CHECKED}
     for case in CHECKED:
         try:
-            ratios: Any = check(case)
+            ratios: Any = checked[case.name].result()
             bad += [f"{case.name}: {name}" for name, ratio in ratios.items() if not ratio <= 2.0]
         except Exception as error:
             ratios = first_line(error)
