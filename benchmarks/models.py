@@ -42,7 +42,9 @@ from lib.reference import Reference
 from lib.turns import PASSES, bad_cases, burst, launches_of, table, time_rows
 
 ORDER = ("packax", "cudnn")
-AT_ONCE = 12  # cases are compiled side by side, then timed one after another
+# Cases are compiled side by side, then timed one after another. cuDNN compiles by capturing
+# streams, during which nothing else may run.
+AT_ONCE = 12
 SHORT = 1e11  # operations of a forward pass that is shorter than about 0.3 ms
 
 
@@ -110,25 +112,31 @@ def _private_cudnn(case: ModelCase) -> Implementation:
     return Implementation("cudnn", attention, arrays)
 
 
-def prepare(case: ModelCase) -> dict[str, Any]:
-    """Compiles the passes of both implementations, and compares their results."""
+def reference_of(case: ModelCase) -> Reference:
     inputs, tables = random_inputs(case), case.tables()
     if case.bias:
         tables["bias"] = np.asarray(bias_of(case))
-    rows = {}
-    for made in (packax_function(case), cudnn_function(case)):
-        compared = case if made.name == "packax" else dataclasses.replace(case, sinks=False)
-        reference = Reference(compared, inputs, tables)
-        rows[made.name] = usable(Compiled(made, inputs), reference.errors, loops=loops_of(case))
-    return rows
+    return Reference(case, inputs, tables)
 
 
-def loops_of(case: ModelCase) -> int:
-    return LOOP if case.flops("fwd") < SHORT else 1
+def prepare(case: ModelCase, made: Implementation, reference: Reference) -> dict[str, Any]:
+    """Compiles the passes of an implementation, and compares their results."""
+    compiled = Compiled(made, random_inputs(case))
+    return usable(compiled, reference.errors, loops=loops_of(case))
 
 
-def timed(case: ModelCase, rows: Any, rounds: int, round_ms: float) -> dict[str, Any]:
-    """Times what `prepare` returns."""
+def packax_alone(case: ModelCase) -> tuple[dict[str, Any], Reference]:
+    reference = reference_of(case)
+    return prepare(case, packax_function(case), reference), reference
+
+
+def run_case(
+    case: ModelCase, row: dict[str, Any], reference: Reference, rounds: int, round_ms: float
+) -> dict[str, Any]:
+    """Prepares cuDNN, and times it and packax's row."""
+    if case.sinks:
+        reference = reference_of(dataclasses.replace(case, sinks=False))
+    rows = {"packax": row, "cudnn": prepare(case, cudnn_function(case), reference)}
     finish = jax.block_until_ready
     for row in rows.values():  # counted again, since other cases were compiling before
         row["launches"] = {
@@ -142,6 +150,10 @@ def timed(case: ModelCase, rows: Any, rounds: int, round_ms: float) -> dict[str,
     for row in rows.values():
         del row["passes"]
     return rows
+
+
+def loops_of(case: ModelCase) -> int:
+    return LOOP if case.flops("fwd") < SHORT else 1
 
 
 def shown(results: dict[str, Any]) -> str:
@@ -164,13 +176,14 @@ def main(arguments: list[str] | None = None) -> int:
     for first in range(0, len(cases), AT_ONCE):
         group = cases[first : first + AT_ONCE]
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            ready = {case.name: pool.submit(prepare, case) for case in group}
+            ready = {case.name: pool.submit(packax_alone, case) for case in group}
         say(f"compiled {', '.join(ready)}")
 
-        def run_case(case: ModelCase, ready: Any = ready) -> dict[str, Any]:
-            return timed(case, ready.pop(case.name).result(), options.rounds, options.round_ms)
+        def timed(case: ModelCase, ready: Any = ready) -> dict[str, Any]:
+            made = ready.pop(case.name).result()
+            return run_case(case, *made, options.rounds, options.round_ms)
 
-        results = report.run(group, run_case, shown)
+        results = report.run(group, timed, shown)
     if ratios(results):
         draw(report, report.path.with_suffix(".svg"))
     return report.end(bad_cases(results))

@@ -77,7 +77,7 @@ for name, more in {
 }.items():
     (case,) = select(name)
     case = dataclasses.replace(case, **small, **more)
-    rows = models.timed(case, models.prepare(case), 1, 1.0)
+    rows = models.run_case(case, *models.packax_alone(case), 1, 1.0)
     ours = rows["packax"]
     assert not ours["wrong"] and not ours["failed"], (name, ours)
     assert set(ours["errors"]) == {"out", "dq", "dk", "dv"} and set(ours["times"]) == {"fwd", "bwd"}
@@ -86,5 +86,5 @@ assert "did not run" in models.shown({case.name: rows})
 other = dataclasses.replace(case, keys=70)
 models.packax_function, made = (lambda _: right), models.packax_function
 right = made(dataclasses.replace(case, kind="causal"))
-assert models.prepare(case)["packax"]["wrong"]
+assert models.packax_alone(case)[0]["wrong"]
 """)
