@@ -1,4 +1,5 @@
-"""Times windows at head dim 64 with the two Hopper forwards: tiles of 192 rows, and of 64 rows.
+"""Times windows and packed documents with the two Hopper forwards at head dim 64: tiles of 192
+rows, and of 64 rows.
 
     python benchmarks/tune/short_windows.py [--cases NAME,...] [--rounds 7] [--out DIR]
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import packax
 from lib.implementations import LOOP, Compiled, Implementation, random_inputs
 from lib.machine import machine
-from lib.model_cases import ModelCase
+from lib.model_cases import ModelCase, select
 from lib.output import Report, arguments_of, picked, require_gpu, say
 from lib.passes import usable
 from lib.reference import Reference
@@ -41,7 +42,7 @@ CASES = tuple(
     for size, (batch, rows) in SIZES.items()
     for window in (128, 256, 512, 768, 1024)
     for sinks in ((False, True) if window == 128 else (False,))
-)  # fmt: skip
+) + tuple(select("gpt2_packed_16k,llama3.2_1b_packed_16k"))  # fmt: skip
 
 
 def packax_function(case: ModelCase, name: str) -> Implementation:
@@ -77,7 +78,7 @@ def shown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = arguments_of(__doc__, "names and sizes (8k, 32k, 4x4k)", rounds=7)
+    parser = arguments_of(__doc__, "names and groups (8k, 32k, 4x4k, packed)", rounds=7)
     options = parser.parse_args(arguments)
     cases = picked(CASES, options.cases, lambda case: case.group)
     require_gpu()
