@@ -72,7 +72,6 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
     ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
     ("forward_sm90_short", 64): 176,  # under ptxas 12.9; 8 under 13.4
-    ("forward_sm90_short", 96): 24,  # under ptxas 12.9; none under 13.4
     ("forward_sm90", 96): 104,  # under ptxas 12.9
     ("forward_sm90", 128): 136,  # under ptxas 12.9
     ("forward_sm90", 192): 128,  # under ptxas 12.9; 48 under 13.4

@@ -472,7 +472,7 @@ def sm90(
         tile = tile | UNDER_12_9.get((kernel, row), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     registers = constants.pop("REGISTERS", 0)
-    if "QK_CHUNK" in tile:  # Gluon's tiles are powers of two
+    if "QK_CHUNK" in tile and "V_CHUNK" not in tile:  # Gluon's tiles are powers of two
         constants["V_CHUNK"] = min(v_dim & -v_dim, 256)
     if kernel == "backward_postprocess":
         del constants["V_DIM"]

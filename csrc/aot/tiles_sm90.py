@@ -38,6 +38,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "forward_sm90": {
         dim: {
             "QK_CHUNK": chunk,
+            **({"V_CHUNK": chunk} if dim == 96 else {}),
             "WARP_GROUPS": groups,
             "BLOCK_N": keys,
             "STAGES": stages,
@@ -50,7 +51,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),
-            (96, 32, 2, 128, 2, 0, 1),
+            (96, 64, 2, 128, 2, 0, 1),
             (128, 128, 2, 128, 2, 0, 1),
             (192, 64, 2, 128, 2, 1, 1),
             (256, 256, 2, 64, 2, 1, 1),
@@ -293,10 +294,9 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
 # program runs, such a warp gained nothing.
 SHORT = {"forward_sm90_short": "forward_sm90"}
 SM90_TILES["forward_sm90_short"] = {
-    dim: SM90_TILES["forward_sm90"][dim]
+    64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
-    | {"PRODUCER_REGISTERS": 32, "REGISTERS": registers}
-    for dim, registers in ((64, 80), (96, 128))
+    | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
 # Chunks of new tokens over pages. The producer needs registers for page numbers. PAGE_ROWS: keys
 # that one TMA copy loads, the smallest page (csrc/launch/select.cc).

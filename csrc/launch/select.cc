@@ -264,7 +264,7 @@ constexpr Steps<F> Persistent() {
 // Tiles of few steps: their time is that of finding, loading and storing them
 // (csrc/kernels/sm90/row_producer.py). Three programs fit on a multiprocessor.
 constexpr int32_t kShortKeys = 1024;
-constexpr int32_t kShortRowKeys = 256;  // that a row attends to, in a window
+constexpr int32_t kShortRowKeys = 1024;  // that a row attends to, in a window
 
 bool IsShort(const F& o, const Device&) {
   const bool few = o.row_keys > 0 && o.row_keys <= kShortRowKeys;

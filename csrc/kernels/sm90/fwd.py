@@ -50,11 +50,12 @@ def forward_sm90(
     receives the largest logit of every row. With a bias, logits are in base e, and `lse` has two
     numbers per row (portable/row_sums.py). Every kernel takes `sinks` (common/sinks.py).
     """
-    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    CHUNKS: gl.constexpr = (QK_DIM + QK_CHUNK - 1) // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
-    V_CHUNKS: gl.constexpr = V_DIM // V_PARTS // V_CHUNK
+    V_CHUNKS: gl.constexpr = (V_DIM // V_PARTS + V_CHUNK - 1) // V_CHUNK
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
+        QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK * V_PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
+        QK_COLUMNS=QK_DIM, V_COLUMNS=V_DIM,
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,

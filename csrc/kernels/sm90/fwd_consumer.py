@@ -7,7 +7,7 @@ from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.args import Map, Number, RowTileArgs
 from sm90.block_lists import list_of_rows, mask_of_head
-from sm90.chunked_mma import add_products, wait_products, zeros
+from sm90.chunked_mma import wait_products
 from sm90.common import (
     accumulator,
     lanes_arrive,
@@ -63,16 +63,70 @@ class ForwardArgs(RowTileArgs):
     scale2: Number
 
 
+@gluon.constexpr_function
+def width(c, dim, chunk):
+    """The columns of the c-th chunk of `dim` columns. The last chunk may be narrower than the
+    others: 96 columns are 64 and 32, and products take a slice of the second tile of 64."""
+    return min(chunk, dim - c * chunk)
+
+
 @gluon.jit
-def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+def columns(tile, N: gl.constexpr):
+    """The first N columns of a tile."""
+    return tile.slice(0, N, dim=1) if tile.shape[1] > N else tile
+
+
+@gluon.jit
+def zero_chunk(N: gl.constexpr):
+    return gl.zeros([64, N], gl.float32, accumulator(N))
+
+
+@gluon.jit
+def zeros(DIM: gl.constexpr, CHUNK: gl.constexpr):
+    sums = ()
+    for c in gl.static_range((DIM + CHUNK - 1) // CHUNK):
+        sums = sums + (zero_chunk(width(c, DIM, CHUNK)),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
     """Starts q k^T. As chunked_mma.scores, except that the first key tile comes before the queries:
     at head dim 512, the other order would spill more."""
+    CHUNKS: gl.constexpr = config.CHUNKS
+    SLOTS: gl.constexpr = config.SLOTS
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
     s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
-        k_t = k_s.index(stage * CHUNKS + c).permute((1, 0))
-        s = warpgroup_mma(q_s.index(w * SLOTS + c), k_t, s, is_async=True)
+        q = columns(q_s.index(w * SLOTS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+        k = columns(k_s.index(stage * CHUNKS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+        s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
     return s
+
+
+@gluon.jit
+def add_products(p, v_s, at, sums, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
+    """Starts sums + P V. Like chunked_mma.add_products, for chunks of different widths."""
+    CHUNKS: gl.constexpr = len(sums)
+    tokens = ()
+    for c in gl.static_range(CHUNKS):
+        tile = columns(v_s.index(at * CHUNKS + c), sums[c].shape[1])
+        left = unpack(p, BLOCK_N, gl.DotOperandLayout(0, sums[c].type.layout, 2), dtype)
+        tokens = tokens + (warpgroup_mma(left, tile, sums[c], is_async=True),)  # noqa: RUF005
+    return tokens
+
+
+@gluon.jit
+def rescaled(sums, alpha):
+    CHUNKS: gl.constexpr = len(sums)
+    FIRST: gl.constexpr = sums[0].shape[1]
+    LAST: gl.constexpr = sums[CHUNKS - 1].shape[1]
+    if FIRST == LAST:
+        sums = rescale(sums, alpha, FIRST, CHUNKS)
+    else:
+        gl.static_assert(CHUNKS == 2)
+        sums = rescale((sums[0],), alpha, FIRST, 1) + rescale((sums[1],), alpha, LAST, 1)  # noqa: RUF005
+    return sums
 
 
 @gluon.jit
@@ -82,6 +136,15 @@ def add_bias_tile(s, bias_s, W: gl.constexpr, stage, scale, config: gl.constexpr
     s = s * scale + tile.to(gl.float32)
     fence_async_shared()  # else an arrival can overtake the loads, and TMA overwrites the tile
     return s
+
+
+@gluon.jit
+def normalized(chunk, inverse):
+    """chunk * inverse, or 0 where `inverse` is negative, in rows that attend to nothing. They may
+    have summed garbage in full steps."""
+    factor = gl.convert_layout(inverse, gl.SliceLayout(1, chunk.type.layout))
+    factor = gl.expand_dims(factor, 1)
+    return gl.where(factor < 0.0, 0.0, chunk * factor)
 
 
 @gluon.jit
@@ -103,7 +166,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     FIRST_O: gl.constexpr = W * (
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     if W == 0 and config.WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
@@ -122,7 +184,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mask_b = gl.where(scalars.mask_batch > 1, tile.b, 0)
         mask = mask_of_batch_row(args.mask, mask_b, scalars)
         rows = tile.row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        acc = zeros(o_layout, V_CHUNK, V_CHUNKS)
+        acc = zeros(config.V_COLUMNS // config.V_PARTS, V_CHUNK)
         if config.ALIBI:
             slope2 = gl.load(args.slopes + head) * -LOG2E
         mbarrier.wait(shared.q_full.index(W), q_phase)
@@ -143,7 +205,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         # the first step has no second product: there is no previous P
         mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W, config.WARP_GROUPS)
-        s = scores(shared.q_s, shared.k_s, W, stage, zero, config.CHUNKS, config.SLOTS)
+        s = scores(shared.q_s, shared.k_s, W, stage, zero, config)
         ping_pong_pass(W, config.WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         if config.BIAS:
@@ -174,12 +236,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 mbarrier.wait(shared.k_full.index(stage), phase)
                 ping_pong_wait(W, config.WARP_GROUPS)
                 w = W + rematerialized_zero(i, config.REMATERIALIZE)
-                s_token = scores(
-                    shared.q_s, shared.k_s, w, stage, zero, config.CHUNKS, config.SLOTS
-                )
+                s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
                 mbarrier.wait(shared.v_full.index(old), old_phase)
-                p_half = unpack(p, BLOCK_N, p_layout, dtype)
-                acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
+                acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
                 ping_pong_pass(W, config.WARP_GROUPS)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
                 if config.BIAS:
@@ -196,14 +255,13 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
                 acc = wait_products(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
-                acc = rescale(acc, alpha, V_CHUNK, V_CHUNKS)
+                acc = rescaled(acc, alpha)
                 stage, phase = next_stage(stage, phase, config.STAGES)
         if not config.OUT_IN_QUERY:
             warp_arrive(shared.q_empty.index(W))
         old, old_phase = previous_stage(stage, phase, config.STAGES)
         mbarrier.wait(shared.v_full.index(old), old_phase)
-        p_half = unpack(p, BLOCK_N, p_layout, dtype)
-        acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
+        acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
         in_bounds = rows < q_len
         lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
@@ -231,14 +289,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         warp_arrive(shared.v_empty.index(old))
         if not BLOCK_LISTS:
             stage, phase = skip_blocks(partial - last, W, shared, stage, phase, config)
-        inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        # select, not multiply: a row that attends to nothing may have summed garbage in full steps
         outputs = ()
         for c in gl.static_range(V_CHUNKS):
-            outputs = outputs + (gl.where(inverse < 0.0, 0.0, acc[c] * inverse),)  # noqa: RUF005
+            outputs = outputs + (normalized(acc[c], inverse),)  # noqa: RUF005
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
-            shared.o_s.index(FIRST_O + c).store(outputs[c].to(dtype))
+            columns(shared.o_s.index(FIRST_O + c), outputs[c].shape[1]).store(outputs[c].to(dtype))
         row = tile.row + W * 64
         column = tile.head_part % config.V_PARTS * (config.V_DIM // config.V_PARTS)
         start_store(out, shared.o_s, FIRST_O, tile.b, row, head, column, V_CHUNKS)
