@@ -9,7 +9,7 @@ constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
 
 ffi::Error CheckGrid(Launch* launch) {
   const auto& [device, variant, function] = launch->kernel;
-  if (launch->counter != nullptr) {
+  if (launch->persistent) {
     // Programs count tiles in 32 bits, and each increments the counter once after the last tile.
     const int64_t tiles = launch->grid.x;
     PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)

@@ -41,7 +41,7 @@ def forward_sm90(
 ):  # fmt: skip
     """query, key, value and out are tensor maps (batch, heads, length, dim) with boxes of 64 or
     BLOCK_N rows of one head, and at most QK_DIM or V_DIM columns. `counter` is 0 at launch and must
-    not be used by another launch at the same time.
+    not be used by another launch at the same time; if it is null, programs take tiles in turns.
 
     At most one option is given, and the arguments of the others are None: `soft_cap` (soft_cap.py),
     ALiBi `slopes` for positions that are indices (alibi.py), block lists (block_lists.py), `bias`,
@@ -59,7 +59,7 @@ def forward_sm90(
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
-        SCHEDULER=SCHEDULER == 1,
+        SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,

@@ -217,7 +217,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             at = kv_range.nth(first, BLOCK_N)
         if config.ALIBI:
             s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
-        if config.SCHEDULER:  # in short tiles, this step is often the only one, and full
+        if config.BRANCH:  # in calls of few steps, this one is often full
             if first < partial:
                 s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
         else:

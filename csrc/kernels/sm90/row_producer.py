@@ -32,6 +32,19 @@ def bytes_of_bias(bias, query):
 
 
 @gluon.jit
+def draw(args, turn):
+    """The tile of a program's turn: the next one of the counter, or without a counter one of as
+    many tiles as there are programs, in alternating directions, since the first tiles of an order
+    take longest."""
+    own = gl.program_id(0)
+    if args.counter.to(gl.int64) == 0:
+        nth = turn * args.programs + gl.where(turn & 1 == 0, own, args.programs - 1 - own)
+    else:
+        nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
+    return nth
+
+
+@gluon.jit
 def send(shared, slot, phase, tile):
     """Sends a tile to the other warps as soon as `slot` is empty."""
     mbarrier.wait(shared.work_empty.index(slot), phase ^ 1)
@@ -107,6 +120,7 @@ def produce(args, config: gl.constexpr):
     slot = 0
     slot_phase = 0
     q_phase = 0
+    turn = 0
     nth = gl.program_id(0)
     while nth < total:
         head, kv_head, b, mask_b, row = place_of_tile(
@@ -144,7 +158,8 @@ def produce(args, config: gl.constexpr):
                 at = kv_range.nth(i, BLOCK_N)
             load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
-        nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
+        turn += 1
+        nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
     send_stop(shared, slot, slot_phase)
@@ -161,6 +176,7 @@ def schedule(args, config: gl.constexpr):
     total = tiles * SUB * scalars.batch * scalars.heads
     slot = 0
     slot_phase = 0
+    turn = 0
     nth = gl.program_id(0)
     while nth < total:
         head, _, b, mask_b, row = place_of_tile(
@@ -173,7 +189,8 @@ def schedule(args, config: gl.constexpr):
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, config.BLOCK_N)
         kv_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
         send(args.shared, slot, slot_phase, RowTile(row, head, b, kv_range, checked))
-        nth = gl.atomic_add(args.counter, 1, sem="relaxed") + args.programs
+        turn += 1
+        nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
     send_stop(args.shared, slot, slot_phase)
 

@@ -94,6 +94,10 @@ class Pointer:
     def dtype(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(element_ty=DTYPE_OF[self.data.dtype])
 
+    def to(self, dtype: Any) -> int:
+        """The address: 0 of an empty array, which stands for a null pointer."""
+        return int(self.data.size > 0)
+
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.data, np.asarray(self.at) + more)
 
