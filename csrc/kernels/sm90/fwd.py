@@ -54,8 +54,9 @@ def forward_sm90(
     SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
     V_CHUNKS: gl.constexpr = (V_DIM // V_PARTS + V_CHUNK - 1) // V_CHUNK
     config: gl.constexpr = constants(
-        QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK * V_PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
-        QK_COLUMNS=QK_DIM, V_COLUMNS=V_DIM,
+        # of tiles in shared memory, then of products
+        QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK * V_PARTS,
+        QK_COLUMNS=QK_DIM, V_COLUMNS=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,

@@ -125,7 +125,7 @@ def rescaled(sums, alpha):
         sums = rescale(sums, alpha, FIRST, CHUNKS)
     else:
         gl.static_assert(CHUNKS == 2)
-        sums = rescale((sums[0],), alpha, FIRST, 1) + rescale((sums[1],), alpha, LAST, 1)  # noqa: RUF005
+        sums = rescale((sums[0],), alpha, FIRST, 1) + rescale((sums[1],), alpha, LAST, 1)
     return sums
 
 
@@ -162,7 +162,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     GROWTH: gl.constexpr = 0 if config.ROW_MAX or config.BIAS else 8
     LOWEST: gl.constexpr = LEAST if config.BIAS else -3e38
     s_layout: gl.constexpr = accumulator(BLOCK_N)
-    o_layout: gl.constexpr = accumulator(V_CHUNK)
     FIRST_O: gl.constexpr = W * (
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
