@@ -16,12 +16,14 @@ from cpp.machine import (
     DRIVER,
     KERNELS,
     MULTIPROCESSORS,
+    SHORT_KEYS,
     arguments,
     make_machine,
     needs_compiler,
     needs_extension,
 )
 from cpp.sm90 import (
+    clears,
     expect_forward,
     expect_one_backward,
     expect_separate_backward,
@@ -48,12 +50,11 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     order = {64: "q_order", 128: "q_order", 192: "q_order_192"}[row["block"]]
     maps = maps_of(machine, kernel, {**call.operands, **call.results})
     more = {"q_order": call.operands[order].address, **maps}
+    more |= {"counter": 0} if s.kv_len <= SHORT_KEYS else {}
     programs = MULTIPROCESSORS * (3 if row["block"] == 64 else 1)
     grids = {kernel: lambda m: [min(programs, s.heads * s.batch * ceil(s.q_len / m))]}
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
-    # Before the launch: programs take their tiles from the counter.
-    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
-    assert machine.record()[0] == clear and len(machine.record()) == 2
+    assert machine.record()[:-1] == clears(machine, call, s)
     sizes = {x: getattr(s, x) for x in ("batch", "q_len", "kv_len", "heads", "kv_heads")}
     sizes |= {x: machine.variant[x] for x in ("dtype", "qk_dim", "v_dim")}
     told = machine.ext.select("forward", 90, MULTIPROCESSORS, {**sizes, "scale": 0.0625}, DRIVER)
@@ -114,15 +115,26 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
     heads = (MULTIPROCESSORS - 1) // ceil(q_len / 192)
     s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=1100, heads=heads, kv_heads=1)
     few = forward(machine, s)
+    few_rows = "forward_sm90_low_occupancy"
     for call in (few, of_head_group(few, 0, heads, 0)):
-        assert kernels_of(machine, call) == ["forward_sm90_low_occupancy"]
-    more = forward(machine, replace(s, heads=heads + 1)).change(row_keys=("int32", 512))
-    many = forward(machine, replace(s, batch=MULTIPROCESSORS, q_len=1))
-    for call in (more, of_head_group(few, 1, heads + 1, 0), many):
+        assert kernels_of(machine, call) == [few_rows]
+    every = replace(s, batch=MULTIPROCESSORS)
+    # Tiles of 192 rows would round 256 up to 384. They round 512 up to 576, an eighth more.
+    for rows, kernel in {
+        1: few_rows,
+        256: few_rows,
+        384: "forward_sm90",
+        512: "forward_sm90",
+    }.items():
+        assert kernels_of(machine, forward(machine, replace(every, q_len=rows))) == [kernel]
+    if q_len == 1:
+        return
+    more = forward(machine, replace(s, heads=heads + 1)).change(row_keys=("int32", 1025))
+    for call in (more, of_head_group(few, 1, heads + 1, 0)):
         assert kernels_of(machine, call) == ["forward_sm90"]
     if machine.has("forward_short"):  # each row attends to few of the keys
         for call in (few, more):
-            call = call.change(row_keys=("int32", 256))
+            call = call.change(row_keys=("int32", 1024))
             assert kernels_of(machine, call) == ["forward_sm90_short"]
 
 
@@ -130,7 +142,7 @@ def test_more_tiles_than_the_counter_counts(sm90):
     """Each program increments the counter once after the last tile, which must not overflow."""
     block = sm90.row("forward_sm90", sm90.variant["cc"])["block"]
     most = 2**31 - 1 - 4096
-    s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=1, heads=1, kv_heads=1)
+    s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=SHORT_KEYS + 1, heads=1, kv_heads=1)
     assert sm90.run(forward(sm90, replace(s, batch=most))) is None
     failure = sm90.run(forward(sm90, replace(s, batch=most + 1)))
     assert failure.code == "InvalidArgument"
@@ -143,13 +155,15 @@ def test_more_tiles_than_the_counter_counts(sm90):
 
 def test_a_counter_that_is_not_cleared(sm90):
     sm90.fail("cuMemsetD32Async", 1)
-    failure = sm90.run(forward(sm90))
+    assert sm90.run(forward(sm90)) is None  # few keys: nothing to clear
+    assert sm90.run(forward(sm90, Sizes(kv_len=SHORT_KEYS))) is None
+    failure = sm90.run(forward(sm90, Sizes(kv_len=SHORT_KEYS + 1)))
     assert failure.code == "Internal"
     assert failure.message == (
         "packax_forward_v1: cuMemsetD32Async failed: CUDA_ERROR_INVALID_VALUE (invalid argument), "
         "device 0"
     )
-    assert sm90.launches() == []
+    assert len(sm90.launches()) == 2
 
 
 def test_maps_are_encoded_for_each_call(sm90):

@@ -53,8 +53,11 @@ def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> di
     return found | changed
 
 
-def forward(p: Problem, changed: dict[str, int], shape: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """out and lse. `shape`: the end of the name of a kernel for calls of some sizes."""
+def forward(
+    p: Problem, changed: dict[str, int], shape: str = "", *, in_turns: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse. `shape`: the end of the name of a kernel for calls of some sizes. in_turns:
+    without a counter."""
     out, lse = (
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
@@ -73,7 +76,7 @@ def forward(p: Problem, changed: dict[str, int], shape: str = "") -> tuple[np.nd
         "out": rows_of(out), "lse": lse, **p.sinks_or_none(), **extra,
         **p.masks("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
         **p.masks("q_block_lists"), "q_order": order,
-        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
+        "counter": np.zeros(0 if in_turns else 1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
     stored = lse
     p.check("out", out)
@@ -135,7 +138,13 @@ def test_forward_of_few_tiles(case):
 @pytest.mark.parametrize("case", some(MASKS, 0, 6))
 def test_forward_of_few_keys(case):
     """Tiles of 64 rows, which halve those of the order."""
-    forward(Problem(case, (64, 64)), {}, "_short")
+    forward(Problem(case, (64, 64)), {}, "_short", in_turns=True)
+
+
+@pytest.mark.parametrize("case", some(MASKS, 0, 6))
+def test_forward_in_turns(case):
+    """Without a counter, programs take the same number of tiles, in alternating directions."""
+    forward(Problem(case, (96, 96)), {}, in_turns=True)
 
 
 def launch_keys(
