@@ -1,7 +1,7 @@
 """Times forward mode: the forward pass, its jvp, and gradients of losses that hold a jvp.
 
-    python benchmarks/forward_mode.py [--cases NAME,NAME] [--rounds 5] [--out DIR] [--check-only]
-        [--settings 512,1024,2048,1024_float32]
+    python benchmarks/forward_mode.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
+        [--check-only | --time-only] [--settings 512,1024,2048,1024_float32]
 
 First compares the tangents of small calls, and the gradients of a loss that holds them, with
 float64. An error above twice that of dense attention in the same dtype is a failure. Then times,
@@ -254,7 +254,9 @@ def table(results: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = arguments_of(__doc__, "comma-separated names", rounds=5)
-    parser.add_argument("--check-only", action="store_true", help="compare, but time nothing")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check-only", action="store_true", help="compare, but time nothing")
+    only.add_argument("--time-only", action="store_true", help="compare nothing")
     parser.add_argument("--settings", default="", help="of blockwise XLA, comma-separated")
     options = parser.parse_args(arguments)
     cases = picked(TIMED, options.cases, lambda case: "")
@@ -263,16 +265,17 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(options.out, "forward_mode", options.rounds, machine=machine(), checks={})
     bad = []
     with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is compilation
-        checked = {case.name: pool.submit(check, case) for case in CHECKED}
-    for case in CHECKED:
+        compared = () if options.time_only else CHECKED
+        checked = {case.name: pool.submit(check, case) for case in compared}
+    for case, result in checked.items():
         try:
-            ratios: Any = checked[case.name].result()
-            bad += [f"{case.name}: {name}" for name, ratio in ratios.items() if not ratio <= 2.0]
+            ratios: Any = result.result()
+            bad += [f"{case}: {name}" for name, ratio in ratios.items() if not ratio <= 2.0]
         except Exception as error:
             ratios = first_line(error)
-            bad.append(case.name)
-        say(f"{case.name}: {ratios}")
-        report["checks"][case.name] = ratios
+            bad.append(case)
+        say(f"{case}: {ratios}")
+        report["checks"][case] = ratios
     if not options.check_only:
         settings = [x for x in options.settings.split(",") if x]
         report.run(cases, lambda case: run_case(case, options.rounds, settings), table)
