@@ -251,7 +251,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     shared = args.shared
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNK: gl.constexpr = config.V_CHUNK
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     dtype: gl.constexpr = args.out.dtype.element_ty
@@ -288,7 +287,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         # the first step has no second product: there is no previous P
         mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W, 2)
-        s = scores(shared.q_s, shared.k_s, W, stage, zero, CHUNKS, config.SLOTS)
+        s = scores(shared.q_s, shared.k_s, W, stage, zero, config)
         ping_pong_pass(W, 2)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(shared.k_empty.index(stage))
@@ -307,7 +306,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 mbarrier.wait(shared.k_full.index(stage), phase)
                 ping_pong_wait(W, 2)
                 w = W + rematerialized_zero(i, config.REMATERIALIZE)
-                s_token = scores(shared.q_s, shared.k_s, w, stage, zero, CHUNKS, config.SLOTS)
+                s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
                 mbarrier.wait(shared.v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
@@ -369,7 +368,8 @@ def ragged_sm90(
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     gl.static_assert(WARP_GROUPS == 2)
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, V_CHUNK=V_CHUNK, CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
+        QK_DIM=QK_DIM, QK_COLUMNS=QK_DIM, QK_CHUNK=QK_CHUNK, V_DIM=V_DIM, V_CHUNK=V_CHUNK,
+        CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, PAGE_ROWS=PAGE_ROWS,
         REMATERIALIZE=REMATERIALIZE,
     )  # fmt: skip
