@@ -27,7 +27,7 @@ import narrow  # noqa: E402
 import table  # noqa: E402
 
 KEPT = (".py", ".pyi", ".so", "py.typed")
-LARGEST = 60_000_000  # bytes
+LARGEST = 64_000_000  # bytes
 LICENCES = ("libcxx", "nanobind", "robin_map", "triton", "zig")
 NEEDED = (
     *("packax/py.typed", "licenses/LICENSE"),
