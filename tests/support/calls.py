@@ -162,7 +162,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "mask": ("expression", "built"),
     "order": ("any", "deterministic"),
     "ranks": (
-        *("2", "4", "heads", "keys of all heads", "levels", "levels reversed", "explicit"),
+        *("2", "4", "data", "keys of all heads", "levels", "levels reversed", "explicit"),
         *("shard_map", "shard_map of a mask", "vmap", "axes of one", "context of one"),
         *("keys in order", "one device"),
     ),

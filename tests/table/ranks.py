@@ -35,9 +35,9 @@ class Ranks:
 ROWS = {"data": 2, "context": 2}
 HEADS = {"context": 2, "tensor": 2}
 RANKS = {  # one for each feature "ranks" of a call
-    "2": Ranks(ROWS),
+    "2": Ranks(HEADS, heads=("tensor", "tensor")),
     "4": Ranks({"context": 4}, groups=1),
-    "heads": Ranks(HEADS, heads=("tensor", "tensor"), run="scan"),
+    "data": Ranks(ROWS, run="scan"),
     "keys of all heads": Ranks(HEADS, heads=("tensor", None), groups=1),
     "levels": Ranks({"host": 2, "gpu": 2}, ("host", "gpu"), groups=2),
     "levels reversed": Ranks({"gpu": 2, "host": 2}, ("host", "gpu")),
