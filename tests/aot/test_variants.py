@@ -356,8 +356,7 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     few = int(re.search(r"kFewRows = (\d+)", source)[1])
     assert {v.block for v in ALL if v.kernel in FEW_ROWS} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
-    lowering = (ROOT / "python" / "packax" / "_src" / "ops" / "lowering.py").read_text()
-    most = int(re.search(r"_MOST_SHARES = (\d+)", lowering)[1])
+    most = int(re.search(r"kMostShares = (\d+)", source)[1])
     assert {v.block for v in ALL if v.kernel == "decode_combine"} == {most} == {table.DECODE_SPLITS}
 
 
