@@ -187,7 +187,9 @@ class MadeUpTable {
         throw nb::value_error("unknown kernel or dtype");
       }
       v.name = Name(v.kernel);
-      if (row.contains("name")) v.name = nb::cast<const char*>(row["name"]);
+      if (PyObject* name = PyDict_GetItemString(row.ptr(), "name")) {
+        v.name = nb::cast<const char*>(nb::handle(name));
+      }
       Read(row, "cc", &v.cc);
       Read(row, "arch_specific", &v.arch_specific);
       Read(row, "qk_dim", &v.qk_dim);

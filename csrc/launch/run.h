@@ -30,8 +30,9 @@ struct Arguments {
 struct Launch {
   LoadedKernel kernel;
   Grid grid;
-  // The programs of a persistent kernel take tiles from `counter`, or in turns if it is null. `grid`
-  // is then the number of tiles; Run() launches at most `resident` programs per multiprocessor.
+  // The programs of a persistent kernel take tiles from `counter`, or in turns if it is null.
+  // `grid` is then the number of tiles; Run() launches at most `resident` programs per
+  // multiprocessor.
   bool persistent = false;
   const void* counter = nullptr;
   int resident = 1;

@@ -53,6 +53,7 @@ FORWARDS = [
     *("forward_sm90_bias", "forward_sm90_float32_bias"),
 ]
 TANGENT = ["forward_tangent_sm90"]
+RAGGED = ["ragged_sm90"]
 KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
 KEYS += ["backward_dkdv_sm90_parts", "backward_dkdv_sm90_dbias"]
 KEYS += ["backward_dkdv_sm90_bias", "backward_dkdv_sm90_float32_bias"]
