@@ -5,9 +5,9 @@ rows, and of 64 rows.
 
 The bound `row_keys` of a mask only chooses the kernel: 0 chooses forward_sm90 ("packax"), 1
 chooses forward_sm90_short ("short"). Outputs are first compared with a float32 reference. The limit
-of the library is kShortRowKeys in csrc/launch/select.cc. Prints times in ms, and those of "short"
-divided by those of "packax": below 1, short tiles are faster. Writes short_windows.json into --out
-(default: $OUT, else benchmarks/results).
+of the library is kShortRowKeys in csrc/launch/select_attention.cc. Prints times in ms, and those of
+"short" divided by those of "packax": below 1, short tiles are faster. Writes short_windows.json
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations

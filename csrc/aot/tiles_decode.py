@@ -117,6 +117,6 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
     return FP8_ARGUMENTS if kernel in DECODE_TILES else ()
 
 
-# Maximum number of shares that decode_combine merges, and the limit in csrc/launch/select.cc.
+# Maximum number of shares that decode_combine merges (csrc/launch/select_decode.cc).
 DECODE_SPLITS = 128
 DECODE_STEP = 16  # shares that it loads at once

@@ -282,7 +282,7 @@ SM90_TILES["forward_sm90_max_logits"] = {
     dim: tile for dim, tile in SM90_TILES["forward_sm90"].items() if dim != 96
 }
 # The plain forward with shorter tiles, for calls with too few tiles to fill the GPU
-# (csrc/launch/select.cc).
+# (csrc/launch/select_attention.cc).
 LOW_OCCUPANCY = {"forward_sm90_low_occupancy": "forward_sm90"}
 SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
@@ -290,8 +290,8 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
 }
 # The plain forward for tiles of few steps, with one more warp that draws tiles. Tiles of 64 rows,
 # steps of 64 keys and at most 80 registers per thread at launch let three programs run on a
-# multiprocessor, which hide each other's waits (select.cc has this number). At 128, where one
-# program runs, such a warp gained nothing.
+# multiprocessor, which hide each other's waits (select_attention.cc has this number). At 128, where
+# one program runs, such a warp gained nothing.
 SHORT = {"forward_sm90_short": "forward_sm90"}
 SM90_TILES["forward_sm90_short"] = {
     64: SM90_TILES["forward_sm90"][64]
@@ -299,7 +299,7 @@ SM90_TILES["forward_sm90_short"] = {
     | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
 # Chunks of new tokens over pages. The producer needs registers for page numbers. PAGE_ROWS: keys
-# that one TMA copy loads, the smallest page (csrc/launch/select.cc).
+# that one TMA copy loads, the smallest page (csrc/launch/select_decode.cc).
 SM90_TILES["ragged_sm90"] = {
     dim: {
         "QK_CHUNK": dim,

@@ -1,4 +1,4 @@
-// The operands of a call. csrc/ffi reads them from buffers and checks them; csrc/launch/select.cc
+// The operands of a call. csrc/ffi reads them from buffers and checks them; csrc/launch/select_*.cc
 // selects kernels by them and passes them to the kernels. csrc/launch/judge.cc answers questions
 // about a call by its sizes and options alone; sizes that are not known yet are 0.
 //

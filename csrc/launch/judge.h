@@ -1,6 +1,6 @@
 // Answers questions about a call while a program is lowered, when the GPU that runs it may not be
 // known and some sizes may not be: whether there are kernels, how to rewrite the call, which
-// algorithm and workspace the backward needs. By the tables in select.cc; without a driver.
+// algorithm and workspace the backward needs. By the tables in select_*.cc; without a driver.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Selects and runs the kernels of a call, by the tables in select.cc.
+// Selects and runs the kernels of a call, by the tables in select_*.cc.
 //
 // In the initialize stage, without a stream, kernels are loaded and their arguments checked, but
 // nothing is launched. The operands are complete except for fields that depend on the kernels.

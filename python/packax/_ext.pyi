@@ -73,8 +73,8 @@ def select(
     driver: int = ...,
     table: list[dict[str, Any]] | None = None,
 ) -> list[tuple[str, str]]:
-    """(kernel, variant) of the kernels that a call ("forward", "backward", "decode") would run on
-    such a device, in order; empty: there are none. `call` has the fields of csrc/call/operands.h
+    """(kernel, variant) of the kernels that a call of a target (core/schema.py) would run
+    on such a device, in order; empty: there are none. `call` has the fields of csrc/call/operands.h
     that are not 0, dtype as in the table, and for a backward `deterministic`. `table`: as below."""
 
 def judge(

@@ -60,7 +60,7 @@ def test_wide_cases(case, kind):
     ids=("gqa1", "gqa4", "gqa8", "more tiles than multiprocessors"),
 )
 def test_three_rows_of_different_documents(heads, kv_heads, kind):
-    """At head dim 64, calls with few tiles use another forward kernel (csrc/launch/select.cc)."""
+    """At head dim 64, calls with few tiles use another forward (LowOccupancy in csrc/launch)."""
     dtype, dims = kind
     x = tensors(3, 500, 500, heads, kv_heads, dims, dtype)
     expression = causal_documents(THREE_ROWS)

@@ -10,7 +10,7 @@ It takes six multiplications or additions, and leaves the exp unit to the softma
 this formula. The result for a score never depends on other scores. The polynomial is within 3e-7 of
 tanh, and the other formula within 4e-7 given the errors that PTX allows for ex2 and rcp. A logit is
 therefore within cap * 4e-7, which is why larger caps are sent to the fallback kernels (kLargestCap
-in csrc/launch/select.cc).
+in csrc/launch/select_attention.cc).
 """
 
 from triton.experimental import gluon

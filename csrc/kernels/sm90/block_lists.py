@@ -2,8 +2,9 @@
 rows and keys. (portable/block_lists.py has both for the fallback kernels, and defines a list.)
 
 Sizes of mask blocks are powers of two here, so a mask block is either inside one block of 64 or
-contains whole ones, and a thread finds its bits by shifts. csrc/launch/select.cc sends other sizes
-to the fallback kernels. A step is one block of the list. Bits are as in common.range_bits_asm.
+contains whole ones, and a thread finds its bits by shifts. csrc/launch/select_attention.cc sends
+other sizes to the fallback kernels. A step is one block of the list. Bits are as in
+common.range_bits_asm.
 """
 
 from sm90.args import HeadMask

@@ -258,7 +258,7 @@ def arguments(kernel):
     return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
 
 
-SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select.cc
+SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select_attention.cc
 SM90 = {
     "forward": ["forward_sm90"],
     "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, with few tiles

@@ -1,6 +1,6 @@
 """Calls into C++: what it judges of a call, and the FFI calls of both passes.
 
-C++ selects kernels for the device at run time (csrc/launch/select.cc), and by the same tables says
+C++ selects kernels for the device at run time (csrc/launch/rows.h), and by the same tables says
 what lowering must know before (csrc/launch/judge.h), when the GPU that will run the program is not
 yet known. Absent operands and results of a call have shape (0,) ("FFI targets" in the
 documentation).
