@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from aot_modules import table
 from cpp.call_frame import EXECUTE, INITIALIZE, Xla
 from cpp.calls import forward
 from cpp.machine import (
-    POINTERS,
-    SM90,
     SPEC,
     Machine,
     compile_driver,
@@ -99,39 +98,24 @@ def test_handlers_declare_themselves():
             assert traits == 1  # command-buffer compatible
 
 
-def test_variants_are_complete():
-    """Every row has a cubin, and every architecture has all of its kernels."""
+def test_the_build_has_the_kernels_that_it_says():
+    """Those of the table, or of the part that it names."""
     from packax import _ext
 
-    rows = _ext.variants()
-    assert len({r["name"] for r in rows}) == len(rows)
+    rows, part = _ext.variants(), dict(x.split(" ", 1) for x in _ext.part().split(", ") if x)
+    part = {name: words.split() for name, words in part.items()}
+    dims = {f"{a}x{b}": (a, b) for a, b in table.ALL_DIMS}
+    given = [x if "x" in x else f"{x}x{x}" for x in part.get("head-dims", dims)]
+    wanted = table.variants(
+        tuple(part.get("archs", table.ARCHS)), tuple(part.get("dtypes", table.ALL_DTYPES)),
+        tuple(dims[x] for x in given),
+    )  # fmt: skip
+    assemblers = part.get("assemblers", table.ASSEMBLERS)
+    assert sorted(r["name"] for r in rows) == sorted(
+        v.name for v in wanted if v.assembler in assemblers
+    )
     for r in rows:
         assert r["bytes"] > 0 and r["threads"] % 32 == 0 and r["block"] > 0
-    for arch in {r["arch"] for r in rows}:
-        kernels = {r["kernel"] for r in rows if r["arch"] == arch}
-        sm90 = {name for names in SM90.values() for name in names} | {"ragged_sm90"}
-        # Bias kernels: one cubin serves all GPUs that can run it with the same tile, and not every
-        # head dim has them.
-        biased = {k for k in POINTERS if k.endswith("bias")} - sm90
-        of_86 = {"backward_dkdv_bias", "backward_dq_bias"} if arch == "sm_86" else set()
-        assert kernels & biased in (biased, of_86, set())
-        alone = {k for k in POINTERS if k.endswith("bias_alone")}  # only on Hopper, not in float32
-        assert kernels & alone in ((alone, set()) if arch == "sm_90a" else (set(),))
-        tangents = {k for k in POINTERS if "tangent" in k} - sm90  # shared like those of biases
-        assert kernels & tangents in (tangents, {"forward_tangent_fallback"}, set())
-        fp8 = {k for k in POINTERS if "_fp8" in k}  # 10.x has no tall kernels
-        assert kernels & fp8 in (fp8, {k for k in fp8 if "tall" not in k}, set())
-        sm80 = {k for k in POINTERS if "sm80" in k}  # not on every architecture
-        assert kernels & sm80 in (sm80, set())
-        others = sm90 - {"backward_preprocess"} if kernels & sm80 else sm90 | sm80
-        wanted = {k for k in POINTERS if k not in (sm80 if arch == "sm_90a" else others)}
-        head_dims = {r["qk_dim"] for r in rows if r["arch"] == arch}
-        if 64 not in head_dims:
-            wanted -= {"forward_sm90_low_occupancy", "forward_sm90_short"}
-        if 512 not in head_dims:
-            wanted -= {k for k in wanted if k.endswith("_parts")}
-        apart = biased | alone | fp8 | tangents
-        assert kernels - apart == wanted - apart
 
 
 def test_find():

@@ -1,134 +1,155 @@
-"""FFI handlers with valid buffers: which kernels in which order, grids, every argument.
+"""Which kernels each call of attention runs on each GPU, and with which arguments: handlers.txt.
 
-Covers the portable kernels and the mask kernels; test_sm90_handlers.py covers Hopper's. Guards
-against arguments in the wrong order, a grid that misses rows, and a size that overflows. Runs on a
-fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
+Guards against a call that reaches a kernel which ignores one of its options, arguments in the wrong
+order, a tensor map over the wrong tensor or with the wrong box, a workspace section in the wrong
+place, a counter that is not cleared, a grid that misses rows, and a size that overflows.
+
+The kernels are those that C++ selects from the table of a full build. If this build has them, too,
+the handlers run on a fake libcuda (tests/support/cpp), which needs a C compiler.
 """
 
-from math import ceil
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
-from cpp.call_frame import INITIALIZE
-from cpp.calls import CALLS, Sizes, backward, blocks, documents, forward, table_size, with_sinks
-from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
-from cpp.machine import arguments, needs_compiler, needs_extension
+from cpp import calls
+from cpp.calls import ALIBI, EVERY, SIZES, Sizes, of_head_group
+from cpp.launches import expect, fields, selected, whole_table
+from cpp.machine import DRIVER, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-
-@pytest.mark.parametrize("s", SIZES)
-def test_forward(portable, s):
-    call = forward(portable, s, scale=0.0625, mask_mode=1)
-    grids = {"forward": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]}
-    expect_launches(portable, call, attention(s, 0.0625, 1), grids)
-    assert portable.calls("cuTensorMapEncodeTiled") == 0
-
-
-@pytest.mark.parametrize("of_batch", [False, True])
-@pytest.mark.parametrize("s", SIZES)
-def test_sinks(machine, s, of_batch):
-    """The kernels are those of the same calls without sinks; `sink_batch` says that there are some,
-    and the address of row_delta that it is needed."""
-    for make in (forward, backward):
-        plain = make(machine, s)
-        call = with_sinks(plain, s.batch if of_batch else 1)
-        kernels = kernels_of(machine, plain)
-        assert kernels_of(machine, call) == kernels
-        launch = machine.launches()[0]
-        got = dict(zip(arguments(launch["kernel"]), launch["params"], strict=False))
-        addresses = call.addresses()
-        if make is forward:
-            assert got["sinks"] == addresses["sinks"]
-            assert got["sink_batch"] == (s.batch if of_batch else 1)
-        else:
-            assert got["row_delta"] == addresses["row_delta"] != 0
+S = Sizes()
+PRESETS = {"every": EVERY, "alibi": ALIBI}
+BACKWARD = {
+    "portable": "delta dkdv dq",
+    "fallback": "delta_fallback dkdv_fallback dq_fallback",
+    "bias": "delta_fallback dkdv_bias dq_bias dbias",
+    "bias_alone": "delta_fallback dkdv_bias_alone dq_bias_alone dbias_alone",
+    "dbias_of_pairs": "delta_fallback dkdv_dbias_alone dq_of_dbias_alone",
+    "sm80": "preprocess sm80 postprocess_sm80",
+    "sm80_soft_cap": "preprocess sm80_soft_cap postprocess_sm80",
+    "sm90_dbias": "preprocess_dbias dkdv_sm90_dbias dq_of_dbias_alone",
+} | {  # on Hopper
+    f"fused{x}": f"preprocess sm90{x} postprocess" for x in ("", "_soft_cap", "_alibi")
+} | {
+    f"separate{x}": f"preprocess dkdv_sm90{x} dq_sm90{x}"
+    for x in ("", "_soft_cap", "_block_lists", "_parts")
+} | {
+    f"sm90{x}_bias": f"preprocess_dbias dkdv_sm90{x}_bias dq_sm90{x}_bias shared{x}_dbias sum_dbias"
+    for x in ("", "_float32")
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("has_dlse", [0, 1])
-@pytest.mark.parametrize("s", SIZES)
-def test_backward(machine, s, has_dlse):
-    """With the small workspace, these kernels are also used on Hopper."""
-    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, algorithm="portable")
-    expect_portable_backward(machine, call, s, has_dlse)
+@dataclass(frozen=True)
+class Row:
+    target: str
+    dims: tuple[int, int]
+    kernel_dims: tuple[int, int]
+    sizes: Sizes
+    options: dict
+    cc: int
+    wanted: str  # the kernel, or an entry of BACKWARD
+
+    def call(self, machine, **more):
+        options = self.options | more
+        group = options.pop("group", None)
+        make = getattr(calls, self.target.removeprefix("forward_"))
+        call = make(machine, self.sizes, self.dims, columns=self.kernel_dims[0], **options)
+        return of_head_group(call, *group) if group else call
+
+    def kernels(self, of):
+        """Those whose results the call needs; `of`: its fields."""
+        if self.target != "backward":
+            return [self.wanted]
+        dq, dkv, dbias = (of[f"needs_{x}"] for x in ("dq", "dkv", "dbias"))
+        needed = {"dkdv": dkv, "dq": dq, "postprocess": dq}
+        needed |= dict.fromkeys(("dbias", "shared", "sum"), dbias)
+        names = BACKWARD[self.wanted].split()
+        return [f"backward_{name}" for name in names if needed.get(name.split("_")[0], True)]
 
 
-@pytest.mark.parametrize("needs_grad", [0, 1, 2])
-def test_backward_of_some(machine, needs_grad):
-    """Kernels for gradients that are not needed (frozen keys or query) are not launched."""
-    s = SIZES[0]
-    call = backward(machine, s, algorithm="portable", needs_grad=needs_grad)
-    expect_portable_backward(machine, call, s, 1, needs_grad)
+def value_of(text):
+    if ":" in text:
+        return tuple(map(value_of, text.split(":")))
+    return eval(text) if text[0].isdigit() else text
 
 
-@pytest.mark.parametrize("algorithm", ["sm90_fused", "sm90_separate"])
-@pytest.mark.parametrize("s", SIZES)
-def test_backward_elsewhere_with_a_large_workspace(portable, s, algorithm):
-    """The lowering may choose an algorithm that this GPU lacks, since it may not know the GPU."""
-    expect_portable_backward(portable, backward(portable, s, algorithm=algorithm), s)
+def pair(text):
+    qk_dim, _, v_dim = text.partition("x")
+    return int(qk_dim), int(v_dim or qk_dim)
 
 
-@pytest.mark.parametrize("compare_positions", [0, 1, 2])
-@pytest.mark.parametrize("s", [*SIZES, Sizes(q_len=5, kv_len=512), Sizes(q_len=5, kv_len=513)])
-def test_documents(machine, s, compare_positions):
-    call = documents(machine, s, compare_positions)
-    size = table_size(s.kv_len)
-    scalars = {
-        "q_len": s.q_len,
-        "kv_len": s.kv_len,
-        "compare_positions": compare_positions,
-        "table_size": size,
-        "table_shift": 33 - size.bit_length(),
-        "search_steps": s.kv_len.bit_length(),
-    }
-    grids = {
-        "documents_init": lambda n: [ceil(s.kv_len / n), s.mask_batch],
-        "documents_runs": lambda n: [ceil(s.kv_len / n), s.mask_batch],
-        "documents_rows": lambda n: [ceil(s.q_len / n), s.mask_batch],
-    }
-    expect_launches(machine, call, scalars, grids)
+def rows():
+    """The rows of handlers.txt, each with one value of each option."""
+    text = (Path(__file__).parent / "handlers.txt").read_text().replace("\n    ", " ")
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        call, words, gpus = (part.strip() for part in line.split("|"))
+        of, _, kernel_dims = call.partition(">")
+        target, *dims = of.split()
+        sizes, presets, options = [S], {}, {}
+        for word in words.split():
+            name, _, values = word.partition("=")
+            if word == "all":
+                sizes = SIZES
+            elif not values:
+                presets |= PRESETS[word]
+            else:
+                options[name] = [value_of(x) for x in values.split(",")]
+        for given in itertools.product(*options.values()):
+            given = presets | dict(zip(options, given, strict=True))
+            own = {name: given.pop(name) for name in list(given) if hasattr(S, name)}
+            for pair_, s, gpu in itertools.product(map(pair, dims), sizes, gpus.split("; ")):
+                ccs, _, kernels = gpu.partition(": ")
+                targets = ("forward", "backward") if target == "both" else (target,)
+                for of, wanted in zip(targets, kernels.split(" / "), strict=True):
+                    for cc in map(int, ccs.split()):
+                        at = pair(kernel_dims.strip()) if kernel_dims else pair_
+                        yield Row(of, pair_, at, replace(s, **own), given, cc, wanted)
 
 
-@pytest.mark.parametrize("s", SIZES)
-def test_blocks(machine, s):
-    q_blocks, kv_blocks = ceil(s.q_len / 64), ceil(s.kv_len / 64)
-    tiles = ceil(max(s.q_len, s.kv_len) / 128)
-    grids = {
-        "blocks_rows": lambda n: [ceil(q_blocks / n), s.mask_batch],
-        "blocks_keys": lambda n: [ceil(kv_blocks / n), s.mask_batch],
-        "blocks_order": lambda n: [ceil(tiles / n), s.mask_batch],
-    }
-    scalars = {"q_len": s.q_len, "kv_len": s.kv_len}
-    expect_launches(machine, blocks(machine, s), scalars, grids)
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory, driver):
+    """A function of the compute capability. Kernels stay loaded for all tests of a module."""
+    found = {}
+
+    def of(cc):
+        if cc not in found:
+            found[cc] = make_machine(tmp_path_factory.mktemp("machine"), driver, ccs=(cc,))
+        return found[cc]
+
+    return of
 
 
-@pytest.mark.parametrize(
-    ("name", "mask_batch"),
-    [
-        ("forward", 0),
-        ("forward", 1),
-        ("backward", 0),
-        ("backward", 1),
-        ("documents", 0),
-        ("blocks", 0),
-    ],
-)
-def test_empty_batch_launches_nothing(machine, name, mask_batch):
-    call = CALLS[name](machine, Sizes(batch=0, mask_batch=mask_batch))
-    assert machine.run(call, INITIALIZE) is None
-    assert machine.run(call) is None
-    assert machine.calls("cuLibraryLoadData") == machine.calls("cuLaunchKernel") == 0
+def name_of(row):
+    own = {n: x for n, x in vars(row.sizes).items() if x != getattr(S, n)}
+    words = [f"{name}={value}" for name, value in (own | row.options).items()]
+    return " ".join([row.target, "x".join(map(str, row.dims)), *words, f"on {row.cc}"])
 
 
-@pytest.mark.parametrize(
-    ("mask_mode", "unread"),
-    [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ()), (3, ())],
-)
-def test_unread_operands_may_be_anything(machine, mask_mode, unread):
-    """Arrays that a mask lacks are passed as placeholders (kv_start again) and not read."""
-    call = forward(machine, mask_mode=mask_mode)
-    call = call.change(**dict.fromkeys(unread, call.operands["kv_start"]))
-    assert machine.run(call) is None
-    call = backward(machine, mask_mode=mask_mode, has_dlse=0)
-    call = call.change(**dict.fromkeys(unread, call.operands["kv_start"]))
-    assert machine.run(call) is None
+@pytest.mark.parametrize("row", list(rows()), ids=name_of)
+def test_which_kernels(machines, row):
+    dtype = {"float16": "f16", "float32": "tf32"}.get(row.options.get("dtype"), "bf16")
+    dtype = "f32" if row.options.get("float32") else dtype
+    qk_dim, v_dim = row.kernel_dims
+    variant = {"cc": row.cc, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
+    machine = replace(machines(row.cc), variant=variant)
+    call = row.call(machine)
+    f = fields(call)
+    if "algorithm" not in row.options and "group" not in row.options:
+        table, driver = whole_table(row.cc), 13000 if row.cc in (103, 110, 121) else DRIVER
+        found = selected(machine.ext, row.target, row.cc, f, driver)
+        assert [kernel for kernel, _ in found] == row.kernels(f)
+        for kernel, name in found:
+            of = "f32" if "delta_fallback" in kernel and dtype == "tf32" else dtype
+            assert f"{kernel}_{of}_{qk_dim}x{v_dim}_" in name, name
+        if row.target == "backward":
+            judged = machine.ext.judge(row.target, f, [row.cc], driver, table)
+            call = row.call(machine, algorithm=judged["algorithm"])
+    kernels = row.kernels(fields(call))
+    if machine.has(*kernels):
+        expect(machine, call, kernels)

@@ -7,30 +7,22 @@ a C compiler.
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from cpp.bias_calls import backward_bias, forward_bias
+from cpp import calls
 from cpp.call_frame import EXECUTE, INITIALIZE, Array
 from cpp.calls import (
+    ALIBI,
+    SM90_BLOCKS,
     Sizes,
     backward,
-    backward_alibi,
-    backward_block_lists,
-    backward_fallback,
-    backward_soft_cap,
-    blocks,
     decode,
-    documents,
     forward,
-    forward_alibi,
-    forward_block_lists,
-    forward_fallback,
-    forward_soft_cap,
     of_head_group,
     ragged,
     tangent,
-    with_sinks,
 )
 from cpp.machine import make_machine, needs_compiler, needs_extension
 
@@ -43,23 +35,28 @@ def some_heads(make, **more):
     return lambda m: of_head_group(make(m, Sizes(heads=4), **more), 6, 12)
 
 
-CALLS = {
-    make.__name__: make
-    for make in (
-        *(forward, forward_fallback, forward_bias, forward_soft_cap, forward_alibi),
-        *(backward, backward_fallback, backward_bias, backward_soft_cap, backward_alibi),
-        *(forward_block_lists, backward_block_lists, documents, blocks, decode, ragged, tangent),
-    )
-} | {
-    "decode, pages": lambda m: decode(m, page_size=16),
-    "decode, sinks": lambda m: decode(m, sink_batch=2),
-    "forward, sinks": lambda m: with_sinks(forward(m), 2),
-    "backward, sinks": lambda m: with_sinks(backward(m), 2),
-    "decode, FP8": lambda m: decode(m, scale_rows=2),
-    "decode, FP8 pages": lambda m: decode(m, page_size=16, scale_rows=99),
+SEPARATE = {"blocks": SM90_BLOCKS, "algorithm": "sm90_separate"}
+CALLS = calls.CALLS | {
+    "ragged": ragged,
+    "tangent": tangent,
+    "forward_soft_cap": partial(forward, soft_cap=50.0),
+    "backward_soft_cap": partial(backward, soft_cap=50.0),
+    "forward_alibi": partial(forward, **ALIBI),
+    "backward_alibi": partial(backward, **ALIBI),
+    "forward_block_lists": partial(forward, blocks=SM90_BLOCKS),
+    "backward_block_lists": partial(backward, **SEPARATE),
+    "decode": decode,
+    "decode, pages": partial(decode, page_size=16),
+    "decode, sinks": partial(decode, sink_batch=2),
+    "forward, sinks": partial(forward, sinks=2),
+    "backward, sinks": partial(backward, sinks=2),
+    "decode, FP8": partial(decode, scale_rows=2),
+    "decode, FP8 pages": partial(decode, page_size=16, scale_rows=99),
     "forward, some heads": some_heads(forward),
     "backward, some heads": some_heads(backward),
 }
+fallback = CALLS["forward_fallback"]
+GENERAL = ("forward_fallback", "backward_fallback", "forward_bias", "backward_bias")
 VALUE = r'\w+\[[^]]*\]|"[^"]*"|[-\w.]+'
 STATED = re.compile(rf"(?:attribute )?(?P<name>\w+) is (?P<value>{VALUE}), expected ")
 GIVEN = re.compile(rf"(?P<changes>\w+=(?:{VALUE})(?:, \w+=(?:{VALUE}))*): ")
@@ -98,7 +95,7 @@ def read(text, call, name, kinds):
 def hopper(tmp_path_factory, driver):
     """A machine on which some of the calls have dedicated kernels."""
     folder = tmp_path_factory.mktemp("hopper")
-    return make_machine(folder, driver, choose=lambda m: m.has("backward_block_lists"))
+    return make_machine(folder, driver, choose=lambda m: m.has("forward_sm90_block_lists"))
 
 
 def refusal(machine, call):
@@ -126,7 +123,7 @@ def test_refusal(request, where, name, changes, text):
 
 
 def sixteen_million_keys(m):
-    return forward_bias(m, Sizes(kv_len=(1 << 24) + 1))
+    return CALLS["forward_bias"](m, Sizes(kv_len=(1 << 24) + 1))
 
 
 UNIMPLEMENTED = [
@@ -141,22 +138,22 @@ UNIMPLEMENTED = [
     ),
     (lambda m: decode(m, dims=(520, 8)),
         "head dims 520x8 (query and key x value); this build has it for"),
-    (lambda m: forward_fallback(m, dims=(8, 520)), "packax_forward_v1: no forward_fallback kernel "
+    (lambda m: fallback(m, dims=(8, 520)), "packax_forward_v1: no forward_fallback kernel "
         "for compute capability .* head dims 8x520"),
-    (lambda m: forward_fallback(m, dims=(84, 80)),
+    (lambda m: fallback(m, dims=(84, 80)),
         "qk_dim is 84, there are kernels for multiples of 8"),
-    (lambda m: forward_fallback(m, dims=(64, 20)),
+    (lambda m: fallback(m, dims=(64, 20)),
         "v_dim is 20, there are kernels for multiples of 8"),
     *(
-        (lambda m, make=make, dims=dims: make(m, Sizes(), dims), f"_v1: no {make.__name__[:7]}.* "
+        (lambda m, name=name, dims=dims: CALLS[name](m, Sizes(), dims), f"_v1: no {name[:7]}.* "
             f"head dims {dims[0]}x{dims[1]} (query and key x value)")
-        for make in (forward_bias, backward_bias)
+        for name in GENERAL[2:]
         for dims in ((264, 64), (256, 264), (512, 512))
     ),
     *(
-        (some_heads(make, blocks=None, has=(0, 0), soft_cap=2048.0), "first_head and heads are 6 "
-            "and 4, but the fallback kernels take all of the query's 12")
-        for make in (forward_fallback, backward_fallback, forward_bias, backward_bias)
+        (some_heads(CALLS[name], blocks=None, scales=0, slopes=0, soft_cap=2048.0), "first_head "
+            "and heads are 6 and 4, but the fallback kernels take all of the query's 12")
+        for name in GENERAL
     ),
     (sixteen_million_keys,
         "bias has rows of 16777217 keys, there are kernels for 16777216 at most"),

@@ -10,9 +10,10 @@ import struct
 import subprocess
 
 import pytest
+from aot_modules import table
 from cpp.call_frame import DTYPES
 from cpp.calls import CALLS
-from cpp.machine import POINTERS, layout, make_machine, needs_compiler, needs_extension
+from cpp.machine import layout, make_machine, needs_compiler, needs_extension
 from cpp.made_up import random_call
 
 PROGRAM = os.environ.get("PACKAX_REPLAY")
@@ -42,12 +43,12 @@ def lines_of(call):
 
 
 def test_threads_of_a_program(tmp_path, driver):
-    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has("forward_sm90"))
     rng = random.Random(0)
     calls = [make(machine) for make in CALLS.values()]
     calls += [random_call(rng, machine) for _ in range(MADE_UP)]
     lines = [f"device {machine.variant['cc']}"] * DEVICES
-    lines += [f"layout {kernel} {layout(kernel)}" for kernel in POINTERS]
+    lines += [f"layout {kernel} {layout(kernel)}" for kernel in table.KERNELS]
     lines += [line for call in calls for line in lines_of(call)]
     (tmp_path / "calls.txt").write_text("\n".join(lines) + "\n")
     # The sanitizer that is preloaded into Python is linked into the program.

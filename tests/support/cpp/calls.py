@@ -1,10 +1,13 @@
 """Valid calls of the FFI targets, like those of the lowering. Tests change one thing in them."""
 
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
+from math import ceil, prod
 
 from cpp.call_frame import Array
 from packax._src.core.schema import OPERAND_NAMES, OPERANDS, SYMBOLS
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclass
@@ -29,8 +32,8 @@ class Call:
             group[name] = value
         return new
 
-    def addresses(self):
-        return {name: a.address for name, a in {**self.operands, **self.results}.items()}
+    def arrays(self):
+        return {**self.operands, **self.results}
 
 
 ORDER = {SYMBOLS[x]: OPERAND_NAMES[x] for x in ("forward", "backward", "forward_tangent")}
@@ -61,6 +64,8 @@ class Sizes:
 
     def mask(self, mask_mode):
         rows, keys = (self.mask_batch, self.q_len), (self.mask_batch, self.kv_len)
+        tiles = {"q_order": (self.q_len, 128), "q_order_192": (self.q_len, 192)}
+        tiles["kv_order"] = self.kv_len, 128
         return {
             "kv_start": Array("int32", rows),
             "kv_end": Array("int32", rows),
@@ -69,114 +74,134 @@ class Sizes:
             "q_pos": self.limits(mask_mode == 3),
             "kv_pos": Array("int32", keys),
             "q_blocks": Array("int32", (self.mask_batch, 5, ceil(self.q_len / 64))),
-            "q_order": Array("int32", (self.mask_batch, ceil(self.q_len / 128))),
-        }
+            "kv_blocks": Array("int32", (self.mask_batch, 4, ceil(self.kv_len / 64))),
+        } | {x: Array("int32", (self.mask_batch, ceil(n / of))) for x, (n, of) in tiles.items()}
 
 
+SIZES = [
+    Sizes(),
+    Sizes(batch=3, mask_batch=1, q_len=1, kv_len=1, heads=4, kv_heads=4),
+    Sizes(batch=1, mask_batch=1, q_len=128, kv_len=129, heads=8, kv_heads=1),
+    Sizes(batch=5, mask_batch=5, q_len=1 << 20, kv_len=(1 << 20) + 1, heads=2, kv_heads=1),
+]
 ABSENT = Array("float32", (0,))
-OPTIONS = {x.name: ABSENT for x in OPERANDS if x.optional or ("H" in x.axes and x.name != "sinks")}
+OPTIONAL = {x.name: ABSENT for x in OPERANDS if x.optional or "H" in x.axes or x.name == "sinks"}
+BLOCKS = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
+SM90_BLOCKS = (2, 6, 4, 32)  # that the Hopper kernels support, for the default Sizes()
+THRESHOLD = 3 << 30  # three quarters are dropped
+ALL_AXES = 7
+EVERY = {"soft_cap": 30.0, "scales": 1, "slopes": 1, "blocks": BLOCKS}
+ALIBI = {"scales": 1, "slopes": 1, "of_indices": 1}  # scales that equal `scale`
 
 
-def options(direction, **present):
-    """The operands after those of the mask; all except `present` are absent."""
-    operands = {**OPTIONS, **present}
-    if direction == "forward":
-        del operands["kv_block_lists"]
-        operands.setdefault("sinks", ABSENT)
-    return {**operands, "init": ABSENT}
-
-
-def attributes(scale, mask_mode, soft_cap=0.0, **more):
-    """The attributes that both passes share, by default without options and for all heads."""
-    numbers = {
-        "mask_mode": mask_mode,
-        **dict.fromkeys(("q_block", "kv_block", "bias_of_indices", "float32_products"), 0),
-        "first_head": 0,
-        "heads": 0,
-        **more,
+def block_mask(s, batch, heads, q_block, kv_block):
+    """The operands of a block mask."""
+    rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
+    lists = (s.mask_batch, heads)
+    return {
+        "block_mask": Array("int32", (batch, heads, rows, ceil(columns / 32))),
+        "q_block_lists": Array("int32", (*lists, ceil(s.q_len / 128), 2 + ceil(s.kv_len / 64))),
+        "kv_block_lists": Array("int32", (*lists, ceil(s.kv_len / 128), 2 + ceil(s.q_len / 64))),
     }
-    shared = {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
-    shared["dropout_threshold"] = ("int64", 0)
-    return shared | {name: ("int32", value) for name, value in numbers.items()}
 
 
-def forward(m, s=Sizes(), scale=0.125, mask_mode=2):
-    dtype, qk_dim, v_dim = m.variant["dtype"], m.variant["qk_dim"], m.variant["v_dim"]
-    dtype = {"bf16": "bfloat16", "f16": "float16"}[dtype]
-    return make_call(
-        "packax_forward_v1",
-        {
-            "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
-            "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
-            "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
-            **s.mask(mask_mode),
-            "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
-            **options("forward"),
-        },
-        {
-            "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
-            "lse": Array("float32", (s.batch, s.heads, s.q_len)),
-            "row_max": ABSENT,
-            "counter": Array("int32", (1,)),
-        },
-        attributes(scale, mask_mode) | {"row_keys": ("int32", 0)},
-    )
-
-
-def workspace(s, algorithm, qk_dim):
-    """The workspace of an algorithm of the backward."""
+def workspace(s, algorithm, columns, has_bias):
+    """The workspace of an algorithm of the backward. `columns`: of the sum of dQ."""
     padded = 64 * ceil(s.q_len / 64)
     rows = s.batch * s.heads * padded
-    sums = 2 * rows + 2 * s.mask_batch * padded
-    sizes = {"sm90_fused": sums + rows * qk_dim, "sm90_separate": sums + 1}
+    sums = (2 + has_bias) * rows + 2 * s.mask_batch * padded
+    sizes = {"sm90_fused": sums + rows * columns, "sm90_separate": sums + 1}
     return Array("float32", (sizes.get(algorithm, rows),))
 
 
-def backward(
-    m, s=Sizes(), scale=0.125, mask_mode=2, has_dlse=1, algorithm="sm90_fused", needs_grad=3
+def attention(
+    target, m, s=Sizes(), dims=None, *, dtype=None, float32=0, scale=0.125, mask_mode=2,
+    soft_cap=0.0, scales=0, slopes=0, of_indices=0, blocks=None, bias=None, bias_dtype=None,
+    groups=None, dropout=0, dropout_rows=1, sinks=0, row_stats=0, row_keys=0,
+    algorithm="sm90_fused", columns=None, needs_grad=3, has_dlse=1, dbias=1, parts=0,
+    tangents=(1, 1, 1),
 ):  # fmt: skip
-    """needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel writes are absent."""
-    f = forward(m, s, scale, mask_mode)
-    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
-    out, lse = f.results["out"], f.results["lse"]
-    operands = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "out": out,
-        "lse": lse,
-        "dout": out,
-        "dlse": lse if has_dlse else ABSENT,
-        **s.mask(mask_mode),
-        "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
-        "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
-        **options("backward"),
-    }
-    dkv = needs_grad & 2 or algorithm == "sm90_fused"
-    results = {
-        "dq": query if needs_grad & 1 else ABSENT,
-        "dk": key if dkv else ABSENT,
-        "dv": value if dkv else ABSENT,
-        "score_grads": ABSENT,
-        "row_delta": ABSENT,
-        "dbias": ABSENT,
-        "workspace": workspace(s, algorithm, query.shape[3]),
-    }
-    more = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
-    shared = {name: x for name, x in f.attributes.items() if name != "row_keys"}
-    return make_call("packax_backward_v1", operands, results, {**shared, **more})
+    """A call of the forward, the backward or the tangent; plain by default, with the head dims and
+    the dtype of the machine's kernels.
 
+    scales, slopes: their batches. of_indices: the slopes are ALiBi of indices. blocks: arguments
+    of block_mask(). bias: bits of the axes that are not broadcast (batch, heads, rows); groups: of
+    batch rows that share one, if not by these bits. dropout: the threshold. sinks: their batch; the
+    backward then returns row_delta. row_stats: row_max or score_grads is a result. float32:
+    float32_products.
 
-def with_sinks(call, batch):
-    """A call of either pass with sinks. `batch`: the number of their rows in the forward. The
-    backward returns row_delta for them."""
-    operands, results = dict(call.operands), dict(call.results)
-    _, heads, _ = operands["lse"].shape if "lse" in operands else results["lse"].shape
-    if "lse" in operands:
-        results["row_delta"] = replace(operands["lse"])
+    Of a backward: columns of the sum of dQ, by default the head dim; parts: sums of the bias
+    gradient in the workspace; needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel
+    writes are absent."""
+    forward, backward = target == "forward", target == "backward"
+    dtype = dtype or DTYPES[m.variant["dtype"]]
+    qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
+    query, out = (Array(dtype, (s.batch, s.q_len, s.heads, d)) for d in (qk_dim, v_dim))
+    key, value = (Array(dtype, (s.batch, s.kv_len, s.kv_heads, d)) for d in (qk_dim, v_dim))
+    sums = Array("float32", (s.batch, s.heads, s.q_len))
+    two = bias is not None or dropout  # the largest logit, and the logarithm of the sum
+    lse = replace(sums, shape=(*sums.shape, 2)) if two else sums
+    operands = {**OPTIONAL, "init": ABSENT, **s.mask(mask_mode)}
+    operands |= {"query": query, "key": key, "value": value}
+    if blocks:
+        operands |= block_mask(s, *blocks)
+    if scales:
+        operands["scales"] = Array("float32", (scales,))
+    if slopes:
+        operands["slopes"] = Array("float32", (slopes, s.heads))
+        operands["q_bias_pos"] = Array("int32", (slopes, s.q_len))
+        operands["kv_bias_pos"] = Array("int32", (slopes, s.kv_len))
+    if bias is not None:
+        sizes = (s.batch, s.heads, s.q_len)
+        shape = (n if bias >> bit & 1 else 1 for bit, n in enumerate(sizes))
+        batch, *rows = shape
+        operands["bias"] = Array(bias_dtype or "float32", (groups or batch, *rows, s.kv_len))
+    if dropout:
+        operands["dropout_streams"] = Array("uint32", (s.batch, s.heads, 4))
+        operands["dropout_rows"] = Array("int32", (dropout_rows, s.q_len))
+    if sinks and forward:
+        operands["sinks"] = Array("float32", (sinks, s.heads))
+    numbers = {
+        "mask_mode": mask_mode, "q_block": blocks[2] if blocks else 0,
+        "kv_block": blocks[3] if blocks else 0, "bias_of_indices": of_indices,
+        "float32_products": float32, "first_head": 0, "heads": 0,
+    }  # fmt: skip
+    if forward:
+        numbers["row_keys"] = row_keys
+        results = {"out": out, "lse": lse, "row_max": sums if row_stats else ABSENT}
+        results["counter"] = Array("int32", (1,))
+    elif backward:
+        numbers["needs_grad"] = needs_grad
+        operands |= {"out": out, "lse": lse, "dout": out, "dlse": sums if has_dlse else ABSENT}
+        dkv = needs_grad & 2 or algorithm == "sm90_fused"
+        score_grads = Array("float32", (s.batch, s.heads, 2, s.q_len))
+        results = {
+            "dq": query if needs_grad & 1 or row_stats else ABSENT,
+            "dk": key if dkv else ABSENT,
+            "dv": value if dkv else ABSENT,
+            "score_grads": score_grads if row_stats else ABSENT,
+            "row_delta": sums if sinks else ABSENT,
+            "dbias": operands["bias"] if dbias else ABSENT,
+            "workspace": workspace(s, algorithm, columns or qk_dim, bias is not None),
+        }
+        if parts:
+            elements = results["workspace"].shape[0] + 63 + parts * prod(operands["bias"].shape)
+            results["workspace"] = Array("float32", (elements,))
     else:
-        operands["sinks"] = Array("float32", (batch, heads))
-    return make_call(call.target, operands, results, call.attributes)
+        present = zip(("tq", "tk", "tv"), (query, key, value), tangents, strict=True)
+        operands |= {"out": out, "lse": lse} | {n: x if has else ABSENT for n, x, has in present}
+        results = {"tout": out, "tlse": lse}
+    attributes = {name: ("int32", value) for name, value in numbers.items()}
+    attributes |= {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
+    attributes["dropout_threshold"] = ("int64", dropout)
+    if backward:
+        attributes["algorithm"] = ("string", algorithm)
+    return make_call(f"packax_{target}_v1", operands, results, attributes)
+
+
+forward = partial(attention, "forward")
+backward = partial(attention, "backward")
+tangent = partial(attention, "forward_tangent")
 
 
 def of_head_group(plain, first, row_heads, is_first_group=0):
@@ -198,135 +223,6 @@ def of_head_group(plain, first, row_heads, is_first_group=0):
         operands["init"] = results[result]
     group = {"first_head": ("int32", first), "heads": ("int32", heads)}
     return Call(plain.target, operands, results, {**plain.attributes, **group})
-
-
-def score_params(s, batches, has):
-    """`batches`: of the scales and of the linear bias. `has`: whether there are scales, and a
-    linear bias (1, or 2 if it is ALiBi of indices)."""
-    params = {"scales": Array("float32", (batches[0],))} if has[0] else {}
-    if has[1]:
-        params |= {
-            "slopes": Array("float32", (batches[1], s.heads)),
-            "q_bias_pos": Array("int32", (batches[1], s.q_len)),
-            "kv_bias_pos": Array("int32", (batches[1], s.kv_len)),
-        }
-    return params
-
-
-def block_mask(s, batch, heads, q_block, kv_block):
-    """The operands of a block mask; only the backward has the last one."""
-    rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
-    lists = (s.mask_batch, heads)
-    return {
-        "block_mask": Array("int32", (batch, heads, rows, ceil(columns / 32))),
-        "q_block_lists": Array("int32", (*lists, ceil(s.q_len / 128), 2 + ceil(s.kv_len / 64))),
-        "kv_block_lists": Array("int32", (*lists, ceil(s.kv_len / 128), 2 + ceil(s.q_len / 64))),
-    }
-
-
-BLOCKS = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
-
-
-def forward_fallback(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
-    blocks=BLOCKS, needs_row_max=0,
-):  # fmt: skip
-    """`dims`: head dims, by default those of a plain kernel. `batches`, `has`: as in score_params.
-    `float32`: float32_products. `blocks`: arguments of block_mask(), or None."""
-    f = forward(m, s)  # mask_mode 2
-    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
-    qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
-    dtype = dtype or query.dtype
-    query, key = (replace(x, shape=(*x.shape[:3], qk_dim), dtype=dtype) for x in (query, key))
-    value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
-    out = replace(query, shape=(*query.shape[:3], v_dim))
-    present = block_mask(s, *blocks) if blocks else {}
-    present |= score_params(s, batches, has)
-    q_block, kv_block = blocks[2:] if blocks else (0, 0)
-    row_max = f.results["lse"] if needs_row_max else ABSENT
-    return make_call(
-        "packax_forward_v1",
-        {
-            **f.operands,
-            "query": query, "key": key, "value": value,
-            **options("forward", **present),
-        },
-        {**f.results, "out": out, "row_max": row_max},
-        attributes(
-            0.125, 2, soft_cap, q_block=q_block, kv_block=kv_block, bias_of_indices=has[1] // 2,
-            float32_products=float32,
-        )
-        | {"row_keys": ("int32", 0)},
-    )  # fmt: skip
-
-
-def backward_fallback(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
-    needs_grad=3, score_grads=1, blocks=BLOCKS, algorithm="portable", has_dlse=1,
-):  # fmt: skip
-    """needs_grad: bit 0 for dq, bit 1 for dk and dv. Results that no kernel writes are absent."""
-    f = forward_fallback(m, s, dims, batches, has, soft_cap, dtype, float32, blocks)
-    b = backward(m, s, has_dlse=has_dlse, algorithm=algorithm, needs_grad=needs_grad)
-    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
-    present = block_mask(s, *blocks) if blocks else {}
-    present |= score_params(s, batches, has)
-    dkv = needs_grad & 2 or algorithm == "sm90_fused"
-    results = {
-        "dq": query if needs_grad & 1 or score_grads else ABSENT,
-        "dk": key if dkv else ABSENT,
-        "dv": value if dkv else ABSENT,
-        "score_grads": Array("float32", (s.batch, s.heads, 2, s.q_len)) if score_grads else ABSENT,
-        "row_delta": ABSENT,
-        "dbias": ABSENT,
-        "workspace": workspace(s, algorithm, query.shape[3]),
-    }
-    out = f.results["out"]
-    tensors = {"query": query, "key": key, "value": value, "out": out, "dout": out}
-    return make_call(
-        "packax_backward_v1",
-        {**b.operands, **tensors, **options("backward", **present)},
-        results,
-        {
-            name: b.attributes[name] if name in ("algorithm", "needs_grad") else f.attributes[name]
-            for name in b.attributes
-        },
-    )
-
-
-def forward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
-    """A plain call with a soft cap."""
-    return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
-
-
-def backward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
-    more = {"has": (0, 0), "blocks": None, "score_grads": 0, "algorithm": "sm90_fused", **more}
-    return backward_fallback(m, s, soft_cap=soft_cap, **more)
-
-
-SM90_BLOCKS = (2, 6, 4, 32)  # that the Hopper kernels support, for the default Sizes()
-
-
-def forward_block_lists(m, s=Sizes(), blocks=SM90_BLOCKS, **more):
-    """A plain call with a block mask."""
-    return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
-
-
-def backward_block_lists(m, s=Sizes(), blocks=SM90_BLOCKS, **more):
-    more = {"has": (0, 0), "soft_cap": 0.0, "score_grads": 0, "algorithm": "sm90_separate", **more}
-    return backward_fallback(m, s, blocks=blocks, **more)
-
-
-INDEX_ALIBI = (1, 2)  # `has`: scales that equal `scale`, slopes of index distances
-
-
-def forward_alibi(m, s=Sizes(), has=INDEX_ALIBI, **more):
-    """A plain call with ALiBi of indices."""
-    return forward_fallback(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
-
-
-def backward_alibi(m, s=Sizes(), has=INDEX_ALIBI, **more):
-    more = {"soft_cap": 0.0, "blocks": None, "score_grads": 0, "algorithm": "sm90_fused", **more}
-    return backward_fallback(m, s, has=has, **more)
 
 
 def table_size(kv_len):
@@ -430,25 +326,16 @@ def ragged(
     )
 
 
-def tangent(m, s=Sizes(), has=(1, 1, 1), of=None):
-    """`has`: which of tq, tk and tv are present. `of`: a call of the forward, by default plain."""
-    f = of or forward(m, s)
-    out, lse = f.results["out"], f.results["lse"]
-    names = zip(("tq", "tk", "tv"), ("query", "key", "value"), has, strict=True)
-    tangents = {name: f.operands[primal] if h else ABSENT for name, primal, h in names}
-    operands = {name: x for name, x in f.operands.items() if name not in ("q_order_192", "init")}
-    operands |= {"out": out, "lse": lse, **tangents}
-    results = {"tout": out, "tlse": lse}
-    shared = {name: x for name, x in f.attributes.items() if name != "row_keys"}
-    return make_call("packax_forward_tangent_v1", operands, results, shared)
-
-
-CALLS = {
+CALLS = {  # with the names in refusals.txt
     "forward": forward,
     "backward": backward,
     "documents": documents,
     "blocks": blocks,
     "decode": lambda m, s=Sizes(): decode(m, replace(s, q_len=min(s.q_len, 2))),
-    "forward_fallback": forward_fallback,
-    "backward_fallback": backward_fallback,
+    "forward_fallback": partial(forward, **EVERY),
+    "backward_fallback": partial(backward, **EVERY, row_stats=1, algorithm="portable"),
+    "forward_bias": partial(forward, **EVERY, bias=ALL_AXES, dropout=THRESHOLD),
+    "backward_bias": partial(
+        backward, **EVERY, bias=ALL_AXES, dropout=THRESHOLD, row_stats=1, algorithm="portable"
+    ),
 }

@@ -17,7 +17,7 @@ def machine(tmp_path, driver):
 @pytest.fixture
 def sm90(tmp_path, driver):
     """A machine that has the Hopper kernels, which take tensor maps."""
-    return make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
+    return make_machine(tmp_path, driver, choose=lambda m: m.has("forward_sm90"))
 
 
 @pytest.fixture
@@ -25,20 +25,12 @@ def assembled_twice(tmp_path, driver):
     """Like sm90, with a second cubin for newer drivers, which default builds do not have."""
 
     def twice(machine):
-        if not machine.has_sm90():
-            return False
-        return machine.row("forward_sm90", machine.variant["cc"], 13000)["driver"] == 13000
+        return (
+            machine.has("forward_sm90")
+            and machine.row("forward_sm90", None, 13000)["driver"] == 13000
+        )
 
     return make_machine(tmp_path, driver, choose=twice)
-
-
-@pytest.fixture
-def portable(tmp_path, driver):
-    """A machine without sm90 and sm80 kernels, so that it uses the portable ones."""
-    others = ("has_sm90", "has_sm80")
-    return make_machine(
-        tmp_path, driver, choose=lambda m: not any(getattr(m, name)() for name in others)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,85 +1,258 @@
-"""The launches that tests expect of a handler (kernels in order, grids, every argument), and the
-sizes that they use."""
+"""The launches that tests expect of a handler: grids and every argument, from the call itself."""
 
-import struct
-from math import ceil
+import functools
+from dataclasses import replace
+from math import ceil, prod
 
-from cpp.calls import Sizes
-from cpp.machine import arguments
+import numpy as np
+from aot_modules import ALL
+from cpp.call_frame import EXECUTE, INITIALIZE, Array
+from cpp.machine import DRIVER, MULTIPROCESSORS, signature
 
-SIZES = [
-    Sizes(),
-    Sizes(batch=3, mask_batch=1, q_len=1, kv_len=1, heads=4, kv_heads=4),
-    Sizes(batch=1, mask_batch=1, q_len=128, kv_len=129, heads=8, kv_heads=1),
-    Sizes(batch=5, mask_batch=5, q_len=1 << 20, kv_len=(1 << 20) + 1, heads=2, kv_heads=1),
-]
-
-
-def expect_launches(machine, call, scalars, grids):
-    """Runs `call` and checks that it launches exactly the kernels of `grids`, in this order.
-
-    `grids`: kernel -> grid as a function of its block. `scalars`: the values of arguments that are
-    not operands or results, for all kernels or by kernel."""
-    assert machine.run(call) is None
-    launches = machine.launches()
-    assert [launch["kernel"] for launch in launches] == list(grids)
-    addresses = call.addresses()
-    dims = {  # mask kernels have none
-        name: call.operands[of].shape[3]
-        for name, of in (("qk_dim", "query"), ("v_dim", "value"))
-        if of in call.operands
-    }
-    addresses["delta"] = addresses.get("workspace")  # its first section
-    for name in ("row_max", "row_delta"):
-        if name in call.results and call.results[name].shape == (0,):
-            addresses[name] = 0  # the kernel writes it only if it has an address
-    sinks = call.operands.get("sinks")
-    sink_batch = sinks.shape[0] if sinks is not None and sinks.shape != (0,) else 0
-    for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
-        row = machine.row(kernel, machine.variant["cc"])
-        assert launch["grid"] == [*grid(row["block"]), 1, 1][:3], kernel
-        assert launch["block"] == [row["threads"], 1, 1]
-        assert launch["shared"] == row["shared"]
-        assert launch["stream"] == machine.xla.stream
-        values = {"sink_batch": sink_batch, **dims, **addresses, **scalars.get(kernel, scalars)}
-        names = arguments(kernel)
-        got = dict(zip(names, launch["params"], strict=False))
-        assert got == {name: values[name] for name in names}, kernel
-        assert launch["params"][len(names) :] == [0, 0]  # Triton's scratch pointers
+SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select_attention.cc
+MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+OF_ROWS = ("query", "out", "dout", "dq")  # arrays with the heads of the query
 
 
 def kernels_of(machine, call):
     """The names of the kernels that `call` launches, in order."""
     machine.cuda.fake_clear()
-    assert machine.run(call) is None
+    failure = machine.run(call)
+    assert failure is None, failure
     return [launch["kernel"] for launch in machine.launches()]
 
 
-def attention(s, scale, mask_mode, has_dlse=0):
+def fields(call):
+    """The scalars of csrc/call/operands.h, read from the buffers and attributes of a call."""
+    arrays = call.arrays()
+    f = {name: value for name, (_, value) in call.attributes.items()}
+
+    def size(name, axis=0):
+        shape = arrays[name].shape if name in arrays else (0,)
+        return shape[axis] if shape != (0,) else 0
+
+    if "query" not in arrays:
+        f["batch"], f["q_len"] = arrays["q_ids" if "q_ids" in arrays else "kv_start"].shape
+        f.setdefault("kv_len", size("kv_ids", 1))
+        return f
+    f["batch"], f["q_len"], f["row_heads"], f["qk_dim"] = arrays["query"].shape
+    f["kv_len"], f["kv_heads"], f["v_dim"] = arrays["value"].shape[1:]
+    f["mask_batch"] = size("kv_start")
+    f["heads"] = f["heads"] or f["row_heads"]
+    f["bias_of_indices"] = bool(f["bias_of_indices"])
+    short = {"bfloat16": "bf16", "float16": "f16"}
+    f["dtype"] = short.get(arrays["query"].dtype, "f32" if f["float32_products"] else "tf32")
+    for name, of in (
+        *(("scales_batch", "scales"), ("bias_batch", "slopes"), ("sink_batch", "sinks")),
+        ("block_mask_batch", "block_mask"),
+    ):
+        f[name] = size(of)
+    f["block_mask_heads"] = size("block_mask", 1)
+    for name in ("block_mask_batch", "q_block", "kv_block"):
+        f[name] = f[name] or 1
+    f["dropout_rows_batch"] = size("dropout_rows") or 1
+    f["inverse_keep"] = 1 / (1 - f["dropout_threshold"] / 2**32)
+    f["dropout_threshold"] = int(np.uint32(f["dropout_threshold"]).view(np.int32))
+    f["bias_kind"] = f["bias_axes"] = 0
+    if size("bias"):
+        f["bias_kind"] = 2 if arrays["bias"].dtype == "float32" else 1
+        own = sum((n > 1) << axis for axis, n in enumerate(arrays["bias"].shape[:3]))
+        f["bias_axes"] = own | f["batch"] // size("bias") << 3
+    f["row_stats"] = size("row_max") > 0 or size("score_grads") > 0
+    f["has_score_grads"], f["has_dlse"] = int(size("score_grads") > 0), int(size("dlse") > 0)
+    if "needs_grad" in f:
+        f["needs_dq"] = bool(f["needs_grad"] & 1) or f["row_stats"]
+        f["needs_dkv"], f["needs_dbias"] = bool(f["needs_grad"] & 2), size("dbias") > 0
+    return f | {f"has_{n}": int(size(n) > 0) for n in ("tq", "tk", "tv")}
+
+
+def sections(call, columns):
+    """The sections of the workspace of a backward that has more than delta, as arrays, as in
+    docs/internals/ffi.md. `columns`: of the sum of dQ."""
+    f, start = fields(call), call.results["workspace"].address
+    padded = 64 * ceil(f["q_len"] / 64)
+    rows, mask_rows = f["batch"] * f["heads"] * padded, f["mask_batch"] * padded
+    sizes = {"delta": rows, "lse2": rows, "lo": mask_rows, "hi": mask_rows}
+    sizes |= {"top": rows} if f["bias_kind"] else {}
+    found = {}
+    for name, n in sizes.items():
+        dtype = "int32" if name in ("lo", "hi") else "float32"
+        found[name] = Array(dtype, (1, 1, n), start)
+        start += 4 * n
+    found["dq_sum"] = Array("float32", (1, 1, rows * columns), start)
+    found["dbias_sums"] = Array("float32", (0,), start + 4 * 64)
+    return found
+
+
+def expected_map(array, box, row_heads=0, bit21=0):
+    """The map over a (batch, length, heads, dim) array, or (batch, length, dim) with one head.
+    Sizes, strides and boxes start with the innermost axis. `row_heads`: the heads of a row."""
+    rows, columns, swizzle = box
+    batch, length, *heads, dim = array.shape
+    (heads,) = heads or (1,)
+    width, size = (row_heads or heads) * dim, 4 if array.dtype in ("int32", "float32") else 2
+    last = size * ((batch * length - 1) * width + heads * dim - 1)
     return {
-        "scale": struct.unpack("f", struct.pack("f", scale))[0],
-        "mask_mode": mask_mode,
-        "has_dlse": has_dlse,
-        "batch": s.batch,
-        "mask_batch": s.mask_batch,
-        "q_len": s.q_len,
-        "kv_len": s.kv_len,
-        "heads": s.heads,
-        "kv_heads": s.kv_heads,
-        "row_heads": s.heads,
+        "address": array.address,
+        "bit21": int(last + 1 >= 128 * 1024) or bit21,
+        "sizes": [dim, length, heads, batch],
+        "byte_strides": [size * width, size * dim, size * width * length],
+        "box": [columns, rows, 1, 1],
+        "steps": [1, 1, 1, 1],
+        "type": MAP_TYPES[array.dtype],
+        "interleave": 0,
+        "swizzle": swizzle,
+        "promotion": 2,
+        "fill": 0,
+        "shape": [batch, heads, length, dim],
+        "strides": [width * length, dim, width, 1],
     }
 
 
-def expect_portable_backward(machine, call, s, has_dlse=1, needs_grad=3):
-    grids = {
-        "backward_delta": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
-        "backward_dkdv": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
-        "backward_dq": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+def maps_of(machine, kernel, arrays, row_heads=0, **more):
+    """The tensor maps among the kernel's arguments."""
+    names = [name for name, kind in signature(kernel).items() if kind == "tma"]
+    boxes = machine.row(kernel)["tensor_maps"]
+    heads = {name: row_heads if name in OF_ROWS else 0 for name in names}
+    return {
+        name: expected_map(arrays[name], box, heads[name], **more)
+        for name, box in zip(names, boxes, strict=True)
     }
-    if not needs_grad & 1:
-        del grids["backward_dq"]
-    if not needs_grad & 2:
-        del grids["backward_dkdv"]
-    scalars = attention(s, call.attributes["scale"][1], 2, has_dlse)
-    expect_launches(machine, call, scalars, grids)
-    assert machine.calls("cuTensorMapEncodeTiled") == 0
+
+
+def grid_of(kernel, f, block):
+    """The grid of a kernel with such a block, for a call with these fields."""
+
+    def tiles(length, of=128):
+        return ceil(f[length] / of) * f["batch"]
+
+    if kernel.startswith(("documents", "blocks")):
+        rows = {"documents_rows": f["q_len"], "blocks_rows": ceil(f["q_len"] / 64)}
+        keys = {"blocks_keys": ceil(f["kv_len"] / 64)}
+        keys["blocks_order"] = ceil(max(f["q_len"], f["kv_len"]) / 128)
+        return [ceil((rows | keys).get(kernel, f["kv_len"]) / block), f["batch"]]
+    if kernel.startswith("forward_sm90"):
+        parts = ceil(f["v_dim"] / 256)
+        most = MULTIPROCESSORS * (3 if kernel.endswith("short") else 1)
+        return [min(most, f["heads"] * tiles("q_len", block) * parts)]
+    if "process" in kernel:
+        return [f["heads"] * f["batch"] * 64 * ceil(f["q_len"] / 64) // block]
+    if "delta" in kernel:
+        return [f["heads"] * tiles("q_len", block)]
+    if kernel.startswith("backward_dq_sm90") and not kernel.endswith("parts"):
+        return [min(MULTIPROCESSORS, f["heads"] * tiles("q_len", block))]
+    if kernel == "backward_sum_dbias":
+        return [ceil(prod(f["dbias"]) / block)]
+    if kernel.startswith("backward_shared"):
+        planes = f["dbias_parts"] * prod(f["dbias"][:2])
+        return [planes * ceil(f["q_len"] / (2 * block)) * ceil(f["kv_len"] / block)]
+    if kernel.startswith("backward_dbias"):
+        planes, rows = prod(f["dbias"][:2]), f["dbias"][2]
+        return [planes * ceil(rows / block) * ceil(f["kv_len"] / block)]
+    if kernel.startswith(("backward_dkdv", "backward_sm")):
+        halves = 2 if kernel.endswith("parts") else 1
+        return [f["kv_heads"] * tiles("kv_len") * (128 // block) * halves]
+    return [f["heads"] * tiles("q_len") * (128 // block)]
+
+
+def attention_values(machine, call, kernels):
+    """Argument -> value for all kernels of a call of attention, its arrays, and the fields."""
+    f, arrays = fields(call), call.arrays()
+    sums_dq = any(k.startswith(("backward_sm90", "backward_sm80")) for k in kernels)
+    values = f | {"clear_dq": int(sums_dq)}
+    arrays["delta"] = arrays.get("workspace")
+    if kernels[0].startswith("backward_preprocess"):
+        arrays |= sections(call, machine.variant["qk_dim"])
+        elements = arrays["workspace"].shape[0]
+        if f["needs_dbias"]:
+            f["dbias"] = arrays["dbias"].shape
+            begin = (arrays["dbias_sums"].address - arrays["workspace"].address) // 4
+            f["dbias_parts"] = values["dbias_parts"] = (elements - begin) // prod(f["dbias"])
+        values["counter"] = arrays["dq_sum"].address
+    elif "dbias" in arrays:
+        f["dbias"] = arrays["dbias"].shape
+    if "bias" in arrays and not f["bias_kind"]:
+        values["bias"] = 0
+    for name in OF_ROWS:  # begin at the first head of the call
+        if name in arrays and arrays[name].shape != (0,):
+            batch, length, _, dim = arrays[name].shape
+            skipped = f["first_head"] * dim * (4 if arrays[name].dtype == "float32" else 2)
+            address = arrays[name].address + skipped
+            arrays[name] = Array(arrays[name].dtype, (batch, length, f["heads"], dim), address)
+    for name in ("bias", "dbias"):
+        if name in arrays and arrays[name].shape != (0,):
+            a = arrays[name]
+            arrays[name] = replace(a, shape=(a.shape[0] * a.shape[1], *a.shape[2:]))
+    addresses = {name: a.address for name, a in arrays.items() if a is not None}
+    values = addresses | values
+    for name in ("row_max", "row_delta"):  # the kernel writes it only if it has an address
+        if name in arrays and arrays[name].shape == (0,):
+            values[name] = 0
+    few = f["kv_len"] <= SHORT_KEYS or 0 < f.get("row_keys", 0) <= SHORT_KEYS
+    if "counter" in arrays and few:
+        values["counter"] = 0
+    return values | {"q_order_192": 0}, arrays, f
+
+
+def rounded(x):
+    """A float as the fake driver records a float32."""
+    return float(f"{np.float32(x):.9g}") if isinstance(x, float) else x
+
+
+def expect(machine, call, kernels, values=None, grids=None):
+    """Runs both stages of `call` and checks that they launch exactly these kernels, in this order.
+
+    `values`: arguments other than those of attention; `grids`: kernel -> grid by its block.
+    Loading a kernel in the second stage fails. The machine's variant has the kernels' head dims."""
+    machine.cuda.fake_clear()
+    failure = machine.run(call, INITIALIZE)
+    assert failure is None, failure
+    assert machine.record() == []
+    machine.fail("cuLibraryLoadData", 1)
+    failure = machine.run(call, EXECUTE)
+    machine.fail("cuLibraryLoadData", 0)
+    assert failure is None, failure
+    launches = machine.launches()
+    assert [launch["kernel"] for launch in launches] == kernels
+    arrays, f = call.arrays(), values or {}
+    addresses = {name: a.address for name, a in arrays.items()}
+    if values is None:
+        values, arrays, f = attention_values(machine, call, kernels)
+    wanted = []
+    for launch, kernel in zip(launches, kernels, strict=True):
+        row = machine.row(kernel)
+        grid = grids[kernel](row["block"]) if grids else grid_of(kernel, f, row["block"])
+        assert launch["grid"] == [*grid, 1, 1][:3], kernel
+        assert launch["block"] == [row["threads"], 1, 1]
+        assert launch["shared"] == row["shared"]
+        assert launch["stream"] == machine.xla.stream
+        own = addresses | values
+        own |= maps_of(machine, kernel, arrays, f.get("row_heads", 0))
+        if row["block"] == 192:  # the tile size determines the order
+            own["q_order"] = addresses["q_order_192"]
+        names = signature(kernel)
+        got = dict(zip(names, launch["params"], strict=False))
+        assert got == {name: rounded(own[name]) for name in names}, kernel
+        assert launch["params"][len(names) :] == [0, 0]  # Triton's scratch pointers
+        if "counter" in names and own["counter"]:
+            wanted.append({"memset": [own["counter"], 0, 1], "stream": machine.xla.stream})
+        wanted.append(launch)
+    assert machine.record() == wanted  # a persistent kernel's counter is cleared before it
+
+
+@functools.cache
+def whole_table(cc):
+    """The kernels of a full build that a GPU could load, for `select` and `judge`."""
+    return [
+        {"name": v.name, "kernel": v.kernel, "dtype": v.dtype, "qk_dim": v.qk_dim,
+            "v_dim": v.v_dim, "cc": v.arch.cc, "arch_specific": v.arch.arch_specific,
+            "shared": v.shared, "driver": v.driver}
+        for v in ALL
+        if v.arch.cc // 10 == cc // 10
+    ]  # fmt: skip
+
+
+def selected(ext, target, cc, call_fields, driver=DRIVER):
+    """[(kernel, variant)] that a full build would run."""
+    table = whole_table(cc)
+    return ext.select(target, cc, MULTIPROCESSORS, call_fields, driver, table)

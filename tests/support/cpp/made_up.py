@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cpp.bias_calls import backward_bias, forward_bias
 from cpp.call_frame import DTYPES, Array
 from cpp.calls import CALLS, Call, Sizes
 from cpp.machine import SPEC, Machine
@@ -58,9 +57,8 @@ def changed_array(rng: random.Random, array: Array) -> Array:
 def random_call(rng: random.Random, machine: Machine) -> Call:
     """A valid call with up to three changes. Sometimes one size is also changed in all arrays."""
     machine = replace(machine, variant=rng.choice(FORWARDS))
-    calls = CALLS | {"forward_bias": forward_bias, "backward_bias": backward_bias}
-    call = calls[rng.choice(list(calls))](machine, sizes(rng))
-    arrays = {**call.operands, **call.results}
+    call = CALLS[rng.choice(list(CALLS))](machine, sizes(rng))
+    arrays = call.arrays()
     if rng.random() < 0.4:  # one size in all arrays
         old = rng.choice([n for a in arrays.values() for n in a.shape] or [0])
         new = rng.choice((*LENGTHS, *NEAR_LIMITS))
@@ -78,6 +76,6 @@ def random_call(rng: random.Random, machine: Machine) -> Call:
             call = call.change(**{name: (dtype, rng.choice(pool))})
         else:
             name = rng.choice(list(arrays))
-            now = {**call.operands, **call.results}[name]
+            now = call.arrays()[name]
             call = call.change(**{name: changed_array(rng, now)})
     return call
