@@ -25,6 +25,7 @@ from packax._src.core.spec import (
     accumulator,
     ceil_div,
     fill_up,
+    is_symbolic,
 )
 from packax._src.ops import block_lists, row_sums
 from packax._src.ops.dropout import inverse_keep, philox
@@ -34,7 +35,7 @@ from packax._src.ops.xla_tiles import (
     add,
     add_keys,
     at,
-    batch_row,
+    batch_rows,
     block_range,
     change,
     cut_keys,
@@ -45,6 +46,7 @@ from packax._src.ops.xla_tiles import (
     key_integers,
     keys_together,
     of_key_block,
+    of_scores,
     put,
     put_row_tile,
     rem,
@@ -67,9 +69,9 @@ def forward(
     must not be rounded to 16 bits for tangents, whose weights are large differences.
     """
     query, key, value = x.query, x.key, x.value
-    tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
+    tiles = tiles_of(x, on_gpu)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    visits_of, allowed_of = _visits(spec, x, tiles)
+    visit, allowed_of = _visits(spec, x, tiles)
     logits_of = logits_of_blocks(spec, x, tiles)
     kept_of = kept_of_blocks(spec, x, tiles)
     real = accumulator(query.dtype)
@@ -77,9 +79,8 @@ def forward(
     of_weights = low if round_weights else real
     dot = _dots(spec.precision, real)
     scores_of = _products_with_one_tangent(dot)
-    steps = tiles.batch * tiles.row_tiles
     depth = value.shape[-1]
-    shape = (tiles.kv_heads, tiles.group * tiles.rows)
+    shape = (tiles.products, tiles.group * tiles.rows)
 
     # The initial row maximum is the lowest finite number, so that -inf - -inf cannot occur.
     least = float(jnp.finfo(real).min)
@@ -90,12 +91,10 @@ def forward(
     def one_tile(step, results):
         out, acc, rows = results
         q_tile = row_tile(queries, step).astype(low)
-        first, last_of, block_of = visits_of(step)
 
-        def one_block(visit, state):
+        def one_block(block, state):
             acc, rows = state
             total, row_max = sums_and_maxima(at(rows, step), 0)
-            block = block_of(visit)
             s = scores_of(q_tile, key_block(keys, block).astype(low))
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
             # The results do not depend on the shift, so it needs no tangent. The tangent of a
@@ -115,14 +114,16 @@ def forward(
             # One write for both, after all reads of the old values, so that nothing is copied.
             return acc, put(rows, stack([total, new_max], 0), step)
 
-        acc, rows = _loop(first, last_of, one_block, (acc, rows))
+        acc, rows = visit(step, one_block, (acc, rows))
         total, _ = sums_and_maxima(at(rows, step), 0)
         # Broadcast first: XLA would compute reciprocals of the row sums in a separate kernel.
-        divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
-        divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
+        total = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
+        attends = lax.ne(total, real.type(0))
+        divisor = select(attends, total, 1)
         if kept_of is not None:
             divisor = lax.div(divisor, real.type(inverse_keep(spec.dropout_threshold)))
-        own = lax.div(at(acc, step), divisor).astype(query.dtype)
+        # Rows that attend to nothing are 0 even if a value is NaN.
+        own = select(attends, lax.div(at(acc, step), divisor), 0).astype(query.dtype)
         out = put_row_tile(out, own, step, tiles)
         return out, acc, rows
 
@@ -130,9 +131,9 @@ def forward(
     out = queries
     if depth != query.shape[-1]:
         out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
-    rows = stack([lax.full((steps, *shape), x, real) for x in (0, least)], 1)
-    results = out, lax.full((steps, *shape, depth), 0, real), rows
-    out, _, rows = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
+    rows = stack([lax.full((tiles.steps, *shape), x, real) for x in (0, least)], 1)
+    results = out, lax.full((tiles.steps, *shape, depth), 0, real), rows
+    out, _, rows = _all_steps(tiles, one_tile, results)
     total, row_max = sums_and_maxima(rows, 1)
     attends = lax.ne(total, real.type(0))
     log = lax.log(select(attends, total, 1))
@@ -166,8 +167,8 @@ def backward(
     itself, instead of those of the loops, which would carry the gradients, too.
     """
     query, key, value = x.query, x.key, x.value
-    tiles = tiles_of(query, key, x.q_block_lists is not None, on_gpu)
-    visits_of, allowed_of = _visits(spec, x, tiles)
+    tiles = tiles_of(x, on_gpu)
+    visit, allowed_of = _visits(spec, x, tiles)
     logits_of = logits_of_blocks(spec, x, tiles)
     kept_of = kept_of_blocks(spec, x, tiles)
     bias = BiasTiles(x.bias, tiles) if spec.bias_grad else None
@@ -207,12 +208,13 @@ def backward(
         """`arrays` with those of rows replaced by a tile. Rows that attend to nothing are masked,
         so that NaN or inf in them or their cotangents is ignored."""
         rows = row_tile(arrays["rows"], step)
-        attends = lax.ne(lax.abs(rows[..., 0]), real.type(np.inf))
         own = {n: row_tile(arrays[n], step).astype(low) for n in ("query", "dout")}
-        own = {
-            n: select(lax.broadcast_in_dim(attends, y.shape, (0, 1)), y, 0) for n, y in own.items()
-        }
-        return arrays | own | {"rows": rows}
+        return arrays | {n: of_attending(rows, y) for n, y in own.items()} | {"rows": rows}
+
+    def of_attending(rows, y):
+        """y (products, group * rows, D), and 0 in rows that attend to nothing."""
+        attends = lax.ne(lax.abs(rows[..., 0]), real.type(np.inf))
+        return select(lax.broadcast_in_dim(attends, y.shape, (0, 1)), y, 0)
 
     def parts_of(arrays, step, block):
         """What a block adds to each gradient, by name."""
@@ -258,7 +260,7 @@ def backward(
             parts["scores"] = stack([by_scale, -by_slope], 2)
         ds = lax.select(not_attended, lax.full_like(ds, 0), lax.mul(ds, logits.scale)).astype(low)
         if "query" in spec.needs_grad:
-            parts["query"] = dot(ds, k_block, 2, 1)
+            parts["query"] = of_attending(rows, dot(ds, k_block, 2, 1))  # 0 even if a key is NaN
         if "key" in spec.needs_grad:
             parts["key"] = dot(ds, q_tile, 1, 1)
         if "value" in spec.needs_grad:
@@ -277,10 +279,8 @@ def backward(
         if along is not None:
             tangents = _tangent(functools.partial(tile_of, step=step), arrays, moved)
             own_moved = {n: tangents[n] for n in moved}
-        first, last_of, block_of = visits_of(step)
 
-        def one_block(visit, sums):
-            block = block_of(visit)
+        def one_block(block, sums):
             of_block = functools.partial(parts_of, step=step, block=block)
             parts = of_block(own) if along is None else _tangent(of_block, own, own_moved)
             added = {}
@@ -293,16 +293,15 @@ def backward(
                     added[name] = add(total, step, parts[name])
             return added
 
-        return _loop(first, last_of, one_block, sums)
+        return visit(step, one_block, sums)
 
     # Sums are updated in place: a separate accumulator per tile would be zeroed and copied back.
-    steps = tiles.batch * tiles.row_tiles
-    shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
+    shape = (tiles.steps, tiles.products, tiles.group * tiles.rows)
     shapes = {"query": (*shape, query.shape[-1]), "scores": (*shape, 2)}
     shapes |= {n: arrays[n].shape for n in ("key", "value", "bias") if n in arrays}
     wanted = [*spec.needs_grad, *(["scores"] if spec.score_grads else [])]
     start = {n: lax.full(shapes[n], 0, real) for n in wanted if n in shapes}
-    sums = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
+    sums = _all_steps(tiles, one_tile, start)
     q_len = query.shape[1]
     results = [
         rows_together(sums["query"], tiles, q_len).astype(query.dtype)
@@ -337,7 +336,7 @@ def _factor_dtype(dtype, on_gpu):
 
 
 def _dots(precision, real):
-    """A product batched over key/value heads (axis 0) that contracts a_axis and b_axis."""
+    """A product batched over axis 0 (`Tiles.products`) that contracts a_axis and b_axis."""
 
     def dot(a, b, a_axis, b_axis):
         dims = ((a_axis,), (b_axis,)), ((0,), (0,))
@@ -369,21 +368,16 @@ def _products_with_one_tangent(dot):
 
 
 def _where(allowed, x, other, tiles):
-    """x (Hkv, group * rows, keys) where allowed, otherwise `other`.
-
-    allowed: (rows, keys), or with (Hkv or 1, group or 1) before these axes.
-    """
-    by_group = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
-    axes = range(len(by_group) - allowed.ndim, len(by_group))
-    allowed = lax.reshape(lax.broadcast_in_dim(allowed, by_group, tuple(axes)), x.shape)
-    return select(allowed, x, other)
+    """x (products, group * rows, keys) where allowed, otherwise `other`."""
+    return select(of_scores(allowed, tiles), x, other)
 
 
 def _visits(spec, mask, tiles):
-    """Two functions, visits_of(step) and allowed_of(step, block).
+    """Two functions, visit(step, one, state) and allowed_of(step, block).
 
-    visits_of returns the first visit, a function that returns the last visit + 1, and a function
-    from a visit to its block. allowed_of returns the attended pairs, (rows, keys) or per head.
+    visit applies one(block, state) to the blocks that rows of the step attend to, in turn, and
+    returns the last state. allowed_of returns the attended pairs, whose axes are those of
+    `tiles.scores` or 1.
     """
     mask_mode, block_size = spec.mask_mode, spec.block_size
     all_rows = row_integers(mask, tiles, mask_mode)
@@ -393,7 +387,7 @@ def _visits(spec, mask, tiles):
         own = at(all_rows, step, 1)
         not_lo, hi, *of_row = (lax.index_in_dim(own, n, keepdims=False) for n in range(len(own)))
         of_key = [of_key_block(x, block, tiles) for x in all_keys]
-        iota = lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
+        iota = lax.broadcasted_iota(jnp.int32, (1, 1, tiles.keys), 2)
         index = lax.add(first_key(block, tiles), iota)
         allowed = lax.bitwise_and(lax.le(lax.bitwise_not(index), not_lo), lax.lt(index, hi))
         # In rows that are not segment-checked the comparisons are always true, so no flag is read.
@@ -403,20 +397,29 @@ def _visits(spec, mask, tiles):
             allowed = lax.bitwise_and(allowed, lax.le(of_key[1], of_row[1]))
         if mask_mode >= MaskMode.BOTH_LIMITS:
             allowed = lax.bitwise_and(allowed, lax.le(of_row[2], of_key[1]))
+        allowed = lax.expand_dims(allowed, (1, 2))
         if block_size not in (None, ONE_BLOCK):
-            allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
+            allowed = allowed & _in_block_mask(mask, block_size, tiles, step, block)
         # Computed once for all heads: without a barrier every fusion recomputes it for each score.
         return lax.optimization_barrier(allowed)
 
     if mask.q_block_lists is not None:
-        return functools.partial(_listed, mask, tiles), allowed_of
+        return functools.partial(_visit_listed, mask, tiles), allowed_of
+    if not is_symbolic(tiles.key_blocks) and tiles.key_blocks == 1:
+        return lambda step, one, state: one(div(step, tiles.row_tiles), state), allowed_of
     most = tile_max(all_rows)
 
-    def of_step(step):
+    def visit(step, one, state):
         first, _ = block_range(most, step, tiles)
-        return first, lambda: block_range(most, step, tiles)[1], lambda visit: visit
+        return _loop(first, lambda: block_range(most, step, tiles)[1], one, state)
 
-    return of_step, allowed_of
+    return visit, allowed_of
+
+
+def _all_steps(tiles, one, state):
+    if not is_symbolic(tiles.steps) and tiles.steps == 1:
+        return one(np.int32(0), state)
+    return _loop(np.int32(0), lambda: sized(tiles.steps), one, state)
 
 
 def _loop(first, last_of, one, state):
@@ -436,19 +439,21 @@ def _loop(first, last_of, one, state):
     return lax.while_loop(more, next_one, (first, state))[1]
 
 
-def _listed(mask, tiles, step):
-    """visits_of for a mask with block lists: the blocks in the list of the step's tile."""
-    lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
+def _visit_listed(mask, tiles, step, one, state):
+    """`visit` for a mask with block lists: the blocks in the list of the step's tile."""
+    lists = batch_rows(mask.q_block_lists, step, tiles.row_tiles, tiles)[0]
     visited = block_lists.visited_blocks(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(visited.shape[0], dtype=jnp.int32)
     blocks = jnp.sort(jnp.where(visited, number, INT_MAX))
     base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
     number = visited.sum(dtype=jnp.int32)
-    return np.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
+    return _loop(
+        np.int32(0), lambda: number, lambda nth, state: one(base + at(blocks, nth), state), state
+    )
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
-    """The pairs of a step and a block that the block mask attends, (Hkv or 1, group or 1, rows,
+    """The pairs of a step and a block that the block mask attends, (1, Hkv or 1, group or 1, rows,
     keys)."""
     indices = [
         (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
@@ -457,9 +462,10 @@ def _in_block_mask(mask, block_size, tiles, step, block):
             block_size, strict=True,
         )
     ]  # fmt: skip
-    bits = block_lists.bit(batch_row(mask.block_mask, step, tiles.row_tiles), *indices)
+    own = batch_rows(mask.block_mask, step, tiles.row_tiles, tiles)[0]
+    bits = block_lists.bit(own, *indices)
     heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
-    return bits.reshape(*heads, *bits.shape[1:])
+    return bits.reshape(1, *heads, *bits.shape[1:])
 
 
 # --- Operands that change scores and probabilities
@@ -471,7 +477,7 @@ class Logits(NamedTuple):
     logit: jax.Array
     scale: jax.Array | float
     cap_slope: jax.Array | None  # derivative of the soft cap
-    distance: jax.Array | None  # ALiBi distances, (1, group * rows, keys)
+    distance: jax.Array | None  # ALiBi distances
 
 
 def logits_of_blocks(spec, options, tiles):
@@ -498,21 +504,24 @@ def logits_of_blocks(spec, options, tiles):
             scales, slopes, biases = (arrays.get(x) for x in ("scales", "slopes", "bias"))
         factor = spec.scale
         if scales is not None:
-            factor = batch_row(scales, step, tiles.row_tiles)
+            factor = batch_rows(scales, step, tiles.row_tiles, tiles)
+            factor = jnp.broadcast_to(factor[:, None], tiles.scores[:2])
+            factor = factor.reshape(tiles.products, 1, 1)
         factor = lax.convert_element_type(factor, s.dtype)
         logit, cap_slope, distance = lax.mul(s, factor), None, None
         if soft_cap:
             t = jnp.tanh(logit / soft_cap)
             logit, cap_slope = soft_cap * t, 1 - t * t
         if biased:
-            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
-            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
-            column = at(column, rem(block, tiles.key_blocks))
-            distance = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
-            distance = jnp.tile(distance, (tiles.group, 1))[None]
-            slopes = batch_row(slopes, step, tiles.row_tiles)
-            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
-            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * distance
+            row, column, slopes = (
+                batch_rows(y, step, tiles.row_tiles, tiles)
+                for y in (q_bias_pos, kv_bias_pos, slopes)
+            )
+            row = at(row, rem(step, tiles.row_tiles), 1)[:, None, None, :, None]
+            column = at(column, rem(block, tiles.key_blocks), 1)[:, None, None, None, :]
+            distance = of_scores(jnp.abs(row - column).astype(s.dtype), tiles)
+            slopes = slopes.reshape(-1, *tiles.scores[1:3], 1, 1)
+            logit -= of_scores(slopes, tiles) * distance
         if bias is not None:
             logit += bias.at(step, block, s.dtype, biases)
         return Logits(logit, factor, cap_slope, distance)
@@ -522,7 +531,7 @@ def logits_of_blocks(spec, options, tiles):
 
 def kept_of_blocks(spec, operands, tiles):
     """A function of a step and a block that returns whether dropout keeps each probability,
-    (Hkv, group * rows, keys), with the same bits as csrc/kernels/portable/dropout.py. None: no
+    (products, group * rows, keys), with the same bits as csrc/kernels/portable/dropout.py. None: no
     dropout."""
     if not spec.dropout_threshold:
         return None
@@ -531,18 +540,20 @@ def kept_of_blocks(spec, operands, tiles):
     rows = fill_up(rows, 1, whole).reshape(rows.shape[0], tiles.row_tiles, tiles.rows)
 
     def kept(step, block):
-        row = at(batch_row(rows, step, tiles.row_tiles), rem(step, tiles.row_tiles))
-        words = at(streams, div(step, tiles.row_tiles))[:, :, None, None]  # (H, 4, 1, 1)
+        row = at(batch_rows(rows, step, tiles.row_tiles, tiles), rem(step, tiles.row_tiles), 1)
+        words = batch_rows(streams, step, tiles.row_tiles, tiles)[..., None, None]
+        words = jnp.broadcast_to(words, (tiles.together, *words.shape[1:]))  # (..., H, 4, 1, 1)
         fours_count = ceil_div(tiles.keys, 4)
-        shape = (words.shape[0], tiles.rows, fours_count)
-        fours = first_key(block, tiles) // 4 + lax.broadcasted_iota(jnp.int32, shape, 2)
+        shape = (*words.shape[:2], tiles.rows, fours_count)
+        fours = first_key(block, tiles) // 4 + lax.broadcasted_iota(jnp.int32, shape, 3)
         row, batch, head = (
             jnp.broadcast_to(x.astype(jnp.uint32), shape)
-            for x in (row[None, :, None], words[:, 2], words[:, 3])
+            for x in (row[:, None, :, None], words[:, :, 2], words[:, :, 3])
         )
-        bits = philox((fours.astype(jnp.uint32), row, head, batch), (words[:, 0], words[:, 1]))
+        of_seed = words[:, :, 0], words[:, :, 1]
+        bits = philox((fours.astype(jnp.uint32), row, head, batch), of_seed)
         keep = jnp.stack([x >= np.uint32(spec.dropout_threshold) for x in bits], -1)
-        keep = keep.reshape(*shape[:2], 4 * fours_count)[..., : tiles.keys]
-        return keep.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
+        keep = keep.reshape(*shape[:3], 4 * fours_count)[..., : tiles.keys]
+        return keep.reshape(tiles.products, tiles.group * tiles.rows, tiles.keys)
 
     return kept

@@ -25,6 +25,11 @@ from packax._src.core.spec import INT_MAX, MaskMode, Operands, ceil_div, fill_up
 # the edges of documents.
 ROWS = 128
 KEYS = 128
+# Rows that are not longer than this are one tile and one block, without a loop. A step computes as
+# many of them together as there may be scores, of all heads: single short rows take less time than
+# the start of an operation.
+SHORT = 256
+SCORES = 1 << 19
 # On a GPU, each step of a loop launches several kernels, which take microseconds whatever the size
 # of a tile: there tiles are as large as the scores of one step, of all heads, may be.
 GPU_SIZE = 1024
@@ -35,6 +40,7 @@ class Tiles(NamedTuple):
     """The tiling of one call; `group` is the number of query heads per key/value head.
 
     A step is one tile of rows, a block is one block of keys. Both are numbered through the batch.
+    Of short rows, which are one tile and one block, a step and a block have `together`.
     """
 
     batch: int
@@ -44,21 +50,45 @@ class Tiles(NamedTuple):
     row_tiles: int
     keys: int
     key_blocks: int
+    together: int
+
+    @property
+    def steps(self) -> int:
+        return self.batch * self.row_tiles if self.together == 1 else self.batch // self.together
+
+    @property
+    def products(self) -> int:
+        """The first axis of what a step computes: its batch rows times key/value heads."""
+        return self.together * self.kv_heads
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The axes of a step's scores of a block, which are (products, group * rows, keys)."""
+        return self.together, self.kv_heads, self.group, self.rows, self.keys
 
 
-def tiles_of(query, key, listed: bool, on_gpu: bool) -> Tiles:
-    """`listed`: whether the call has lists of blocks, which are for tiles of 128."""
-    batch, q_len, heads, _ = query.shape
-    kv_len, kv_heads = key.shape[1:3]
-    rows, keys = ROWS, KEYS
-    if on_gpu and not listed:
-        rows = keys = GPU_SIZE
-        while rows > ROWS and heads * rows * keys > GPU_SCORES:
-            rows = keys = rows // 2
+def tiles_of(x: Operands, on_gpu: bool) -> Tiles:
+    batch, q_len, heads, _ = x.query.shape
+    kv_len, kv_heads = x.key.shape[1:3]
+    rows, keys, most = ROWS, KEYS, SCORES
+    if x.q_block_lists is None:  # lists are for tiles of 128
+        if on_gpu:
+            rows = keys = GPU_SIZE
+            most = GPU_SCORES
+            while rows > ROWS and heads * rows * keys > most:
+                rows = keys = rows // 2
+        elif not (is_symbolic(q_len) or is_symbolic(kv_len)) and max(q_len, kv_len) <= SHORT:
+            rows = keys = SHORT
     rows, keys = (
         size if is_symbolic(length) else min(size, length)
         for size, length in ((rows, q_len), (keys, kv_len))
     )
+    together = 1
+    short = x.q_block_lists is None and (rows, keys) == (q_len, kv_len)
+    biases = 1 if x.bias is None else x.bias.shape[0]
+    if short and not is_symbolic(batch) and biases in (1, batch):
+        fit = max(1, most // (heads * rows * keys))
+        together = next(n for n in range(min(batch, fit), 0, -1) if batch % n == 0)
     return Tiles(
         batch=batch,
         kv_heads=kv_heads,
@@ -67,11 +97,13 @@ def tiles_of(query, key, listed: bool, on_gpu: bool) -> Tiles:
         row_tiles=ceil_div(q_len, rows),
         keys=keys,
         key_blocks=ceil_div(kv_len, keys),
+        together=together,
     )
 
 
 def row_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> jax.Array:
-    """(2 + mask_mode, steps, rows, 1): ~lo and hi, then ids and limits for the segment check.
+    """(2 + mask_mode, steps, together, rows, 1): ~lo and hi, then ids and limits for the segment
+    check.
 
     For empty rows and rows beyond Sq, ~lo is the lowest value and hi is 0, so that the maximum over
     a tile gives the range of the tile.
@@ -83,7 +115,7 @@ def row_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> jax.Array
         [mask.q_pos] if mask_mode < MaskMode.BOTH_LIMITS else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
     )
     whole = tiles.row_tiles * tiles.rows
-    shape = (tiles.batch * tiles.row_tiles, tiles.rows, 1)
+    shape = (tiles.steps, tiles.together, tiles.rows, 1)
 
     def cut(x, value):
         x = fill_up(x, 1, whole, value)
@@ -101,9 +133,10 @@ def key_integers(mask: Operands, tiles: Tiles, mask_mode: MaskMode) -> list[jax.
 
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
-    """A block of an array from `key_integers`, (1, keys)."""
-    row = np.int32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
-    return read(x, (row, first_key(block, tiles)), (1, tiles.keys))
+    """A block of an array from `key_integers`, (1 or together, 1, keys)."""
+    x = batch_rows(x, block, tiles.key_blocks, tiles)
+    x = read(x, (np.int32(0), first_key(block, tiles)), (x.shape[0], tiles.keys))
+    return lax.expand_dims(x, (1,))
 
 
 def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
@@ -114,7 +147,7 @@ def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
 def tile_max(rows: jax.Array) -> jax.Array:
     """The maximum of `row_integers` over each tile, (..., steps). Slicing first costs a fusion."""
     # XLA's CPU compiler splits the reduction of an axis of 32 or more into two reductions.
-    count, steps, size = rows.shape[:3]
+    count, steps, _, size = rows.shape[:4]
     few = math.gcd(size, 16)
     rows = lax.reshape(rows, (count, steps, size // few, few))
     return lax.reduce_max(lax.optimization_barrier(rows), (2, 3))
@@ -168,9 +201,19 @@ def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
-def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
-    """The batch row of x (1 or B, ...) for a step or block; each batch row has `of` of them."""
-    return x[0] if x.shape[0] == 1 else at(x, div(number, of))
+def batch_rows(x: jax.Array, number: Any, of: Any, tiles: Tiles) -> jax.Array:
+    """The batch rows of x (1 or B, ...) for a step or block, (1 or together, ...); each batch row
+    has `of` of them."""
+    if x.shape[0] == 1:
+        return x
+    row = lax.mul(div(number, of), np.int32(tiles.together))
+    return read(x, _start(x, row), (tiles.together, *x.shape[1:]))
+
+
+def of_scores(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """x, whose axes are those of `tiles.scores` or 1, as (products, group * rows, keys)."""
+    x = lax.broadcast_in_dim(x, tiles.scores, tuple(range(5)))
+    return lax.reshape(x, (tiles.products, tiles.group * tiles.rows, tiles.keys))
 
 
 def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
@@ -210,23 +253,23 @@ def _start(x, number, axis=0):
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """Reshapes (B, Sq, H, D) to (steps, rows, Hkv, group, D), without moving data."""
+    """Reshapes (B, Sq, H, D) to (steps, together, rows, Hkv, group, D), without moving data."""
     x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
-    steps = tiles.batch * tiles.row_tiles
-    return lax.reshape(x, (steps, tiles.rows, tiles.kv_heads, tiles.group, x.shape[-1]))
+    of_heads = (tiles.kv_heads, tiles.group, x.shape[-1])
+    return lax.reshape(x, (tiles.steps, tiles.together, tiles.rows, *of_heads))
 
 
 def row_tile(x: jax.Array, step: Any) -> jax.Array:
-    """A step's tile from `cut_rows`: (Hkv, group * rows, D)."""
-    x = lax.transpose(at(x, step), (1, 2, 0, 3))
-    return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
+    """A step's tile from `cut_rows`: (products, group * rows, D)."""
+    x = lax.transpose(at(x, step), (0, 2, 3, 1, 4))
+    together, kv_heads, group, rows, depth = x.shape
+    return lax.reshape(x, (together * kv_heads, group * rows, depth))
 
 
 def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
     """Writes a step's tile (in the layout of `row_tile`) into x (in the layout of `cut_rows`)."""
-    shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
-    part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
-    return put(x, part, step)
+    part = lax.reshape(part, (*tiles.scores[:4], part.shape[-1]))
+    return put(x, lax.transpose(part, (0, 3, 1, 2, 4)), step)
 
 
 def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
@@ -237,7 +280,7 @@ def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """Tiles in the layout of `row_tile`, (steps, Hkv, group * rows, D), as (B, Sq, H, D)."""
+    """Tiles in the layout of `row_tile`, (steps, products, group * rows, D), as (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
     shape = (tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
     x = lax.transpose(lax.reshape(x, shape), (0, 1, 4, 2, 3, 5))
@@ -246,19 +289,22 @@ def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
 
 
 def cut_keys(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """Reshapes (B, Skv, Hkv, D) to (blocks, keys, Hkv, D), without moving data."""
+    """Reshapes (B, Skv, Hkv, D) to (blocks, together, keys, Hkv, D), without moving data."""
     x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
-    return lax.reshape(x, (tiles.batch * tiles.key_blocks, tiles.keys, *x.shape[2:]))
+    blocks = tiles.steps if tiles.together > 1 else tiles.batch * tiles.key_blocks
+    return lax.reshape(x, (blocks, tiles.together, tiles.keys, *x.shape[2:]))
 
 
 def key_block(x: jax.Array, block: Any) -> jax.Array:
-    """A block from `cut_keys`: (Hkv, keys, D)."""
-    return lax.transpose(at(x, block), (1, 0, 2))
+    """A block from `cut_keys`: (products, keys, D)."""
+    x = lax.transpose(at(x, block), (0, 2, 1, 3))
+    return lax.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
 
 
 def add_keys(x: jax.Array, block: jax.Array, sums: jax.Array) -> jax.Array:
-    """x (in the layout of `cut_keys`) with sums (Hkv, keys, D) added to a block."""
-    return add(x, block, lax.transpose(sums, (1, 0, 2)))
+    """x (in the layout of `cut_keys`) with sums (products, keys, D) added to a block."""
+    sums = lax.reshape(sums, (x.shape[1], x.shape[3], x.shape[2], x.shape[4]))
+    return add(x, block, lax.transpose(sums, (0, 2, 1, 3)))
 
 
 def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
@@ -288,11 +334,14 @@ class BiasTiles:
 
     def _start(self, step: Any, block: Any) -> tuple[Any, ...]:
         tiles, zero = self.tiles, np.int32(0)
-        row_steps = tiles.row_tiles  # of the batch rows that read one bias
+        first = zero
         if self.shape[0] != 1:
-            row_steps = row_steps * (tiles.batch // self.shape[0])
+            row_steps = tiles.row_tiles  # of the batch rows that read one bias
+            if tiles.together == 1:
+                row_steps = row_steps * (tiles.batch // self.shape[0])
+            first = lax.mul(div(step, row_steps), np.int32(tiles.together))
         return (
-            zero if self.shape[0] == 1 else div(step, row_steps),
+            first,
             zero,
             zero if self.shape[2] == 1 else rem(step, tiles.row_tiles) * sized(tiles.rows),
             rem(block, tiles.key_blocks) * sized(tiles.keys),
@@ -300,27 +349,26 @@ class BiasTiles:
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
+        together = 1 if self.shape[0] == 1 else self.tiles.together
         rows = 1 if self.shape[2] == 1 else self.tiles.rows
-        return (1, self.shape[1], rows, self.tiles.keys)
+        return (together, self.shape[1], rows, self.tiles.keys)
 
     def at(self, step: Any, block: Any, real: Any, array: jax.Array | None = None) -> jax.Array:
-        """The bias of a step and a block, (Hkv, group * rows, keys), in the dtype `real`. `array`
-        is read instead of self.array."""
-        tiles = self.tiles
+        """The bias of a step and a block, (products, group * rows, keys), in the dtype `real`.
+        `array` is read instead of self.array."""
         array = self.array if array is None else array
-        tile = read(array, self._start(step, block), self._sizes)[0].astype(real)
-        heads = (1, 1) if self.shape[1] == 1 else (tiles.kv_heads, tiles.group)
-        tile = tile.reshape(*heads, *tile.shape[1:])
-        of_heads = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
-        tile = jnp.broadcast_to(tile, of_heads)
-        return tile.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
+        tile = read(array, self._start(step, block), self._sizes).astype(real)
+        together, heads, *sizes = self._sizes
+        heads = (1, 1) if heads == 1 else self.tiles.scores[1:3]
+        return of_scores(tile.reshape(together, *heads, *sizes), self.tiles)
 
     def add(self, sums: jax.Array, step: Any, block: Any, part: jax.Array) -> jax.Array:
-        """sums with `part` added, the gradients of a tile's logits, (Hkv, group * rows, keys)."""
-        tiles = self.tiles
-        part = part.reshape(tiles.kv_heads * tiles.group, tiles.rows, tiles.keys)
-        axes = tuple(axis for axis in (0, 1) if self.shape[axis + 1] == 1)
-        part = lax.reduce_sum(part, axes).reshape(self._sizes) if axes else part[None]
+        """sums with `part` added, the gradients of a tile's logits, (products, group * rows,
+        keys)."""
+        together, kv_heads, group, *sizes = self.tiles.scores
+        part = part.reshape(together, kv_heads * group, *sizes)
+        axes = tuple(axis for axis in range(3) if self.shape[axis] == 1)
+        part = lax.reduce_sum(part, axes).reshape(self._sizes) if axes else part
         start = self._start(step, block)
         return write(sums, read(sums, start, self._sizes) + part, start)
 
