@@ -50,7 +50,7 @@ def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
     if not is_symbolic(missing) and missing == 0:
         return x
     shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-    return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)
+    return jax.lax.concatenate([x, jax.lax.full(shape, value, x.dtype)], axis)
 
 
 def is_fp8(x: Any) -> bool:

@@ -129,7 +129,7 @@ def row_ranges_and_bounds(
         computed |= parts(lo, hi, segment_checked)
     if tree is not None:  # before rows are marked as checked: a marked block has no full part
         lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
-        q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
+        q_blocks = query_blocks(lo, hi, segment_checked)
         assert q_pos is not None
         subtrees = _subtrees(q_pos, lo < hi, kv_pos)
         q_lists, kv_lists, tested = entries(

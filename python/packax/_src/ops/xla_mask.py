@@ -26,6 +26,7 @@ from packax._src.core.spec import (
 from packax._src.ops.xla_tiles import select, sized, stack
 
 _IN_BOUNDS = "promise_in_bounds"  # skips index arithmetic
+_BATCH = 64  # blocks of keys
 _MOST_SLOTS = 1 << 32  # of the tables of a batch: slots are uint32
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
@@ -183,84 +184,108 @@ def block_bounds(
     kv_start: jax.Array, kv_end: jax.Array, segment_checked: jax.Array, *, kv_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK); q_order, q_order_192, kv_order (Bm, tiles)."""
-    q_len = kv_start.shape[1]
-
-    def one_row(lo, hi, segment_checked):
-        q_blocks = query_blocks(lo, hi, segment_checked)
-        kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
-        q_order = _query_order(q_blocks, TILE)
-        q_order_192 = _query_order(q_blocks, TILE_192)
-        kv_order = _key_order(q_blocks, kv_blocks)
-        return q_blocks, kv_blocks, q_order, q_order_192, kv_order
-
-    return jax.vmap(one_row)(kv_start, kv_end, segment_checked)
+    q_blocks = query_blocks(kv_start, kv_end, segment_checked)
+    kv_blocks = _key_blocks(q_blocks, kv_start.shape[1], kv_len)
+    orders = (_query_order(q_blocks, tile) for tile in (TILE, TILE_192))
+    return q_blocks, kv_blocks, *orders, _key_order(q_blocks, kv_blocks)
 
 
-def query_blocks(lo, hi, segment_checked):
-    """(5, NQ), for one batch row."""
-    count = ceil_div(lo.shape[0], BLOCK)
+def query_blocks(lo: jax.Array, hi: jax.Array, segment_checked: jax.Array) -> jax.Array:
+    """(Bm, 5, NQ), from arrays (Bm, Sq)."""
+    count = ceil_div(lo.shape[1], BLOCK)
     lo, hi, segment_checked = (
-        fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, segment_checked)
+        lax.reshape(fill_up(x, 1, count * BLOCK), (x.shape[0], count, BLOCK))
+        for x in (lo, hi, segment_checked)
     )
-    filled = lo < hi
-    lo_min = jnp.min(jnp.where(filled, lo, INT_MAX), axis=1)
-    lo_max = jnp.max(jnp.where(filled, lo, 0), axis=1)
-    hi_min = jnp.min(jnp.where(filled, hi, INT_MAX), axis=1)
-    hi_max = jnp.max(jnp.where(filled, hi, 0), axis=1)
-    some_checked = jnp.any(segment_checked != 0, axis=1)
-    flags = some_checked.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
+    filled = lax.lt(lo, hi)
+    lo_min, hi_min = (lax.reduce_min(select(filled, x, INT_MAX), (2,)) for x in (lo, hi))
+    lo_max, hi_max = (lax.reduce_max(select(filled, x, 0), (2,)) for x in (lo, hi))
+    some_checked = lax.reduce_or(lax.ne(segment_checked, np.int32(0)), (2,))
+    some_empty = lax.reduce_or(lax.bitwise_not(filled), (2,))
+    checked, empty = (lax.convert_element_type(x, np.int32) for x in (some_checked, some_empty))
+    flags = lax.add(checked, lax.mul(empty, np.int32(2)))
     # With a segment-checked row, no key is certain to be attended by every row of the block.
-    lo_max = jnp.where(some_checked, hi_max, lo_max)
-    hi_min = jnp.where(some_checked, lo_min, hi_min)
-    return jnp.stack([lo_min, lo_max, hi_min, hi_max, flags])
+    lo_max = lax.select(some_checked, hi_max, lo_max)
+    hi_min = lax.select(some_checked, lo_min, hi_min)
+    return stack([lo_min, lo_max, hi_min, hi_max, flags], 1)
+
+
+def _columns(blocks: jax.Array) -> list[jax.Array]:
+    """The numbers of blocks, (Bm, NQ) or (Bm, NK) each."""
+    return [lax.index_in_dim(blocks, n, 1, keepdims=False) for n in range(blocks.shape[1])]
 
 
 def _key_blocks(q_blocks, q_len, kv_len):
-    lo_min, lo_max, hi_min, hi_max, flags = q_blocks
-    block = jnp.arange(q_blocks.shape[1], dtype=jnp.int32)
+    lo_min, lo_max, hi_min, hi_max, flags = (lax.expand_dims(x, (1,)) for x in _columns(q_blocks))
+    count = ceil_div(kv_len, BLOCK)
+    block_size = np.int32(BLOCK)
 
-    def one_block(first_key):
-        touches = (lo_min < jnp.minimum(first_key + BLOCK, kv_len)) & (hi_max > first_key)
-        first = jnp.min(jnp.where(touches, block, INT_MAX))
-        last = jnp.max(jnp.where(touches, block, -1))
-        row_lo = jnp.where(last < 0, INT_MAX, first * BLOCK)
-        row_hi = jnp.minimum((last + 1) * BLOCK, q_len)
+    def of_keys(first_key):
+        """(Bm, 4, keys), of blocks that begin with these keys (keys,)."""
+        first_key = lax.expand_dims(first_key, (0, 2))
+        end = lax.add(first_key, block_size)
+        touches = lax.lt(lo_min, lax.min(end, lax.full_like(end, sized(kv_len))))
+        touches = lax.bitwise_and(touches, lax.gt(hi_max, first_key))
+        block = lax.broadcasted_iota(np.int32, touches.shape, 2)
+        first = lax.reduce_min(select(touches, block, INT_MAX), (2,))
+        last = lax.reduce_max(select(touches, block, -1), (2,))
+        row_lo = select(lax.ge(last, np.int32(0)), lax.mul(first, block_size), INT_MAX)
+        row_hi = lax.mul(lax.add(last, np.int32(1)), block_size)
+        row_hi = lax.min(row_hi, lax.full_like(row_hi, sized(q_len)))
 
-        full = (flags == 0) & (lo_max <= first_key) & (hi_min >= first_key + BLOCK)
-        core = jnp.min(jnp.where(full, block, INT_MAX))
-        core_end = jnp.min(jnp.where(~full & (block > core), block, block.shape[0]))
-        none = core == INT_MAX
-        core_lo = jnp.where(none, INT_MAX, core * BLOCK)
-        core_hi = jnp.where(none, 0, core_end * BLOCK)
-        return jnp.stack([row_lo, row_hi, core_lo, core_hi])
+        full = lax.bitwise_and(lax.le(lo_max, first_key), lax.ge(hi_min, end))
+        full = lax.bitwise_and(lax.eq(flags, np.int32(0)), full)
+        core = lax.reduce_min(select(full, block, INT_MAX), (2,))
+        after = lax.bitwise_and(lax.bitwise_not(full), lax.gt(block, lax.expand_dims(core, (2,))))
+        beyond = lax.full_like(block, sized(block.shape[2]))
+        core_end = lax.reduce_min(lax.select(after, block, beyond), (2,))
+        some = lax.ne(core, np.int32(INT_MAX))
+        core_lo = select(some, lax.mul(core, block_size), INT_MAX)
+        core_hi = select(some, lax.mul(core_end, block_size), 0)
+        return stack([row_lo, row_hi, core_lo, core_hi], 1)
 
     # Each key block is compared with all query blocks, in batches, so that memory stays linear.
-    count = ceil_div(kv_len, BLOCK)
-    first_keys = BLOCK * jnp.arange(64 * ceil_div(count, 64), dtype=jnp.int32)
-    found = jax.lax.map(jax.vmap(one_block), first_keys.reshape(ceil_div(count, 64), 64))
-    return found.reshape(64 * ceil_div(count, 64), 4)[:count].T
+    if not is_symbolic(count) and count <= _BATCH:
+        return of_keys(lax.mul(lax.iota(np.int32, count), block_size))
+    batches = ceil_div(count, _BATCH)
+    first_keys = lax.mul(lax.iota(np.int32, batches * _BATCH), block_size)
+    found = lax.map(of_keys, lax.reshape(first_keys, (batches, _BATCH)))
+    found = lax.transpose(found, (1, 2, 0, 3))
+    found = lax.reshape(found, (*found.shape[:2], batches * _BATCH))
+    return lax.slice_in_dim(found, 0, count, axis=2)
 
 
 def _query_order(q_blocks, tile):
     """The order of tiles of `tile` rows: most keys first, ties by index."""
-    low, high = _merge(q_blocks[0], q_blocks[3], tile)
-    return jnp.argsort(-jnp.where(low < high, high - low, 0), stable=True).astype(jnp.int32)
+    lo_min, _, _, hi_max, _ = _columns(q_blocks)
+    low, high = _merge(lo_min, hi_max, tile)
+    return _order(lax.min(lax.sub(low, high), lax.full_like(low, 0)))
 
 
 def _key_order(q_blocks, kv_blocks):
     """The order of tiles of keys: longest document first, then most rows first, ties by index."""
-    low, high = _merge(kv_blocks[0], kv_blocks[1], TILE)
-    some = low < high
-    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # of the last row's block
-    keys = (low - high, -high, first_key - high)
-    keys = (*(jnp.where(some, key, 0) for key in keys), ~some)
-    return jnp.lexsort(keys).astype(jnp.int32)  # the last entry of keys is the primary key; stable
+    row_lo, row_hi, *_ = _columns(kv_blocks)
+    low, high = _merge(row_lo, row_hi, TILE)
+    some = lax.lt(low, high)
+    last_block = lax.div(select(some, lax.sub(high, np.int32(1)), 0), np.int32(BLOCK))
+    first_key = _take_keys(_columns(q_blocks)[0], last_block)  # of the last row's block
+    keys = (lax.sub(first_key, high), lax.neg(high), lax.sub(low, high))
+    none = lax.convert_element_type(lax.bitwise_not(some), np.int32)
+    return _order(none, *(select(some, key, 0) for key in keys))
+
+
+def _order(*keys):
+    """The indices that sort each row by the keys, the first one first, then by index."""
+    index = lax.broadcasted_iota(np.int32, keys[0].shape, 1)
+    return lax.sort((*keys, index), dimension=1, num_keys=len(keys) + 1)[-1]
 
 
 def _merge(low, high, tile):
     """The hulls of tiles from the ranges of their blocks."""
     blocks = tile // BLOCK
-    count = ceil_div(low.shape[0], blocks)
-    low = fill_up(low, 0, count * blocks, INT_MAX).reshape(count, blocks)
-    high = fill_up(high, 0, count * blocks).reshape(count, blocks)
-    return jnp.min(low, axis=1), jnp.max(high, axis=1)
+    count = ceil_div(low.shape[1], blocks)
+    low, high = (
+        lax.reshape(fill_up(x, 1, count * blocks, value), (x.shape[0], count, blocks))
+        for x, value in ((low, INT_MAX), (high, 0))
+    )
+    return lax.reduce_min(low, (2,)), lax.reduce_max(high, (2,))
