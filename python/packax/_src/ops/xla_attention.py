@@ -103,12 +103,15 @@ def forward(
             row_max = lax.stop_gradient(row_max)
             new_max = lax.max(row_max, lax.reduce_max(lax.stop_gradient(s), (2,)))
             p = lax.exp(lax.sub(s, lax.expand_dims(new_max, (2,))))
-            keep = lax.exp(lax.sub(row_max, new_max))
-            total = lax.add(lax.mul(total, keep), lax.reduce_sum(p, (2,)))
+            row_sum = lax.reduce_sum(p, (2,))
             if kept_of is not None:
                 p = select(kept_of(step, block), p, 0)
             v_block = key_block(values, block).astype(of_weights)
             update = dot(p.astype(of_weights), v_block, 2, 1)
+            if tiles.one_block:
+                return put(acc, update, step), put(rows, stack([row_sum, new_max], 0), step)
+            keep = lax.exp(lax.sub(row_max, new_max))
+            total = lax.add(lax.mul(total, keep), row_sum)
             keep, update = lax.expand_dims(keep, (0, 3)), lax.expand_dims(update, (0,))
             acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), update))
             # One write for both, after all reads of the old values, so that nothing is copied.
@@ -405,7 +408,7 @@ def _visits(spec, mask, tiles):
 
     if mask.q_block_lists is not None:
         return functools.partial(_visit_listed, mask, tiles), allowed_of
-    if not is_symbolic(tiles.key_blocks) and tiles.key_blocks == 1:
+    if tiles.one_block:
         return lambda step, one, state: one(div(step, tiles.row_tiles), state), allowed_of
     most = tile_max(all_rows)
 

@@ -57,6 +57,11 @@ class Tiles(NamedTuple):
         return self.batch * self.row_tiles if self.together == 1 else self.batch // self.together
 
     @property
+    def one_block(self) -> bool:
+        """Whether the keys of a row are known to be one block."""
+        return not is_symbolic(self.key_blocks) and self.key_blocks == 1
+
+    @property
     def products(self) -> int:
         """The first axis of what a step computes: its batch rows times key/value heads."""
         return self.together * self.kv_heads
