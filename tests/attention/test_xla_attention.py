@@ -144,17 +144,55 @@ def test_memory_is_linear():
     assert large < 32 * (1 << 20)
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "biases", "together"),
+    [
+        *((8, 197, 12, None, 1), (8, 64, 8, None, 8), (12, 64, 16, None, 6), (7, 64, 32, None, 1)),
+        *((8, 64, 8, 1, 8), (8, 64, 8, 8, 8), (8, 64, 8, 2, 1), (8, 300, 1, None, 1)),
+    ],
+)
+def test_short_rows_are_computed_together(batch, length, heads, biases, together):
+    query = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.float32)
+    bias = biases and jax.ShapeDtypeStruct((biases, 1, 1, length), jnp.float32)
+    tiles = xla_tiles.tiles_of(Operands(*[query] * 3, bias=bias), on_gpu=False)
+    assert tiles.together == together
+    assert tiles.rows == tiles.keys == (length if length <= 256 else 128)
+
+
+def test_rows_without_keys_are_zero_beside_nan():
+    """Also where their tile is one step with rows that attend: a NaN in a key or value does not
+    reach the output or dQ of a row of padding, nor another row of the batch."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 40, 2, 8)).astype(np.float32)
+    ids = np.zeros((4, 40), np.int32)
+    ids[1], ids[2, 30:] = -1, -1
+    dirty = x.copy()
+    dirty[ids == -1] = np.nan
+
+    @jax.jit
+    def run(query, key):
+        def function(query):
+            return packax.flash_attention(query, key, key, packax.documents(ids))
+
+        out, back = jax.vjp(function, query)
+        return out, *back(jnp.ones_like(out))
+
+    idle = ids == -1
+    for got in run(x, dirty):
+        assert (np.asarray(got)[idle] == 0).all() and not np.isnan(np.asarray(got)[[0, 3]]).any()
+
+
 def test_tiles_for_gpus():
     """As large as the scores of all heads may be, and the same results, also of the tangents."""
 
-    def side(heads, length=4096, listed=False):
+    def side(heads, length=4096, lists=None):
         query = jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16)
-        tiles = xla_tiles.tiles_of(query, query, listed, on_gpu=True)
+        tiles = xla_tiles.tiles_of(Operands(*[query] * 3, q_block_lists=lists), on_gpu=True)
         assert tiles.rows == tiles.keys
         return tiles.rows
 
     assert [side(n) for n in (1, 32, 64, 512, 4096)] == [1024, 1024, 512, 256, 128]
-    assert side(1, length=300) == 300 and side(1, listed=True) == 128
+    assert side(1, length=300) == 300 and side(1, lists=0) == 128
     rng = np.random.default_rng(0)
     x = tuple(jnp.asarray(rng.standard_normal((1, 1100, 1, 8)), jnp.float32) for _ in range(3))
     mask = packax.create_attention_mask(packax.causal(), q_len=1100, kv_len=1100)

@@ -137,7 +137,7 @@ def row_ranges_and_bounds(
         )
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
         tested = jnp.repeat(tested, BLOCK, axis=1)[:, :q_len]
-        segment_checked = jnp.where((tested | (segment_checked != 0)) & (lo < hi), 1, 0)
+        segment_checked = ((tested | (segment_checked != 0)) & (lo < hi)).astype(jnp.int32)
     computed |= bounds_of(lo, hi, segment_checked, kv_len, implementation)
     if block_size is None:
         return computed
