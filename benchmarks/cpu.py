@@ -41,7 +41,7 @@ UNITS = "ms", "MiB", "s to compile"
 
 def with_packax(query: Any, key: Any, value: Any, ids: Any) -> jax.Array:
     mask = packax.full() if ids is None else packax.causal() & packax.documents(ids)
-    mask = packax.create_attention_mask(mask, q_len=query.shape[1])
+    mask = packax.create_attention_mask(mask, q_len=query.shape[1], kv_len=key.shape[1])
     return packax.flash_attention(query, key, value, mask)
 
 

@@ -339,7 +339,7 @@ class BiasTiles:
 
     def _start(self, step: Any, block: Any) -> tuple[Any, ...]:
         tiles, zero = self.tiles, np.int32(0)
-        first = zero
+        first: Any = zero
         if self.shape[0] != 1:
             row_steps = tiles.row_tiles  # of the batch rows that read one bias
             if tiles.together == 1:
