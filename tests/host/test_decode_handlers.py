@@ -5,14 +5,16 @@ merging kernel supports. Runs on a fake libcuda (tests/support/cpp): needs the b
 C compiler.
 """
 
+import itertools
 from dataclasses import replace
 from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import Sizes, decode, ragged
-from cpp.launches import expect
-from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from cpp.launches import expect, selected
+from cpp.machine import make_machine, needs_compiler, needs_extension
+from kernel_sets import MULTIPROCESSORS
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -174,6 +176,26 @@ def test_the_smallest_head_dims_that_cover_the_calls(machine, dims, at, q_len, d
     s = Sizes(2 if at != (128, 128) else 1, 2, q_len, 700, 6, 2)
     more = {"dtype": "float32", "float32": int(dtype == "f32")} if "f32" in dtype else {}
     check(m, decode(m, s, dims=dims, **more), splits)
+
+
+@pytest.mark.parametrize("cc", [80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
+def test_the_kernels_of_each_gpu(cc):
+    """In a full build. Blackwell has no tall tiles for FP8, and no GPU has them in TF32."""
+    from packax import _ext
+
+    call = {"batch": 3, "kv_len": 1000, "heads": 6, "kv_heads": 2, "qk_dim": 128, "v_dim": 128}
+    kinds = [(dtype, False) for dtype in ("bf16", "f16", "f32", "tf32")]
+    kinds += [("bf16", True), ("f16", True)]
+    for (dtype, fp8), q_len, page in itertools.product(kinds, (2, 16), (0, 16)):
+        no_tall = dtype == "tf32" or (fp8 and cc in (100, 103))
+        name = "decode_tall" if q_len == 16 and not no_tall else "decode"
+        name += ("_fp8" + "_pages" * (page > 0)) if fp8 else ""
+        of = call | {"dtype": dtype, "fp8": fp8, "q_len": q_len, "page_size": page}
+        found = selected(_ext, "decode", cc, of, 13000)
+        assert [kernel for kernel, _ in found] == [name, "decode_combine"]
+        merged = "f32" if dtype == "tf32" else dtype
+        assert f"_{'e4m3' if fp8 else dtype}_128x128_" in found[0][1]
+        assert f"_{merged}_128x128_" in found[1][1]
 
 
 def test_empty_batch_launches_nothing(machine):

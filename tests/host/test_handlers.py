@@ -17,30 +17,13 @@ from cpp import calls
 from cpp.calls import ALIBI, EVERY, SIZES, Sizes, of_head_group
 from cpp.launches import expect, fields, selected, whole_table
 from cpp.machine import DRIVER, make_machine, needs_compiler, needs_extension
+from kernel_sets import BACKWARD
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 S = Sizes()
 PRESETS = {"every": EVERY, "alibi": ALIBI}
-BACKWARD = {
-    "portable": "delta dkdv dq",
-    "fallback": "delta_fallback dkdv_fallback dq_fallback",
-    "bias": "delta_fallback dkdv_bias dq_bias dbias",
-    "bias_alone": "delta_fallback dkdv_bias_alone dq_bias_alone dbias_alone",
-    "dbias_of_pairs": "delta_fallback dkdv_dbias_alone dq_of_dbias_alone",
-    "sm80": "preprocess sm80 postprocess_sm80",
-    "sm80_soft_cap": "preprocess sm80_soft_cap postprocess_sm80",
-    "sm90_dbias": "preprocess_dbias dkdv_sm90_dbias dq_of_dbias_alone",
-} | {  # on Hopper
-    f"fused{x}": f"preprocess sm90{x} postprocess" for x in ("", "_soft_cap", "_alibi")
-} | {
-    f"separate{x}": f"preprocess dkdv_sm90{x} dq_sm90{x}"
-    for x in ("", "_soft_cap", "_block_lists", "_parts")
-} | {
-    f"sm90{x}_bias": f"preprocess_dbias dkdv_sm90{x}_bias dq_sm90{x}_bias shared{x}_dbias sum_dbias"
-    for x in ("", "_float32")
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from packax._src.ops import packed_rows
 from packax._src.ops.primitives import decode_p
 from tiers import some
 
+SEEDS = 1
 SMALL = {"decode": (16, 16)}
 BOTH = {"decode_tall": (32, 16)} | SMALL
 FP8 = {"decode_tall_fp8_pages": (32, 32), "decode_fp8_pages": (16, 32)}
@@ -52,7 +53,7 @@ def operands_of(call, a):
     return Operands.of(found.params["names"], values), found.params["spec"]
 
 
-@pytest.mark.parametrize("text,kernels,programs", some(CASES, 0, 1, 2, 4, 6))
+@pytest.mark.parametrize("text,kernels,programs", some(CASES, 1, 2, 6))
 def test_equals_the_reference(text, kernels, programs, monkeypatch):
     """With few programs, tiles have one share; with many, long ones have several."""
     monkeypatch.setattr(packed_rows, "PROGRAMS", programs)
@@ -60,7 +61,7 @@ def test_equals_the_reference(text, kernels, programs, monkeypatch):
     monkeypatch.setattr(packed_rows, "TILE_ROWS", 32)
     call = decode_calls.parse(text)
     shares = set()
-    for seed in range(2):
+    for seed in range(SEEDS):
         a = call.arrays(seed)
         x, spec = operands_of(call, a)
         work = np.asarray(packed_rows.work_list(x))
@@ -118,14 +119,14 @@ def lengthen(monkeypatch, least=30):
     monkeypatch.setattr(packed_rows, "LEAST_KEYS", 8)
 
 
-@pytest.mark.parametrize("text", some(CHUNKS, 1, 2))
+@pytest.mark.parametrize("text", some(CHUNKS, 1))
 def test_chunks_on_hopper(text, monkeypatch):
     """Both kernels write every row once, and the portable ones alone compute the same from the same
     list. What no table names, and what is beyond a length, is NaN."""
     lengthen(monkeypatch)
     call = dataclasses.replace(decode_calls.parse(text), blocks=45)
     chunks = []
-    for seed in range(2):
+    for seed in range(SEEDS):
         a = call.arrays(seed)
         x, spec = operands_of(call, a)
         work = np.array(packed_rows.work_list(x))
@@ -138,7 +139,7 @@ def test_chunks_on_hopper(text, monkeypatch):
         listed = work[2 * rows + 8 * room.items :][:rows]
         of_chunks = ~np.isin(np.arange(rows), listed)
         chunks.append(of_chunks.sum())
-        for elsewhere in (1, 0) if seed == 0 else (1,):
+        for elsewhere in (1,):
             out, lse = interpreter.ragged(
                 *tensors, *others, work, room.items, spec.scale, spec.soft_cap, room.tile_rows,
                 elsewhere, kernels=BOTH, room=(16, 16),

@@ -1,4 +1,4 @@
-"""Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no
+"""Inline assembly of the Gluon kernels on the CPU, instruction by instruction: Gluon has no
 interpreter.
 
 Guards against a float of dQ at a place where backward_postprocess does not read it, and against a P
@@ -199,3 +199,18 @@ def test_p_and_ds_of_the_tile_of_keys(name):
         assert (error <= allowed).all()
         assert (error == 0).mean() > 0.95
     assert (ds[~attended] == 0).all()
+
+
+@pytest.mark.parametrize("n,threads", [(16, 128), (32, 256)])
+def test_partial_sums_are_added_and_loaded_in_the_same_order(n, threads):
+    """Both kernels map threads and registers to the elements of a dQ block in the same way."""
+    from sm80.bwd import add_asm, load_asm
+
+    texts = [str(getattr(asm(n, threads), "value", asm(n, threads))) for asm in (add_asm, load_asm)]
+    places = []
+    for text, pattern in zip(
+        texts, (r"red\S+ \[p\+(\d+)\], \$(\d+);", r"ld\S+ \$(\d+), \[p\+(\d+)\];"), strict=True
+    ):
+        assert "mov.u32 t, %tid.x; mul.wide.u32 p, t, 4;" in text and f"add.u64 p, p, ${n};" in text
+        places.append({tuple(sorted(map(int, pair))) for pair in re.findall(pattern, text)})
+    assert places[0] == places[1] == {(i, i * threads * 4) for i in range(n)}

@@ -7,7 +7,8 @@ from math import ceil, prod
 import numpy as np
 from aot_modules import ALL
 from cpp.call_frame import EXECUTE, INITIALIZE, Array
-from cpp.machine import DRIVER, MULTIPROCESSORS, signature
+from cpp.machine import DRIVER, signature
+from kernel_sets import MULTIPROCESSORS, grid_of
 
 SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select_attention.cc
 MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
@@ -118,41 +119,6 @@ def maps_of(machine, kernel, arrays, row_heads=0, **more):
         name: expected_map(arrays[name], box, heads[name], **more)
         for name, box in zip(names, boxes, strict=True)
     }
-
-
-def grid_of(kernel, f, block):
-    """The grid of a kernel with such a block, for a call with these fields."""
-
-    def tiles(length, of=128):
-        return ceil(f[length] / of) * f["batch"]
-
-    if kernel.startswith(("documents", "blocks")):
-        rows = {"documents_rows": f["q_len"], "blocks_rows": ceil(f["q_len"] / 64)}
-        keys = {"blocks_keys": ceil(f["kv_len"] / 64)}
-        keys["blocks_order"] = ceil(max(f["q_len"], f["kv_len"]) / 128)
-        return [ceil((rows | keys).get(kernel, f["kv_len"]) / block), f["batch"]]
-    if kernel.startswith("forward_sm90"):
-        parts = ceil(f["v_dim"] / 256)
-        most = MULTIPROCESSORS * (3 if kernel.endswith("short") else 1)
-        return [min(most, f["heads"] * tiles("q_len", block) * parts)]
-    if "process" in kernel:
-        return [f["heads"] * f["batch"] * 64 * ceil(f["q_len"] / 64) // block]
-    if "delta" in kernel:
-        return [f["heads"] * tiles("q_len", block)]
-    if kernel.startswith("backward_dq_sm90") and not kernel.endswith("parts"):
-        return [min(MULTIPROCESSORS, f["heads"] * tiles("q_len", block))]
-    if kernel == "backward_sum_dbias":
-        return [ceil(prod(f["dbias"]) / block)]
-    if kernel.startswith("backward_shared"):
-        planes = f["dbias_parts"] * prod(f["dbias"][:2])
-        return [planes * ceil(f["q_len"] / (2 * block)) * ceil(f["kv_len"] / block)]
-    if kernel.startswith("backward_dbias"):
-        planes, rows = prod(f["dbias"][:2]), f["dbias"][2]
-        return [planes * ceil(rows / block) * ceil(f["kv_len"] / block)]
-    if kernel.startswith(("backward_dkdv", "backward_sm")):
-        halves = 2 if kernel.endswith("parts") else 1
-        return [f["kv_heads"] * tiles("kv_len") * (128 // block) * halves]
-    return [f["heads"] * tiles("q_len") * (128 // block)]
 
 
 def attention_values(machine, call, kernels):

@@ -37,7 +37,6 @@ def layout(kernel):
     return "".join(letters[kind] for kind in signature(kernel).values()) + "pp"
 
 
-MULTIPROCESSORS = 10  # of the fake devices
 DRIVER = 12040  # the CUDA version of the fake driver
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian

@@ -175,7 +175,7 @@ def bulk_add(size: int, pointer: Pointer, source: Shared) -> None:
 
 
 def added(n: int, threads: int, x: Any, pointer: Pointer) -> None:
-    """Adds in any order that `loaded` inverts; test_sm80_kernels.py tests the real order."""
+    """Adds in any order that `loaded` inverts; test_sm90_assembly.py tests the real order."""
     pointer.data.reshape(-1)[pointer.indices(None) + np.arange(x.size)] += np.asarray(x).reshape(-1)
 
 
