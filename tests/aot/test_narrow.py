@@ -53,33 +53,22 @@ def test_the_default_set_is_in_the_table():
     assert {narrow.table.ARCHS[arch].assembler for arch in archs} == {*narrow.DEFAULT["assemblers"]}
 
 
+@pytest.mark.parametrize("here", [[90], []])
 @pytest.mark.parametrize("asked", ["all", "ALL", " all "])
-def test_all_asks_for_every_gpu(asked):
-    for here in ([90], []):
-        assert narrow.chosen({"PACKAX_ARCHS": asked}, here) == {}
+def test_all_asks_for_every_gpu(asked, here):
+    options = narrow.chosen({"PACKAX_ARCHS": asked}, here)
+    assert options == {} and narrow.local_version(options) == ""
 
 
 def test_environment_variables_choose_the_part():
+    """Compute capabilities as in a data sheet name architectures; compile.py refuses others."""
     asked = {"PACKAX_ARCHS": "90a;80", "PACKAX_HEAD_DIMS": "64x64", "PACKAX_DTYPES": "bf16, f16"}
     options = narrow.chosen(asked, [120])
     assert options == {"archs": ["90a", "80"], "head-dims": ["64x64"], "dtypes": ["bf16", "f16"]}
     assert narrow.local_version(options) == "+sm90a.sm80.bf16.f16.64x64"
-
-
-def test_a_capability_names_an_architecture():
-    """Compute capabilities as in a data sheet are accepted; compile.py refuses unknown ones."""
-    asked = {"PACKAX_ARCHS": "8.9;7.5"}
-    assert narrow.chosen(asked, [])["archs"] == ["86", "7.5"]
-    asked = {"PACKAX_ARCHS": "89 SM_90 103 86 90a"}
-    assert narrow.chosen(asked, [])["archs"] == ["86", "90a", "100f"]
-
-
-def test_the_version_of_the_whole_table_is_plain():
-    assert narrow.local_version(narrow.chosen({"PACKAX_ARCHS": "all"}, [])) == ""
-
-
-def test_the_version_of_the_default_set_says_what_it_is():
     assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.128.ptxas12.9"
+    for text, archs in (("8.9;7.5", ["86", "7.5"]), ("89 SM_90 103 86", ["86", "90a", "100f"])):
+        assert narrow.chosen({"PACKAX_ARCHS": text}, [])["archs"] == archs
 
 
 def test_one_line_gives_the_reason_for_the_choice():

@@ -49,24 +49,18 @@ def test_no_link_or_picture_of_the_description_is_relative():
     assert "quick start" in text and "# packax" in text
 
 
-@pytest.fixture
-def elsewhere(tmp_path):
+@pytest.mark.parametrize("address", ["https://x.org/p/", ""])
+def test_links_go_to_the_repository_once_it_has_an_address(tmp_path, address):
+    """Without an address, relative links become text."""
     text = "![A chart](pages/a.svg)\n\nSee [the\nguide](pages/a.md), [b](https://b.org), [c](#c).\n"
     (tmp_path / "README.md").write_text(text)
-    return tmp_path
-
-
-def test_links_go_to_the_repository_once_it_has_an_address(elsewhere):
-    (elsewhere / "pyproject.toml").write_text('[project.urls]\nSource = "https://x.org/p/"\n')
-    assert metadata.readme(elsewhere) == (
-        "![A chart](https://x.org/p/raw/HEAD/pages/a.svg)\n\n"
-        "See [the\nguide](https://x.org/p/blob/HEAD/pages/a.md), [b](https://b.org), [c](#c).\n"
-    )
-
-
-def test_without_an_address_relative_links_become_text(elsewhere):
-    (elsewhere / "pyproject.toml").write_text("[project]\n")
-    assert metadata.readme(elsewhere) == "See the\nguide, [b](https://b.org), [c](#c).\n"
+    urls = f'[project.urls]\nSource = "{address}"\n' if address else "[project]\n"
+    (tmp_path / "pyproject.toml").write_text(urls)
+    want = "See the\nguide, [b](https://b.org), [c](#c).\n"
+    if address:
+        want = text.replace("(pages/a.svg", f"({address}raw/HEAD/pages/a.svg")
+        want = want.replace("(pages/a.md", f"({address}blob/HEAD/pages/a.md")
+    assert metadata.readme(tmp_path) == want
 
 
 @pytest.mark.parametrize("field", ["version", "readme"])
