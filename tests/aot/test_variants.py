@@ -133,12 +133,11 @@ def test_every_kernel_loads_on_the_oldest_driver_of_its_architecture() -> None:
     assert {name for name, driver in drivers.items() if driver > 12000} == {
         *("sm_100f", "sm_110", "sm_120f")  # families, and a GPU that CUDA 12 does not support
     }
+    of: dict = {}
     for v in ALL:
-        same = {
-            (w.driver, w.assembler)
-            for w in ALL
-            if (w.kernel, w.arch, w.dtype, w.row) == (v.kernel, v.arch, v.dtype, v.row)
-        }
+        of.setdefault((v.kernel, v.arch, v.dtype, v.row), set()).add((v.driver, v.assembler))
+    for v in ALL:
+        same = of[v.kernel, v.arch, v.dtype, v.row]
         twice = table.assembled_twice(v.kernel, v.row)
         newer = {(13000, "13.4")} if twice else set()
         assert same == {(v.arch.driver, v.arch.assembler)} | newer
