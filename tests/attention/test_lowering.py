@@ -4,6 +4,7 @@ Guards against an operand or attribute out of the order of docs/internals/ffi.md
 read as another one, and against an operand that is left out.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -33,6 +34,7 @@ from lowered import (
     text_of,
 )
 from packax._src.core.schema import OPERAND_NAMES, SYMBOLS
+from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -189,6 +191,17 @@ def test_fallback_backward():
     _, (attributes, _, results) = options_of(gradient, *abstract())
     assert results == [ABSENT, DELTA]
     assert attributes["needs_grad"] == "1 : i32"
+
+
+def test_a_new_number_is_refused_until_kernels_take_it():
+    new = [("offset", float, dataclasses.field(default=0.0))]
+    spec = dataclasses.make_dataclass(
+        "Spec", new, bases=(AttentionSpec,), frozen=True, kw_only=True
+    )
+    of = Operands(*abstract())
+    for target in ("forward", "backward", "forward_tangent", "decode", "ragged"):
+        assert ffi.unread(target, of, spec(scale=0.5, soft_cap=3.0)) == []
+        assert ffi.unread(target, of, spec(offset=1.0)) == ["offset"]
 
 
 def test_operands_that_no_kernel_reads(monkeypatch):

@@ -251,3 +251,9 @@ OPERAND_NAMES = {
     for name, y in TARGETS.items()
 }
 """The operands of each target, in order."""
+ATTRIBUTES = {
+    name: (SHARED.attributes if y.of_attention else ()) + y.attributes
+    for name, y in TARGETS.items()
+}
+"""The attributes of each target. Those that have the name of a field of AttentionSpec are this
+field, others are computed for the call (ops/ffi.py)."""

@@ -62,11 +62,6 @@ def accumulator(dtype: Any) -> Any:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def is_exact(precision: jax.lax.Precision) -> bool:
-    """Whether products of float32 operands must be computed in float32, not in TF32."""
-    return precision == jax.lax.Precision.HIGHEST
-
-
 # --- A call
 
 DIFFERENTIABLE = ("query", "key", "value", *(x.name for x in OPERANDS if x.gradient))
@@ -107,6 +102,11 @@ class AttentionSpec:
     gather_head_groups: HeadGroups = None
     bias_dims: tuple[Any, ...] = ()  # the mesh axes of the bias
     checkpoint_name: str | None = None
+
+    @property
+    def float32_products(self) -> bool:
+        """Whether products of float32 operands must be computed in float32, not in TF32."""
+        return self.precision == jax.lax.Precision.HIGHEST
 
     @property
     def score_grads(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import importlib
 import math
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax._src.core.mask import Pass
-from packax._src.core.schema import OPERAND_NAMES, SYMBOLS
+from packax._src.core.schema import ATTRIBUTES, OPERAND_NAMES, SYMBOLS
 from packax._src.core.spec import (
     BLOCK,
     INT_MAX,
@@ -30,7 +31,6 @@ from packax._src.core.spec import (
     AttentionSpec,
     Operands,
     ceil_div,
-    is_exact,
     is_fp8,
     is_symbolic,
 )
@@ -73,7 +73,7 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
     the call. Sizes that are not known yet are 0, too."""
     query, value = of.query, of.value
     call: dict[str, Any] = {
-        "dtype": kernel_dtype(query.dtype, is_exact(spec.precision)) or "any",
+        "dtype": kernel_dtype(query.dtype, spec.float32_products) or "any",
         "qk_dim": query.shape[3],
         "v_dim": value.shape[3],
     }
@@ -85,9 +85,8 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
             sizes["kv_len"] *= of.block_table.shape[1]
         call |= known(**sizes)
         return {**call, "kv_len": min(call["kv_len"], MAX_LENGTH), "fp8": is_fp8(value)}
+    call |= {x.name: getattr(spec, x.name) for x in ATTRIBUTES[target] if x.type == "float"}
     call |= known(**sizes) | {
-        "scale": float(spec.scale),
-        "soft_cap": float(spec.soft_cap),
         "dropout_threshold": min(spec.dropout_threshold, INT_MAX),  # only whether it is 0
         "row_stats": spec.max_logits if target == "forward" else spec.score_grads,
         "scales_batch": 0 if of.scales is None else 1,
@@ -178,7 +177,7 @@ def has_tangent_kernel(of: Operands, spec: AttentionSpec, tangents: tuple[str, .
     """Whether this build has a kernel for these tangents of the forward."""
     if ext is None or of.lse_in_two or not set(tangents).issubset(TANGENTS):
         return False
-    if not set(of.names).issubset(OPERAND_NAMES["forward_tangent"]):
+    if unread("forward_tangent", of, spec):
         return False
     return judge("forward_tangent", fields("forward_tangent", of, spec))["found"]
 
@@ -189,16 +188,37 @@ def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
     return _FLOAT32[float32_products] if name == "float32" else _DTYPES.get(name)
 
 
+# Fields of AttentionSpec that reach kernels otherwise than as an attribute of their name.
+_READ = {"precision", "block_size", "max_logits", "deterministic", "needs_grad", "implementation"}
+
+
+def unread(target: str, of: Operands, spec: AttentionSpec) -> list[str]:
+    """The operands, and the fields of the spec with other values than the default, that no kernel
+    of the target reads."""
+    read = _READ | {x.name for x in ATTRIBUTES[target]}
+    if target in ("backward", "forward_tangent"):
+        read.add("row_keys")  # only selects a forward kernel
+    numbers = [
+        x.name
+        for x in dataclasses.fields(spec)
+        if x.name not in read and getattr(spec, x.name) != x.default
+    ]
+    return [*(x for x in of.names if x not in OPERAND_NAMES[target]), *numbers]
+
+
+def refuse_unread(target: str, of: Operands, spec: AttentionSpec) -> None:
+    if names := unread(target, of, spec):
+        raise NotImplementedError(
+            f'no {target} kernel takes {" and ".join(names)}: implementation="xla" does'
+        )
+
+
 def require_kernels(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
 ) -> None:
     """Raises if this build has no kernels for the call. C++ checks for the GPU that runs it."""
     require_extension()
-    unread = [x for x in of.names if x not in OPERAND_NAMES[direction]]
-    if unread:
-        raise NotImplementedError(
-            f'no {direction} kernel takes {" and ".join(unread)}: implementation="xla" does'
-        )
+    refuse_unread(direction, of, spec)
     if judge_attention(direction, of, spec, for_export)["found"]:
         return
     kernels = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}[direction]
@@ -299,6 +319,19 @@ def run_once(ctx, results):
     return barrier(ctx.replace(primitive=None, avals_in=avals, avals_out=avals), *results)
 
 
+_NUMBERS = {"float": np.float32, "int32_t": np.int32, "int64_t": np.int64}
+
+
+def attributes(target: str, spec: AttentionSpec, **of_call: Any) -> dict[str, Any]:
+    """The attributes of a call: `of_call`, and for the others the fields of the spec."""
+    return {
+        x.name: _NUMBERS.get(x.type, str)(
+            of_call[x.name] if x.name in of_call else getattr(spec, x.name)
+        )
+        for x in ATTRIBUTES[target]
+    }
+
+
 def array(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
@@ -345,8 +378,7 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
     """The results of forward_p."""
     avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    attributes = {"row_keys": np.int32(spec.row_keys)}
-    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER), **attributes)
+    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER))
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
@@ -374,7 +406,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         group,
         (array(elements),),
         algorithm=algorithm,
-        needs_grad=np.int32(of_query + 2 * of_keys),
+        needs_grad=of_query + 2 * of_keys,
     )
     results = [
         x if w else zeros(ctx, plain(aval))  # unused, so never computed
@@ -396,9 +428,10 @@ def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[s
 
 def _call(
     ctx, target: str, avals: Operands, values: Operands, spec: AttentionSpec, group: HeadGroup,
-    workspace, more=(), **attributes: Any,
+    workspace, more=(), **of_call: Any,
 ):  # fmt: skip
-    """`more`: the last operands of the target, pairs of aval and value (None: absent)."""
+    """`more`: the last operands of the target, pairs of aval and value (None: absent). `of_call`:
+    attributes that are not fields of the spec."""
     names = OPERAND_NAMES[target]
     names = names[: len(names) - len(more)]
     bias_of_indices = avals.bias_of_indices
@@ -427,17 +460,16 @@ def _call(
         workspace,
         # The first result reuses the memory of `init`, so that the other heads are not copied.
         {names.index("init"): 0} if values.init is not None else None,
-        scale=np.float32(spec.scale),
-        soft_cap=np.float32(spec.soft_cap),
-        dropout_threshold=np.int64(spec.dropout_threshold),
-        mask_mode=np.int32(spec.mask_mode),
-        q_block=np.int32(q_block),
-        kv_block=np.int32(kv_block),
-        bias_of_indices=np.int32(bias_of_indices),
-        float32_products=np.int32(is_exact(spec.precision)),
-        first_head=np.int32(group.first),
-        heads=np.int32(group.heads),
-        **attributes,
+        **attributes(
+            target,
+            spec,
+            q_block=q_block,
+            kv_block=kv_block,
+            bias_of_indices=bias_of_indices,
+            first_head=group.first,
+            heads=group.heads,
+            **of_call,
+        ),
     )
 
 

@@ -30,7 +30,6 @@ from packax._src.core.spec import (
     Operands,
     ceil_div,
     fill_up,
-    is_exact,
     is_fp8,
     is_symbolic,
 )
@@ -252,9 +251,7 @@ def _decode_cuda(ctx, *operands, spec, names):
         SYMBOLS[target],
         buffers,
         tuple(workspace),
-        scale=np.float32(spec.scale),
-        soft_cap=np.float32(spec.soft_cap),
-        float32_products=np.int32(is_exact(spec.precision)),
+        **ffi.attributes(target, spec),
     )
 
 
@@ -272,6 +269,7 @@ def decode_workspace(of: Operands, spec: AttentionSpec) -> tuple[tuple[int, ...]
 
 def require_decode_kernel(of: Operands, spec: AttentionSpec) -> None:
     ffi.require_extension()
+    ffi.refuse_unread("ragged", of._replace(row_bounds=None), spec)  # which has all of "decode"
     if ffi.judge("decode", ffi.fields("decode", of, spec))["found"]:
         return
     fp8 = is_fp8(of.value)
