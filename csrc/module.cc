@@ -94,7 +94,13 @@ void Read(const nb::dict& call, const char* name, T* field) {
     *field = nb::cast<T>(nb::handle(found));
 }
 
+template <typename Fields>
+void ReadNumbers(const nb::dict& call, Fields* fields) {
+  fields->EachNumber([&](const char* name, auto* number) { Read(call, name, number); });
+}
+
 void ReadAttention(const nb::dict& call, AttentionOperands* o) {
+  ReadNumbers<AttentionFields>(call, o);
   Read(call, "batch", &o->batch);
   Read(call, "q_len", &o->q_len);
   Read(call, "kv_len", &o->kv_len);
@@ -103,8 +109,6 @@ void ReadAttention(const nb::dict& call, AttentionOperands* o) {
   Read(call, "kv_heads", &o->kv_heads);
   Read(call, "qk_dim", &o->qk_dim);
   Read(call, "v_dim", &o->v_dim);
-  Read(call, "scale", &o->scale);
-  Read(call, "soft_cap", &o->soft_cap);
   Read(call, "bias_kind", &o->bias_kind);
   Read(call, "bias_axes", &o->bias_axes);
   Read(call, "dropout_threshold", &o->dropout_threshold);
@@ -157,7 +161,7 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
   if (target == "forward") {
     auto o = with_dtype(ForwardOperands{});
     ReadAttention(call, &o);
-    Read(call, "row_keys", &o.row_keys);
+    ReadNumbers<ForwardFields>(call, &o);
     return answer(o);
   }
   if (target != "backward") throw nb::value_error("unknown target");

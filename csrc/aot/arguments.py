@@ -1,8 +1,13 @@
-"""The types of kernel arguments: pointers, numbers and tensor maps (table.py)."""
+"""Kernel arguments: which of its function's a kernel has, and their types: pointers, numbers and
+tensor maps (table.py)."""
 
 from __future__ import annotations
 
-from tiles_sm90 import LIKE_PLAIN
+from call_schema import schema
+from tiles_decode import DECODE_TILES
+from tiles_fallback import FALLBACK_KERNELS
+from tiles_sm90 import LIKE_PLAIN, SM90_TILES
+from tiles_tangent import TANGENT_TILES
 
 # kernel -> argument -> (element, rows, columns) of a TMA copy. Names are constants of the variant,
 # and "" is its dtype. Maps are (batch, heads, length, dim); those of float32 and int32 are rows of
@@ -96,4 +101,52 @@ POINTERS = {
     **dict.fromkeys(("block_table", "dropout_streams", "dropout_rows"), "i32"),
 }
 POINTERS_OF_KERNEL = {"backward_shared_float32_dbias": {"bias": "fp32"}}  # in place of POINTERS
-FLOATS = ("scale", "soft_cap", "inverse_keep")
+FLOATS = (*(x.name for x in schema.SHARED.attributes if x.type == "float"), "inverse_keep")
+_untyped = {x.name for x in schema.OPERANDS if x.passes and not x.view} - {"work", *POINTERS}
+assert not _untyped, f"{_untyped}: POINTERS needs the type of their elements"
+
+
+def _of(*options: str) -> tuple[str, ...]:
+    return tuple(x for option in options for x in schema.KERNEL_ARGUMENTS[option])
+
+
+_OTHERS = [x for x in schema.KERNEL_ARGUMENTS if x not in ("bias", "dropout", "fp8")]
+# Of functions in csrc/kernels/portable: what only fallback kernels have, what only those with a
+# bias array and dropout have, and what only plain kernels have.
+_FALLBACK = (*_of(*_OTHERS), "qk_dim", "v_dim", "has_tq", "has_tk", "has_tv")
+_BIAS = _of("bias", "dropout")
+_PLAIN = ("row_heads",)
+# Of functions in csrc/kernels/sm90: end of a kernel's name -> what only such kernels have.
+_SM90 = {
+    "soft_cap": _of("soft_cap"),
+    "alibi": ("slopes",),
+    "max_logits": ("row_max",),
+    "bias": ("bias", "bias_axes", "top"),  # also in kernels ending in "dbias"
+    "dbias": ("dbias",),
+    "block_lists": _of("block_mask"),
+}
+
+
+def absent_arguments(kernel: str) -> tuple[str, ...]:
+    """Arguments of the kernel's function that are None in this kernel, and perhaps names that the
+    function does not have."""
+    absent: list[str] = []
+    if kernel.endswith("_alone"):  # with a bias array and no other option
+        absent += [*_PLAIN, *_FALLBACK, "bias_kind", *_of("dropout")]
+        absent = [x for x in absent if x not in ("qk_dim", "v_dim")]
+    elif kernel.endswith("_bias"):
+        absent += _PLAIN
+    elif kernel.endswith("_fallback"):
+        absent += [*_PLAIN, *_BIAS]
+    elif f"{kernel}_fallback" in (*FALLBACK_KERNELS, *TANGENT_TILES):
+        absent += [*_FALLBACK, *_BIAS]
+    if kernel in DECODE_TILES:
+        absent += _of("fp8")
+    if kernel in SM90_TILES:
+        absent += [x for end, names in _SM90.items() if not kernel.endswith(end) for x in names]
+        absent += ["dq_sum"] if kernel.startswith("backward_dkdv") else []
+    if kernel == "backward_sm80":
+        absent += _of("soft_cap")
+    if "dbias" not in kernel:  # an argument of the functions for dK and dV
+        absent.append("dbias")
+    return tuple(absent)

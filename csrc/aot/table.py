@@ -1,12 +1,9 @@
 """The table of all kernels in the wheel.
 
 The build, the C++ lookup, tests, `packax info` and error messages read it. A variant is a kernel
-for one architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to
-HEAD_DIMS, and rows of tiles to tiles_portable.py, tiles_fallback.py and tiles_decode.py (also for
-float32) and, for dedicated kernels, to tiles_bias.py, tiles_sm80.py and tiles_sm90.py. To add a
-GPU, add it to ARCHS in archs.py, and add tiles if its shared memory differs from that of all
-others.
-These files only declare: they compile nothing and import only the standard library.
+for one architecture, dtype and pair of head dims, with its tile. CONTRIBUTING.md says how to add a
+head dim or a GPU. These files only declare: they compile nothing and import only the standard
+library.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from arguments import MULTIPLES as MULTIPLES
 from arguments import POINTERS as POINTERS
 from arguments import POINTERS_OF_KERNEL as POINTERS_OF_KERNEL
 from arguments import TENSOR_MAPS as TENSOR_MAPS
+from arguments import absent_arguments as absent_arguments
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
 from tiles_bias import BIAS_ALONE_TILES, BIAS_DIMS, BIAS_TILES
@@ -36,15 +34,12 @@ from tiles_decode import (
     NATIVE_FP8,
     value_parts,
 )
-from tiles_decode import absent_arguments as absent_from_decode
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
-from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
 from tiles_sm80 import BACKWARD as SM80_BACKWARD
 from tiles_sm80 import DIMS as SM80_DIMS
 from tiles_sm80 import FORWARD as SM80_FORWARD
 from tiles_sm80 import SOFT_CAP_BACKWARD as SM80_SOFT_CAP_BACKWARD
-from tiles_sm80 import absent_arguments as absent_from_sm80
 from tiles_sm90 import (
     HOPPER_DIMS,
     LIKE_PLAIN,
@@ -56,7 +51,6 @@ from tiles_sm90 import (
     row_of,
 )
 from tiles_sm90 import PARTS as PARTS
-from tiles_sm90 import absent_arguments as absent_from_sm90
 from tiles_tangent import TANGENT_DIMS, TANGENT_TILES
 
 DTYPES = ("bf16", "f16")
@@ -187,17 +181,6 @@ def function(kernel: str, module: str) -> str:
     return max(names, key=lambda x: len(x) if kernel.startswith(x) else 0)
 
 
-def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the kernel's function that are None in this kernel."""
-    return (
-        *absent_from_portable(kernel),
-        *absent_from_decode(kernel),
-        *absent_from_sm90(kernel),
-        *absent_from_sm80(kernel),
-        *(() if "dbias" in kernel else ("dbias",)),  # an argument of the dK/dV functions
-    )
-
-
 # A kernel with a NaN constant of its dtype, and modules whose inline PTX depends on the 16-bit
 # dtype.
 OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dq_parts"}
@@ -320,7 +303,12 @@ def tile_of(
         return float32_tiles.get(f"{dtype} {arch.tiles}", float32_tiles[dtype])[kernel][dim]
     if (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ()):
         return SM80_FORWARD[kernel][arch.tiles, qk_dim, v_dim]
-    return (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+    tile = (DECODE_TILES if decodes else TILES)[kernel].get((arch.tiles, dim))
+    if tile is None:
+        name = "DECODE" if decodes else "FALLBACK" if kernel in FALLBACK_TILES else "PORTABLE"
+        row = f'("{arch.tiles}", {dim}) of {name}_TILES["{kernel}"]'
+        raise LookupError(f"{kernel} has no tile for head dims {qk_dim}/{v_dim}: add the row {row}")
+    return tile
 
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:

@@ -99,8 +99,6 @@ FP8_DECODE_TILES = {
 # The same tiles for pages, whose scales multiply every key. They are separate kernels, because a
 # combined one would use the registers of this one for both.
 FP8_DECODE_TILES |= {f"{kernel}_pages": tiles for kernel, tiles in FP8_DECODE_TILES.items()}
-# Arguments that only these kernels have.
-FP8_ARGUMENTS = ("key_scale", "value_scale", "scale_rows", "bfloat16_query")
 NATIVE_FP8 = ("hopper", "blackwell")  # kinds of tile whose GPUs convert to float16
 
 
@@ -110,11 +108,6 @@ def value_parts(kernel: str, kind: str, v_dim: int, rows: int) -> int:
     not fit in its registers."""
     halves = kernel == "decode_tall" and kind in ("ampere", "small") and v_dim == 2 * rows
     return 2 if halves else 1
-
-
-def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the functions in csrc/kernels/portable/decode.py that are None in a kernel."""
-    return FP8_ARGUMENTS if kernel in DECODE_TILES else ()
 
 
 # Maximum number of shares that decode_combine merges (csrc/launch/select_decode.cc).

@@ -1,42 +1,8 @@
-"""Tiles of the fallback kernels, in 16 bits and in float32, and the arguments that only they have:
-rows of the table (table.py)."""
+"""Tiles of the fallback kernels, in 16 bits and in float32: rows of the table (table.py)."""
 
 from __future__ import annotations
 
 from tiles_portable import PORTABLE_TILES
-from tiles_tangent import TANGENT_TILES
-
-# Arguments that only the fallback kernels have (PLAIN_ARGUMENTS: only the plain ones). Functions in
-# csrc/kernels/portable are compiled with None for the arguments that a kernel does not have.
-FALLBACK_ARGUMENTS = (
-    *("row_max", "score_grads", "has_score_grads"),
-    *("scales", "scales_batch", "soft_cap"),
-    *("slopes", "q_bias_pos", "kv_bias_pos", "bias_batch"),
-    *("block_mask", "q_block_lists", "kv_block_lists"),
-    *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
-    *("qk_dim", "v_dim", "has_tq", "has_tk", "has_tv"),
-)
-# Arguments that only kernels with a bias array and dropout have (tiles_bias.py).
-BIAS_ARGUMENTS = (
-    *("bias", "bias_kind", "bias_axes"),
-    *("dropout_streams", "dropout_rows", "dropout_threshold", "dropout_rows_batch", "inverse_keep"),
-)
-DROPOUT_ARGUMENTS = BIAS_ARGUMENTS[3:]
-PLAIN_ARGUMENTS = ("row_heads",)
-
-
-def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the functions in csrc/kernels/portable that are None in a kernel."""
-    if kernel.endswith("_alone"):
-        of_scores = [name for name in FALLBACK_ARGUMENTS if name not in ("qk_dim", "v_dim")]
-        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS)
-    if kernel.endswith("_bias"):
-        return PLAIN_ARGUMENTS
-    if kernel.endswith("_fallback"):
-        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
-    plain = f"{kernel}_fallback" in (*FALLBACK_KERNELS, *TANGENT_TILES)
-    return (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if plain else ()
-
 
 # Kernels for calls with options that change scores, and for head dims up to a compiled one. Options
 # are selected at run time, so one variant serves all calls. A step has at most 64 keys (dK/dV:

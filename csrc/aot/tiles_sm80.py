@@ -60,9 +60,3 @@ FORWARD["forward_sm80_soft_cap"] = {
     for dims in _CAPPED
 } | {("ampere", 128, 128): FORWARD["forward"]["small", 128, 128]}
 SOFT_CAP_BACKWARD = {row for row in BACKWARD if row[1:] in _CAPPED}
-
-
-def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the functions in csrc/kernels/sm80 that are None in a kernel, except for the
-    plain forward, which is in tiles_fallback.py."""
-    return ("soft_cap",) if kernel == "backward_sm80" else ()

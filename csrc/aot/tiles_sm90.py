@@ -122,28 +122,6 @@ def without_lse_by_mma(tile: dict[str, int]) -> dict[str, int]:
     return tile | {"LSE_BY_MMA": 0} if "LSE_BY_MMA" in tile else tile
 
 
-# Arguments that only kernels with an option have; they are None in all other kernels.
-OPTIONS = {
-    "soft_cap": ("soft_cap",),
-    "alibi": ("slopes",),
-    "max_logits": ("row_max",),
-    "bias": ("bias", "bias_axes", "top"),  # also in kernels ending in "dbias"
-    "dbias": ("dbias",),
-    "block_lists": (
-        *("block_mask", "q_block_lists", "kv_block_lists"),
-        *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
-    ),
-}
-
-
-def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the functions in csrc/kernels/sm90 that are None in a kernel."""
-    if kernel not in SM90_TILES:
-        return ()
-    absent = [x for option, args in OPTIONS.items() if not kernel.endswith(option) for x in args]
-    return (*absent, "dq_sum") if kernel.startswith("backward_dkdv") else tuple(absent)
-
-
 # The tangent of the forward, for calls with the tangents of query, key and value (tiles_tangent.py
 # has those of other calls). STAGES: tiles of keys, of values and of their tangents, as many as fit.
 SM90_TILES["forward_tangent_sm90"] = {

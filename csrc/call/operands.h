@@ -41,16 +41,15 @@ enum MaskMode : int32_t {
   kBothLimits,
 };
 
-// The operands that both passes of attention share. The pointers of schema.py are in the generated
-// base classes (signatures.h); those that no mode or option of the call needs are not read.
-struct AttentionOperands : AttentionPointers {
+// The operands that both passes of attention share. The generated base classes (signatures.h) have
+// the pointers of schema.py, of which those that no mode or option of the call needs are not read,
+// and the attributes that it says are kept: scale, soft_cap, mask_mode and first_head.
+struct AttentionOperands : AttentionFields {
   TensorView query, key, value, out;
   TensorView bias;  // (planes, 1 or q_len, kv_len); no data without a bias
 
-  float scale, soft_cap;   // soft_cap 0: none
   float inverse_keep = 1;  // 1 / the fraction of probabilities that dropout keeps
-  int32_t mask_mode;
-  int32_t bias_kind;  // 0: none, 1: in the query's dtype, 2: in float32
+  int32_t bias_kind;       // 0: none, 1: in the query's dtype, 2: in float32
   // Bits 0 to 2: axes that are not broadcast (batch, heads, q_len). Above: the consecutive batch
   // rows that read the same bias.
   int32_t bias_axes;
@@ -67,7 +66,6 @@ struct AttentionOperands : AttentionPointers {
 
   // Not kernel arguments.
   Dtype dtype;  // of the kernels
-  int32_t first_head;
   bool bias_of_indices;
   bool row_stats;
 
@@ -96,15 +94,12 @@ struct AttentionOperands : AttentionPointers {
 };
 
 // row_max is null if not requested; the kernel then does not write it.
-struct ForwardOperands : AttentionOperands, ForwardPointers {
+struct ForwardOperands : AttentionOperands, ForwardFields {
   int32_t sink_batch;  // 1 or batch; 0: none
-
-  // Not a kernel argument.
-  int32_t row_keys;  // a bound on the keys that a row attends to; 0: unknown
 };
 
 // The tangents of query, key and value may be absent.
-struct TangentOperands : AttentionOperands, ForwardTangentPointers {
+struct TangentOperands : AttentionOperands, ForwardTangentFields {
   TensorView tq, tk, tv, tout;
   int32_t has_tq, has_tk, has_tv;
 };
@@ -133,7 +128,7 @@ struct BackwardWorkspace {
 };
 
 // row_delta is null if not requested.
-struct BackwardOperands : AttentionOperands, BackwardPointers {
+struct BackwardOperands : AttentionOperands, BackwardFields {
   TensorView dout, dq, dk, dv;
   // In the workspace, with q_len rounded up to whole blocks; `top` only with a bias.
   TensorView lse2, delta, lo, hi, top;
@@ -161,10 +156,9 @@ struct BackwardOperands : AttentionOperands, BackwardPointers {
   }
 };
 
-struct DecodeOperands : DecodePointers {
+struct DecodeOperands : DecodeFields {
   TensorView query, key, value;  // a paged cache is (pages, page_size, kv_heads, columns)
 
-  float scale, soft_cap;
   int32_t has_sinks;
   int32_t batch, sink_batch, q_len, heads, kv_heads;
   int32_t kv_len;                         // keys that fit in the cache of a sequence
@@ -203,7 +197,7 @@ struct MaskOperands {
   int32_t batch, q_len, kv_len;
 };
 
-struct DocumentsOperands : MaskOperands, DocumentsPointers {
+struct DocumentsOperands : MaskOperands, DocumentsFields {
   // Keeps five tables with two slots per key below 2^31 elements; for more keys, Python uses XLA.
   static constexpr int64_t kMaxKeys = int64_t{1} << 27;
 
@@ -215,9 +209,9 @@ struct DocumentsOperands : MaskOperands, DocumentsPointers {
   // Of the workspace, for each batch row. The last section has a word for every 1,024 keys.
   int64_t words() const { return 5 * slots() + kv_len + CeilDiv(kv_len, 1024); }
 
-  int32_t compare_positions, table_size, table_shift, search_steps;
+  int32_t table_size, table_shift, search_steps;
 };
 
-struct BlocksOperands : MaskOperands, BlocksPointers {};
+struct BlocksOperands : MaskOperands, BlocksFields {};
 
 }  // namespace packax

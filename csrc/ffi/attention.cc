@@ -31,7 +31,6 @@ ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &o->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &o->q_len));
   PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxHeads, &o->row_heads));
-  o->first_head = b.first_head;
   o->heads = b.first_head == 0 && b.heads == 0 ? o->row_heads : b.heads;
   PACKAX_CHECK(o->heads >= 1 && o->first_head >= 0 && o->first_head <= o->row_heads - o->heads,
                kInvalidArgument)
@@ -78,7 +77,6 @@ ffi::Error ReadMask(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_TRY(Expect("q_blocks", b.q_blocks, kS32,
                     {batch, {"bounds", 5}, {"ceil(q_len/64)", CeilDiv(o->q_len, kBlock)}}));
   PACKAX_TRY(Expect("q_order", b.q_order, kS32, {batch, {"ceil(q_len/128)", o->q_tiles()}}));
-  o->mask_mode = b.mask_mode;
   return ffi::Error::Success();
 }
 
@@ -90,8 +88,6 @@ ffi::Error ReadScores(const AttentionBuffers& b, AttentionOperands* o) {
   PACKAX_CHECK(std::isfinite(b.scale) && b.scale > 0, kInvalidArgument)
       << "attribute scale is " << b.scale << ", expected a finite number above 0";
   PACKAX_TRY(CheckSoftCap(b.soft_cap));
-  o->scale = b.scale;
-  o->soft_cap = b.soft_cap;
   if (!Absent(b.scales)) {
     PACKAX_TRY(ExpectRank("scales", b.scales, 1, "(scales_batch)"));
     PACKAX_TRY(ReadBatch("scales", b.scales, o->batch, &o->scales_batch));
@@ -200,14 +196,13 @@ ffi::Error ReadBlockMask(const AttentionBuffers& b, AttentionOperands* o) {
 }  // namespace
 
 ffi::Error ReadAttention(AttentionBuffers& b, AttentionOperands* o) {
+  Read(b, o);
   PACKAX_TRY(ReadSizes(b, o));
   PACKAX_TRY(ReadMask(b, o));
   PACKAX_TRY(ReadScores(b, o));
   PACKAX_TRY(ReadBias(b.bias, b.query.element_type(), o));
   PACKAX_TRY(ReadDropout(b, o));
-  PACKAX_TRY(ReadBlockMask(b, o));
-  Read(b, o);
-  return ffi::Error::Success();
+  return ReadBlockMask(b, o);
 }
 
 TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,

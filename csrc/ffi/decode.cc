@@ -159,8 +159,6 @@ ffi::Error ReadAll(DecodeBuffers& b, int64_t rows, RaggedBuffers* packed, Decode
       << " (query and key x value), which must be multiples of " << multiple;
   o->qk_eighths = o->qk_dim / 8;
   o->v_eighths = o->v_dim / 8;
-  o->scale = b.scale;
-  o->soft_cap = b.soft_cap;
   Read(b, o);
   MakeViews(b, o);
   return ffi::Error::Success();

@@ -15,7 +15,6 @@ ffi::Error CheckForward(Stream stream, ForwardBuffers b) {
       Expect("q_order_192", b.q_order_192, ffi::DataType::S32,
              {{"mask_batch", o.mask_batch}, {"ceil(q_len/192)", CeilDiv(o.q_len, kTile192)}}));
   PACKAX_TRY(ExpectAttribute("row_keys", b.row_keys, kMaxInt32));
-  o.row_keys = b.row_keys;
   PACKAX_TRY(ReadSinks(b.sinks, o.batch, o.heads, &o.sink_batch));
   PACKAX_TRY(ExpectRows("out", *b.out, o, {"v_dim", o.v_dim}));
   PACKAX_TRY(CheckInit("out", b.init, *b.out));

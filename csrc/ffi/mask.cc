@@ -39,7 +39,6 @@ ffi::Error CheckDocuments(Stream stream, DocumentsBuffers b) {
   if (o.batch == 0) return ffi::Error::Success();
 
   Read(b, &o);
-  o.compare_positions = b.compare_positions;
   o.table_size = static_cast<int32_t>(o.slots());
   o.table_shift = 32 - std::countr_zero(static_cast<uint32_t>(o.table_size));
   o.search_steps = static_cast<int32_t>(std::bit_width(static_cast<uint32_t>(o.kv_len)));

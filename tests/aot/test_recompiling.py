@@ -112,8 +112,8 @@ def test_a_comment_or_a_docstring_recompiles_nothing(recompiled) -> None:
         ("SERIALISED", (*table.SERIALISED, "forward"), {"forward"}),
         ("FUNCTIONS", table.FUNCTIONS | {"mask.segments": ("documents_init",)},
             {"documents_runs", "documents_rows"}),
-        ("absent_from_decode", lambda _: (),
-            {k for k in table.KERNELS if table.absent_from_decode(k)}),
+        ("absent_arguments", lambda _: (),
+            {k for k in table.KERNELS if table.absent_arguments(k)}),
     ],
 )  # fmt: skip
 def test_what_the_table_says_besides_variants_recompiles_them(monkeypatch, name, value, kernels):

@@ -46,8 +46,8 @@ def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path) -> None:
     for subfolder in ("one", "other/and/deeper"):
         # Builds from a copy of the sources in another place: no path may end up in a cubin.
         root = tmp_path / subfolder
-        for part in ("kernels", "aot"):
-            shutil.copytree(ROOT / "csrc" / part, root / "csrc" / part)
+        for part in ("csrc/kernels", "csrc/aot", "python/packax/_src/core"):
+            shutil.copytree(ROOT / part, root / part)
         out = root / "out"
         script = (
             "import sys, pathlib; sys.path.insert(0, 'csrc/aot');"

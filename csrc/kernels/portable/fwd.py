@@ -12,7 +12,7 @@ positive scale (the caller moves a sign into the query). `forward_fallback` supp
 that changes scores (scoring.py), block masks, any head dim up to the compiled one, and `row_max`,
 the largest logit of each row, unless the pointer is null. `forward_bias` also supports a bias array
 (bias.py) and dropout (dropout.py); if its row of the table has one stage, it has one loop for all
-blocks. Arguments that a kernel does not support are None (csrc/aot/tiles_fallback.py).
+blocks. Arguments that a kernel does not support are None (csrc/aot/arguments.py).
 """
 
 import triton

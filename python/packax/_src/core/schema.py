@@ -1,9 +1,10 @@
 """The table of a call: every operand, result and attribute of the FFI targets, in one row each.
 
 `Operands` (spec.py), the batching and partitioning rules, the arrays that context parallelism cuts,
-and the operands of an FFI call are read from it at import. csrc/aot/emit.py generates the C++
-signatures and structs from it, and docs/internals/generate.py the lists of ffi.md. It imports only
-the standard library, because the build has no jax.
+and the operands and attributes of FFI calls are read from it at import. csrc/aot/emit.py generates
+C++ signatures and structs from it, csrc/aot/arguments.py the argument lists of kernels, and
+docs/internals/generate.py the lists of ffi.md. It imports only the standard library, because the
+build has no jax.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Attribute(NamedTuple):
     name: str
     values: str
     type: str = "int32_t"  # in C++
+    kept: bool = False  # unchanged, in a field of csrc/call/operands.h, and perhaps by kernels
 
 
 _ALL, _FORWARD, _BACKWARD = "fbt", "f", "b"
@@ -124,6 +126,29 @@ OPERANDS = (
 )
 ROWS = {x.name: x for x in OPERANDS}
 
+# option -> the arguments that kernels with the option have, and that are None in all others
+# (csrc/aot/arguments.py). Numbers without a row above come from the sizes of the arrays.
+KERNEL_ARGUMENTS = {
+    "row_stats": ("row_max", "score_grads", "has_score_grads"),
+    "scales": ("scales", "scales_batch"),
+    "soft_cap": ("soft_cap",),
+    "slopes": ("slopes", "q_bias_pos", "kv_bias_pos", "bias_batch"),
+    "block_mask": (
+        *("block_mask", "q_block_lists", "kv_block_lists"),
+        *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
+    ),
+    "bias": ("bias", "bias_kind", "bias_axes"),
+    "dropout": (
+        *("dropout_streams", "dropout_rows", "dropout_threshold", "dropout_rows_batch"),
+        "inverse_keep",
+    ),
+    "fp8": ("key_scale", "value_scale", "scale_rows", "bfloat16_query"),
+}
+_without = {x.name for x in OPERANDS if x.optional and x.passes}.difference(
+    *KERNEL_ARGUMENTS.values()
+)
+assert not _without, f"{_without}: kernels without an option need its row in KERNEL_ARGUMENTS"
+
 
 class Target(NamedTuple):
     """An FFI target. If `of_attention`, it begins with the operands and attributes of SHARED."""
@@ -142,21 +167,25 @@ def _taking(letter: str) -> tuple[Array, ...]:
 SHARED = Target(
     tuple(x for x in OPERANDS if set(_ALL) <= set(x.passes)),
     attributes=(
-        Attribute("scale", "the factor of the scores", "float"),
-        Attribute("soft_cap", "the cap; 0: none", "float"),
+        Attribute("scale", "the factor of the scores", "float", kept=True),
+        Attribute("soft_cap", "the cap; 0: none", "float", kept=True),
         Attribute(
             "dropout_threshold",
             "elements whose 32-bit random word is smaller are dropped; 0: no dropout",
             "int64_t",
         ),
-        Attribute("mask_mode", "0: no check; 1: ids; 2: and the highest position; 3: both limits"),
+        Attribute(
+            "mask_mode",
+            "0: no check; 1: ids; 2: and the highest position; 3: both limits",
+            kept=True,
+        ),
         Attribute("q_block", "rows of a block of the block mask; 0: none"),
         Attribute("kv_block", "keys of a block of the block mask; 0: none"),
         Attribute(
             "bias_of_indices", "1: ALiBi by the distance of indices; 0: none, or by position"
         ),
         Attribute("float32_products", "for float32 operands: 1: products in float32; 0: in TF32"),
-        Attribute("first_head", "the first of the query's heads that is computed"),
+        Attribute("first_head", "the first of the query's heads that is computed", kept=True),
         Attribute("heads", "how many heads are computed; 0, with first_head 0: all"),
     ),
 )
@@ -176,7 +205,13 @@ TARGETS = {  # packax_NAME_v1
             *(Array(name, "like q_ids") for name in ("lo", "hi", "segment_checked")),
             Array("workspace", "(mask_batch, words) int32"),
         ),
-        (Attribute("compare_positions", "0: none; 1: the highest of each row; 2: both limits"),),
+        (
+            Attribute(
+                "compare_positions",
+                "0: none; 1: the highest of each row; 2: both limits",
+                kept=True,
+            ),
+        ),
     ),
     "blocks": Target(
         (ROWS["kv_start"], ROWS["kv_end"], Array("segment_checked", "like kv_start")),
@@ -190,7 +225,11 @@ TARGETS = {  # packax_NAME_v1
             Array("row_max", "(batch, heads, q_len) float32; or absent"),
             Array("counter", "(1,) int32; workspace"),
         ),
-        (Attribute("row_keys", "a bound on the keys that a row attends to; 0: unknown"),),
+        (
+            Attribute(
+                "row_keys", "a bound on the keys that a row attends to; 0: unknown", kept=True
+            ),
+        ),
         of_attention=True,
     ),
     "backward": Target(

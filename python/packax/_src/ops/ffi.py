@@ -46,6 +46,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FP8 = "e4m3"  # for keys and values
 _FLOAT32 = {False: "tf32", True: "f32"}  # keyed by whether products are computed in float32
 MULTIPLE = 8  # of head dims, as error messages say it
+_OPTIONS = tuple(x.name for x in ATTRIBUTES["forward"] if x.type == "float" and x.name != "scale")
 TANGENTS = ("query", "key", "value")
 """The operands whose tangents the kernels for the forward's tangent take."""
 
@@ -85,13 +86,16 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
             sizes["kv_len"] *= of.block_table.shape[1]
         call |= known(**sizes)
         return {**call, "kv_len": min(call["kv_len"], MAX_LENGTH), "fp8": is_fp8(value)}
-    call |= {x.name: getattr(spec, x.name) for x in ATTRIBUTES[target] if x.type == "float"}
-    call |= known(**sizes) | {
-        "dropout_threshold": min(spec.dropout_threshold, INT_MAX),  # only whether it is 0
-        "row_stats": spec.max_logits if target == "forward" else spec.score_grads,
-        "scales_batch": 0 if of.scales is None else 1,
-        "bias_of_indices": of.bias_of_indices,
-    }
+    call |= (
+        known(**sizes)
+        | {name: getattr(spec, name) for name in ("scale", *_OPTIONS)}
+        | {
+            "dropout_threshold": min(spec.dropout_threshold, INT_MAX),  # only whether it is 0
+            "row_stats": spec.max_logits if target == "forward" else spec.score_grads,
+            "scales_batch": 0 if of.scales is None else 1,
+            "bias_of_indices": of.bias_of_indices,
+        }
+    )
     if of.slopes is not None:
         call["bias_batch"] = 1 if of.slopes.shape[0] == 1 else 2  # only whether it is 0 or 1
     if of.bias is not None:
@@ -495,7 +499,9 @@ def takes_fallback(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool = False
 ) -> bool:
     """Whether a GPU may use the fallback kernels: for options, or for uncommon head dims."""
-    if of.optional_operands or spec.soft_cap or spec.max_logits or spec.block_size:
+    if of.optional_operands or any(getattr(spec, x) for x in _OPTIONS):
+        return True
+    if spec.max_logits or spec.block_size:
         return True
     return ext is not None and not judge_attention(direction, of, spec, for_export)["native"]
 
