@@ -99,16 +99,21 @@ void ReadNumbers(const nb::dict& call, Fields* fields) {
   fields->EachNumber([&](const char* name, auto* number) { Read(call, name, number); });
 }
 
-void ReadAttention(const nb::dict& call, AttentionOperands* o) {
-  ReadNumbers<AttentionFields>(call, o);
+template <typename Operands>
+void ReadSizes(const nb::dict& call, Operands* o) {
   Read(call, "batch", &o->batch);
   Read(call, "q_len", &o->q_len);
   Read(call, "kv_len", &o->kv_len);
   Read(call, "heads", &o->heads);
-  o->row_heads = o->heads;
   Read(call, "kv_heads", &o->kv_heads);
   Read(call, "qk_dim", &o->qk_dim);
   Read(call, "v_dim", &o->v_dim);
+}
+
+void ReadAttention(const nb::dict& call, AttentionOperands* o) {
+  ReadSizes(call, o);
+  o->row_heads = o->heads;
+  ReadNumbers<AttentionFields>(call, o);
   Read(call, "bias_kind", &o->bias_kind);
   Read(call, "bias_axes", &o->bias_axes);
   Read(call, "dropout_threshold", &o->dropout_threshold);
@@ -139,14 +144,8 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
   if (target == "blocks") return answer(of_mask(BlocksOperands{}));
   if (target == "decode") {
     auto o = with_dtype(DecodeOperands{});
-    Read(call, "batch", &o.batch);
-    Read(call, "q_len", &o.q_len);
-    Read(call, "heads", &o.heads);
-    Read(call, "kv_heads", &o.kv_heads);
-    Read(call, "kv_len", &o.kv_len);
+    ReadSizes(call, &o);
     Read(call, "page_size", &o.page_size);
-    Read(call, "qk_dim", &o.qk_dim);
-    Read(call, "v_dim", &o.v_dim);
     Read(call, "fp8", &o.fp8);
     return answer(o);
   }
@@ -339,40 +338,24 @@ void DealAll(const Array<const int32_t, 1>& lengths, const Array<const int32_t, 
 }  // namespace
 }  // namespace packax
 
+// python/packax/_ext.pyi documents them.
 NB_MODULE(_ext, m) {
-  m.doc() = "XLA FFI handlers of packax and the table of kernels in this build.";
-  m.def(
-      "registrations", &packax::Registrations,
-      "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
-  m.def("variants", &packax::AllVariants, "Every kernel in this build.");
-  m.def("part", &packax::Part,
-        "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty for a full build.");
+  m.def("registrations", &packax::Registrations);
+  m.def("variants", &packax::AllVariants);
+  m.def("part", &packax::Part);
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),
-        nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
-        "The name of the kernel that a device of compute capability `cc` would run with a driver "
-        "for CUDA `driver` (12090 is 12.9), or None.");
+        nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver);
   m.def("select", &packax::SelectKernels, nb::arg("target"), nb::arg("cc"),
         nb::arg("multiprocessors"), nb::arg("call"), nb::arg("driver") = packax::kNewestDriver,
-        nb::arg("table") = nb::none(),
-        "[(kernel, variant)] that a call would run on such a device, in order; empty: none. "
-        "`call` has the fields of csrc/call/operands.h that are not 0, and `deterministic`.");
+        nb::arg("table") = nb::none());
   m.def("judge", &packax::JudgeCall, nb::arg("target"), nb::arg("call"), nb::arg("gpus"),
-        nb::arg("driver") = packax::kNewestDriver, nb::arg("table") = nb::none(),
-        "What lowering must know of a call for GPUs of these compute capabilities, or of any in "
-        "this build if there are none (struct Judgement in csrc/launch/judge.h). `table`: the "
-        "rows of another build.");
-  m.def("full_build_has", &packax::FullBuildHas, nb::arg("target"), nb::arg("call"),
-        "Whether a full build has kernels for the call on some GPU.");
-  m.def("driver", &packax::Driver,
-        "{'version', 'devices'} of the CUDA driver, or {'error'} without one. Opens libcuda on "
-        "first use.");
-  m.def("host_times", &packax::HostTimes,
-        "Target name -> (calls, nanoseconds) spent in the execute stage.");
+        nb::arg("driver") = packax::kNewestDriver, nb::arg("table") = nb::none());
+  m.def("full_build_has", &packax::FullBuildHas, nb::arg("target"), nb::arg("call"));
+  m.def("driver", &packax::Driver);
+  m.def("host_times", &packax::HostTimes);
+  m.def("reset_host_times", &packax::ResetHostTimes);
   m.def("deal", &packax::DealAll, nb::arg("lengths"), nb::arg("areas"), nb::arg("density"),
         nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
         nb::arg("end").noconvert(), nb::arg("rank_tokens").noconvert(),
-        nb::arg("rank_areas").noconvert(), nb::arg("owner").noconvert(),
-        "Assigns documents to ranks by many strategies (context/document_assignment.py); "
-        "changes the last four arrays in place.");
-  m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");
+        nb::arg("rank_areas").noconvert(), nb::arg("owner").noconvert());
 }

@@ -39,10 +39,9 @@ _AXES = "(batch, queries, heads, dim)"
 
 if TYPE_CHECKING:
 
-    class _Options(TypedDict, total=False):
+    class Options(TypedDict, total=False):
         """Arguments that do not change the type of the result."""
 
-        block_table: ArrayLike | None
         key_scale: ArrayLike | None
         value_scale: ArrayLike | None
         kv_starts: ArrayLike | None
@@ -53,6 +52,9 @@ if TYPE_CHECKING:
         sinks: ArrayLike | None
         precision: jax.lax.PrecisionLike
         implementation: Implementation | None
+
+    class _Options(Options, total=False):
+        block_table: ArrayLike | None
 
 
 @overload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,33 +28,20 @@ _AXES = "(tokens, heads, dim)"
 
 
 if TYPE_CHECKING:
-
-    class _Options(TypedDict, total=False):
-        """Arguments that do not change the type of the result."""
-
-        key_scale: ArrayLike | None
-        value_scale: ArrayLike | None
-        kv_starts: ArrayLike | None
-        window: tuple[int | None, int | None] | None
-        causal: bool
-        scale: float | None
-        soft_cap: float | None
-        sinks: ArrayLike | None
-        precision: jax.lax.PrecisionLike
-        implementation: Implementation | None
+    from packax._src.decode import Options
 
 
 @overload
 def ragged_paged_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
     page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
-    return_lse: Literal[False] = False, **options: Unpack[_Options],
+    return_lse: Literal[False] = False, **options: Unpack[Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def ragged_paged_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
     page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
-    return_lse: Literal[True], **options: Unpack[_Options],
+    return_lse: Literal[True], **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def ragged_paged_attention(
     query: ArrayLike,

@@ -39,15 +39,7 @@ def document_mask(segment_ids: np.ndarray, path: Path) -> None:
         fontsize=10,
         color=MUTED,
     )
-    figure.suptitle(
-        f"Document mask of one packed row of {length:,} tokens",
-        x=0.02,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
-    _save(figure, path)
+    _save(figure, path, f"Document mask of one packed row of {length:,} tokens")
 
 
 def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> None:
@@ -69,15 +61,7 @@ def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> N
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(color=GRID, labelcolor=MUTED)
     axis.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
-    figure.suptitle(
-        f"Training loss: {losses[0]:.2f} to {last:.2f} in {len(losses)} steps",
-        x=0.02,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-    )
-    _save(figure, path)
+    _save(figure, path, f"Training loss: {losses[0]:.2f} to {last:.2f} in {len(losses)} steps")
 
 
 def _smooth(losses: list[float]) -> np.ndarray:
@@ -97,9 +81,10 @@ def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
     return plt.subplots(figsize=size, layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
+    figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

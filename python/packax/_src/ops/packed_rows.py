@@ -140,11 +140,6 @@ def room(tokens: int, sequences: int, heads: int, kv_heads: int) -> Room:
     return Room(size, shares, items, chunk_tiles)
 
 
-def work_size(tokens: int, room: Room) -> int:
-    chunks = tokens + ITEM * (1 + room.chunk_tiles) if room.chunk_tiles else 0
-    return 2 * tokens + ITEM * room.items + chunks
-
-
 class _Keys(NamedTuple):
     """The keys to which some row of each tile attends, [first, last), and those to which all rows
     that have keys attend, [full_lo, full_hi)."""
