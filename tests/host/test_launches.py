@@ -256,8 +256,7 @@ def test_without_room_for_the_kernels_columns_no_kernel_sums_dq(separate):
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
 
 
-def test_a_workspace_with_uneven_sums_of_a_bias_gradient(tmp_path, driver):
-    machine = make_machine(tmp_path, driver, choose=lambda m: m.has("backward_sm90_bias"))
+def test_a_workspace_with_uneven_sums_of_a_bias_gradient(machine):
     call = backward(machine, Sizes(kv_len=704), bias=6, algorithm="sm90_separate", parts=2)
     (size,) = call.results["workspace"].shape
     uneven = call.change(workspace=Array("float32", (size - 1,)))
