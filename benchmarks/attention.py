@@ -20,11 +20,11 @@ of such a GPU (compare/smaller_gpu.c, which needs a C compiler). --before: anoth
 or a folder with packax/, in another process. --power: bursts of two seconds (--round-ms), with the
 GPU's power and clock for each time (lib/power.py).
 
-FA4 needs torch 2.11 for CUDA 13 and the Python packages einops, cuda-bindings, protobuf and
-typing-extensions. Its other packages come in an archive that `bash benchmarks/compare/pack_fa4.sh`
-(for FA3 pack_fa3.sh) makes on a machine with access to a package registry. FA4 compiles its kernels
-at first use. Writes attention.json (or short.json, versus_fa4.json, versus_fa2.json,
-versus_before.json) and a chart into --out (default: $OUT, else benchmarks/results).
+FA3 and FA4 come in archives that `bash benchmarks/compare/pack.sh` makes on a machine with access
+to a package registry; the script lists what else they need. FA4 compiles its kernels at first use,
+and needs torch 2.11 for CUDA 13. Writes attention.json (or short.json, versus_fa4.json,
+versus_fa2.json, versus_before.json) and a chart into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main() -> int:
     )
     parser.add_argument("--peers", default="cudnn,deterministic", help="see above")
     parser.add_argument(
-        "--fa4", type=Path, help="the archive of pack_fa4.sh, or a folder unpacked from it"
+        "--fa4", type=Path, help="the archive of pack.sh fa4, or a folder unpacked from it"
     )
     parser.add_argument(
         "--fa2", nargs="?", const="9.0", choices=("9.0", *SMALLER), help="FlashAttention-2 instead"

@@ -6,7 +6,7 @@
 For every implementation and case, one process runs both passes under `ncu`. Its full output for all
 attention kernels goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results).
 The table shows cycles, the utilization of pipes and issue slots, and stall reasons. The tool
-changes times: use fractions, not milliseconds. FA4 runs if its archive (pack_fa4.sh) exists.
+changes times: use fractions, not milliseconds. FA4 runs if its archive (pack.sh fa4) exists.
 Results are not checked here: attention.py checks the same calls.
 """
 
