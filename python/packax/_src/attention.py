@@ -226,7 +226,7 @@ def place(
         )
         check_mask(mask, query, key, q_len, kv_len)
     mask = mask.with_batch()
-    fixed = NonDiffOperands(*request.positions)
+    fixed = request.fixed
     if spec.dropout_threshold:
         streams = streams_of(request.dropout_key, query, layout)
         fixed = fixed._replace(

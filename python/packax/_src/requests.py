@@ -28,7 +28,7 @@ from packax._src.masks.expressions import (
 )
 from packax._src.ops.dropout import WORDS, check_key
 from packax._src.ops.primitives import check_implementation
-from packax._src.ops.score_mods import Alibi, ScoreParams
+from packax._src.ops.score_mods import Alibi, NonDiffOperands, ScoreParams
 
 # The most query heads of any known model, and of any known model with as many key/value heads.
 _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128
@@ -68,7 +68,7 @@ class Request(NamedTuple):
     spec: AttentionSpec
     inputs: tuple[Any, ...]  # query, key, value, ScoreParams
     mask: AttentionMask | MaskExpression
-    positions: tuple[jax.Array, ...]  # for ALiBi, of rows and of keys
+    fixed: NonDiffOperands  # `place` adds those for dropout
     dropout_key: Any
     return_lse: bool
     q_len: Any  # of whole sequences, as kv_len
@@ -100,14 +100,13 @@ def check(
         check_key(dropout_key)
     if not isinstance(factor, jax.Array):
         query, options["scale"] = _with_positive_scale(query, factor)
-    scores = ScoreParams(sinks=checked_sinks(sinks, query))
-    positions: tuple[jax.Array, ...] = ()
+    scores, fixed = ScoreParams(sinks=checked_sinks(sinks, query)), NonDiffOperands()
     if isinstance(factor, jax.Array):
         scores = scores._replace(scales=factor.astype(accumulator(query.dtype))[None])
     if isinstance(bias, Alibi):
         # Hopper has kernels for positions that are indices.
         always = bool(threshold) or scores.scales is not None
-        slopes, positions = _alibi(bias, query, q_len, kv_len, cut.context, always)
+        slopes, fixed = _alibi(bias, query, q_len, kv_len, cut.context, always)
         scores = scores._replace(slopes=slopes)
     elif bias is not None:
         scores = scores._replace(bias=_bias_array(bias, query, kv_len))
@@ -115,7 +114,7 @@ def check(
         _check_with_plan(mask, scores.bias is not None, bool(threshold))
     spec, lse = AttentionSpec(**options), flag("return_lse", return_lse)
     inputs = (query, key, value, scores)
-    return Request(spec, inputs, mask, positions, dropout_key, lse, q_len, kv_len)
+    return Request(spec, inputs, mask, fixed, dropout_key, lse, q_len, kv_len)
 
 
 def _check_tensors(tensors: dict[str, jax.Array], cut: Cut) -> None:
@@ -333,7 +332,7 @@ def checked_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
 
 def _alibi(
     bias: Alibi, query: jax.Array, q_len: int, kv_len: int, context: Axes, always: bool
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, NonDiffOperands]:
     """The slopes (1, H), and the positions of rows and keys, (1 or B, length).
 
     Positions that are the indices are omitted, unless they are `always` needed.
@@ -349,7 +348,7 @@ def _alibi(
             f"{context}: a query's index is not its position"
         )
     if q is None and kv is None and not always:
-        return slopes, ()
+        return slopes, NonDiffOperands()
     if q is not None and kv is None:
         if q_len != kv_len:
             raise ValueError(
@@ -359,15 +358,18 @@ def _alibi(
         kv = q
     q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q
     kv = jnp.arange(kv_len, dtype=jnp.int32) if kv is None else kv
-    positions = []
+    positions = {}
     batch, rows = query.shape[:2]
-    for name, x, length in (("positions", q, rows), ("kv_positions", kv, kv_len)):
+    for field, name, x, length in (
+        ("q_bias_pos", "positions", q, rows),
+        ("kv_bias_pos", "kv_positions", kv, kv_len),
+    ):
         shapes = f"({length},), (1, {length}) or ({batch}, {length})"
         x = as_int32(name, x, shapes=shapes)
         if x.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
-        positions.append(jnp.atleast_2d(x))
-    return slopes, tuple(positions)
+        positions[field] = jnp.atleast_2d(x)
+    return slopes, NonDiffOperands(**positions)
 
 
 # --- Options
