@@ -303,12 +303,14 @@ def tile_of(
         return float32_tiles.get(f"{dtype} {arch.tiles}", float32_tiles[dtype])[kernel][dim]
     if (arch.tiles, qk_dim, v_dim) in SM80_FORWARD.get(kernel, ()):
         return SM80_FORWARD[kernel][arch.tiles, qk_dim, v_dim]
-    tile = (DECODE_TILES if decodes else TILES)[kernel].get((arch.tiles, dim))
-    if tile is None:
+    rows = (DECODE_TILES if decodes else TILES)[kernel]
+    if (arch.tiles, dim) not in rows:
         name = "DECODE" if decodes else "FALLBACK" if kernel in FALLBACK_TILES else "PORTABLE"
         row = f'("{arch.tiles}", {dim}) of {name}_TILES["{kernel}"]'
+        if arch.tiles not in {kind for kind, _ in rows}:
+            row = f'("{arch.tiles}", {qk_dim}, {v_dim}) of FORWARD["{kernel}"] in tiles_sm80.py'
         raise LookupError(f"{kernel} has no tile for head dims {qk_dim}/{v_dim}: add the row {row}")
-    return tile
+    return rows[arch.tiles, dim]
 
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 
+import gpu_kinds
 import pytest
 from aot_modules import ALL, arguments_of, compiler, table, tiles
 from paths import ROOT
@@ -56,6 +57,24 @@ def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
     assert arguments_of(few) == arguments_of(plain)
     assert {(v.block, v.qk_dim) for v in ALL if v.kernel == few} == {(128, 64)}
     assert {v.block for v in ALL if v.kernel == plain and v.qk_dim == 64} == {192}
+
+
+@pytest.mark.parametrize(
+    "arch,kernel,row",
+    [
+        ("80", "forward", r'\("ampere", 112, 112\) of FORWARD\["forward"\] in tiles_sm80.py'),
+        ("90a", "forward", r'\("hopper", 112\) of PORTABLE_TILES\["forward"\]'),
+        ("86", "backward_dq_fallback", r'\("small", 112\) of FALLBACK_TILES\["backward_dq_fallb'),
+        ("100f", "decode", r'\("blackwell", 112\) of DECODE_TILES\["decode"\]'),
+    ],
+)
+def test_a_missing_tile_is_named(arch, kernel, row) -> None:
+    with pytest.raises(LookupError, match=row):
+        table.tile_of(table.ARCHS[arch], kernel, "bf16", 112, 112)
+
+
+def test_the_tests_on_gpus_have_all_head_dims() -> None:
+    assert gpu_kinds.DIMS == table.HEAD_DIMS
 
 
 def test_tiles_fit_the_lists_of_a_block_mask() -> None:
