@@ -38,7 +38,10 @@ _GPUS = {  # names of common GPUs: compute capability
 }
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 _PASSES = {forward_p: "forward", backward_p: "backward", decode_p: "decode"}
-_REMOVABLE = ("soft_cap", "bias", "dropout_rate", "return_max_logits", "deterministic")
+_NEUTRAL = {  # options without which no other kernels run, or that have no meaning alone
+    *("sinks", "scale", "dropout_key", "return_lse", "precision", "implementation"),
+    *("sharding", "gather_head_groups", "checkpoint_name"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +379,7 @@ def _without_options(call: _Call) -> list[tuple[str, _Call]]:
     """The call without each of its options, without all of them, and in bfloat16."""
     if call.decodes:
         return []
-    given = {name: call.options.get(name) for name in _REMOVABLE}
+    given = {name: x for name, x in call.options.items() if name not in _NEUTRAL}
     present = [name for name, x in given.items() if x is not None and x is not False]
     if isinstance(call.options.get("scale"), (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
         present.append("scale")
