@@ -1,4 +1,5 @@
-"""packax.kvax over meshes of fake CPU devices equals one device, for every combination of axes.
+"""packax.kvax over meshes of fake CPU devices equals one device, for every combination of axes, and
+with packax's plans, which keep short documents on one rank.
 
 Guards against what kvax gets wrong silently (key/value heads of another group under tensor
 parallelism), keys in another order than their ids, and a mesh taken from the wrong source.
@@ -8,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packax
 import packax.kvax as kvax
 import pytest
+from cases import positions_of
 from context import assert_same, mesh_of
 from jax.sharding import PartitionSpec as P
+from kvax_cases import ALONE
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import (
     attention_specs,
@@ -27,7 +32,7 @@ from packax.kvax.utils import (
 from paths import EXAMPLES
 from tiers import some
 
-BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 96, 8, 4, 8
+BATCH, LENGTH, HEADS, KV_HEADS, DIM, RANKS = 4, 96, 8, 4, 8, 4
 BATCH_AXES = ("data", "fsdp")
 CONTEXT = ((BATCH_AXES, "context", None, None), (BATCH_AXES, None, None, None))
 BOTH = ((BATCH_AXES, "context", "tensor", None), (BATCH_AXES, None, "tensor", None))
@@ -41,44 +46,63 @@ POSITIONS = np.broadcast_to(np.arange(LENGTH), IDS.shape)
 TOKENS = (POSITIONS, IDS, POSITIONS, IDS)
 
 
-def tensors(kv_heads=KV_HEADS, heads=HEADS):
+def tokens_of_plans():
+    """Row 0: many short documents and padding; row 1: one for all ranks, and one for each rank.
+    Positions restart in every document, and decrease inside one document of row 1."""
+    lengths = [np.random.default_rng(6).integers(70, 120, 20), [1024, 256, 256, 256, 256]]
+    ids = np.full((2, 2048), -1, np.int32)
+    for row, sizes in zip(ids, lengths, strict=True):
+        row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    positions = np.stack([positions_of(row) for row in ids])
+    positions[1, 1400:1420] = positions[1, 1400:1420][::-1]
+    return (positions, ids) * 2
+
+
+PLANNED = tokens_of_plans()
+
+
+def plan_of(kind, **more):
+    expression = packax.causal() & packax.documents(PLANNED[1], positions=PLANNED[0])
+    return packax.context_plan(expression, ranks=RANKS, kind=kind, **more)
+
+
+def tensors(kv_heads=KV_HEADS, heads=HEADS, tokens=TOKENS):
     rng = np.random.default_rng(1)
-    shapes = [(BATCH, LENGTH, n, DIM) for n in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(*tokens[0].shape, n, DIM) for n in (heads, kv_heads, kv_heads, heads)]
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def forward(query, key, value, *, permute=False, sequential=False, mesh=None):
+def forward(
+    query, key, value, *, tokens=TOKENS, permute=False, sequential=False, mesh=None, plan=None,
+    pad=True,
+):  # fmt: skip
     """The output, in sequence order."""
-    tokens = TOKENS
+    arrays = query, key, value, *tokens[:2]
+    given = {"mesh": mesh, "plan": plan}
     if permute:
-        query, key, value, positions, ids = permute_tokens_context_parallelism(
-            (query, key, value, *TOKENS[:2]), mesh=mesh
-        )
-        tokens = (positions, ids, *TOKENS[2:])
-    mask = create_attention_mask(*tokens, calc_bwd_mask=True, mesh=mesh)
+        arrays = permute_tokens_context_parallelism(arrays, **given)
+    query, key, value, positions, ids = arrays
+    tokens = (positions, ids, *tokens[2:])
+    mask = create_attention_mask(*tokens, calc_bwd_mask=True, skip_pad_tokens=pad, **given)
     out = flash_attention(
         query, key, value, *tokens, mask, scale=0.3, mesh=mesh,
         permute_tokens_for_load_balance=permute, assume_sequential_positions=sequential,
     )  # fmt: skip
-    return unpermute_tokens_context_parallelism(out, mesh=mesh) if permute else out
+    return unpermute_tokens_context_parallelism(out, **given) if permute else out
 
 
 def results(query, key, value, dout, **settings):
-    """Output and gradients."""
-    attention = functools.partial(forward, **settings)
-    out, transpose = jax.vjp(attention, query, key, value)
-    return out, *transpose(dout)
+    """Output and gradients, with a stand-in for the log-sum-exp that `assert_same` compares."""
+    out, transpose = jax.vjp(functools.partial(forward, **settings), query, key, value)
+    return out, np.ones(1), *transpose(dout)
 
 
 @functools.cache
-def one_device(kv_heads=KV_HEADS, heads=HEADS):
-    with attention_specs((None,) * 4, (None,) * 4):
-        return jax.jit(results)(*tensors(kv_heads, heads))
-
-
-def check(got, **heads):
-    got, expected = ([x[0], np.ones(1), *x[1:]] for x in (got, one_device(**heads)))
-    assert_same(got, expected)  # which also compares a log-sum-exp
+def one_device(kv_heads=KV_HEADS, heads=HEADS, planned=False, **settings):
+    tokens = PLANNED if planned else TOKENS
+    with attention_specs(*ALONE):
+        step = jax.jit(functools.partial(results, tokens=tokens, **settings))
+        return step(*tensors(kv_heads, heads, tokens))
 
 
 @pytest.mark.parametrize(
@@ -103,18 +127,52 @@ def test_equals_one_device(sizes, specs, settings):
             np.testing.assert_allclose(out, one_device()[0], atol=1e-5)
         else:
             function = jax.jit(functools.partial(results, **settings))
-            check(jax.block_until_ready(function(*tensors())))
+            assert_same(jax.block_until_ready(function(*tensors())), one_device())
+
+
+@pytest.mark.parametrize(
+    "kind,more,settings",
+    some(
+        [
+            ("local", {"shared": 0.5}, {"pad": False}),
+            ("local", {"shared": 0.5}, {}),
+            ("local", {}, {"sequential": True}),
+            ("balanced", {}, {}),
+            ("balanced", {}, {"pad": False, "sequential": True}),
+        ],
+        0,
+    ),
+)
+def test_plans_equal_one_device(kind, more, settings):
+    plan = plan_of(kind, **more)
+    with jax.set_mesh(mesh_of(1, 1, RANKS, 2)), attention_specs(*BOTH):
+        step = functools.partial(results, plan=plan, permute=True, tokens=PLANNED, **settings)
+        got = jax.block_until_ready(jax.jit(step)(*tensors(tokens=PLANNED)))
+    assert_same(got, one_device(planned=True, **settings))
+
+
+@pytest.mark.exhaustive
+def test_a_local_plan_fetches_no_more_than_its_share():
+    def gathered_rows(plan):
+        """The most rows of keys in a gather of the compiled forward pass."""
+        with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*BOTH):
+            step = jax.jit(functools.partial(forward, plan=plan, permute=True, tokens=PLANNED))
+            text = step.lower(*tensors(tokens=PLANNED)[:3]).compile().as_text()
+        shapes = re.findall(r"= \(?f32\[([\d,]+)\][^=]*? all-gather\(", text)
+        return max(int(n) for shape in shapes for n in shape.split(","))
+
+    local, balanced = plan_of("local", shared=0.5), plan_of("balanced")
+    assert 0 < local.shared < 2048 // RANKS
+    assert gathered_rows(balanced) == 2048
+    assert gathered_rows(local) == RANKS * local.shared
 
 
 @pytest.mark.parametrize("heads,kv_heads", some([(8, 2), (12, 3)], 1))
 def test_tensor_parallel_with_replicated_keys_reads_the_right_heads(heads, kv_heads):
-    """kvax pairs local query head i with key/value head i
-
-    (local heads / all key/value heads).
-    """
+    """kvax pairs local query head i with key/value head i * (local heads / all key/value heads)."""
     with jax.set_mesh(mesh_of(1, 1, 1, 4)), attention_specs(*REPLICATED_HEADS):
         got = jax.block_until_ready(jax.jit(results)(*tensors(kv_heads, heads)))
-    check(got, kv_heads=kv_heads, heads=heads)
+    assert_same(got, one_device(kv_heads, heads))
 
 
 @contextlib.contextmanager
@@ -128,43 +186,30 @@ def entered(mesh):
 
 @pytest.mark.parametrize("way", ["with", "argument", "explicit"])
 def test_where_the_mesh_comes_from(way):
-    names = ("data", "context")
-    mesh = mesh_of(2, 2, axes=names, kind="Explicit" if way == "explicit" else "Auto")
+    explicit = way == "explicit"
+    mesh = mesh_of(2, 2, axes=("data", "context"), kind="Explicit" if explicit else "Auto")
     around = {"with": entered, "explicit": jax.set_mesh}.get(way, contextlib.nullcontext)
     specs = (("data", "context", None, None), ("data", None, None, None))
-    given = mesh if way == "argument" else None
-    inputs = tensors()
-    if way == "explicit":
-        layouts = [P(*specs[0]), P(*specs[1]), P(*specs[1]), P(*specs[0])]
-        inputs = [
-            jax.device_put(x, jax.NamedSharding(mesh, spec))
-            for x, spec in zip(inputs, layouts, strict=True)
-        ]
+    inputs = tensors()[:3]
+    if explicit:
+        layouts = [jax.NamedSharding(mesh, P(*specs[n > 0])) for n in range(3)]
+        inputs = jax.device_put(inputs, layouts)
     with around(mesh), attention_specs(*specs):
-        if way == "explicit":
-            program = jax.jit(functools.partial(results, permute=True))
-            check(jax.block_until_ready(program(*inputs)))
-        else:
-            program = jax.jit(functools.partial(forward, permute=True, mesh=given))
-            out = jax.block_until_ready(program(*inputs[:3]))
-            np.testing.assert_allclose(out, one_device()[0], atol=1e-5)
+        given = mesh if way == "argument" else None
+        program = jax.jit(functools.partial(forward, permute=True, mesh=given))
+        out = jax.block_until_ready(program(*inputs))
+    np.testing.assert_allclose(out, one_device()[0], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_keys_of_another_length_stay_whole():
     """A cache that every rank has: queries are its last rows, in order."""
-    mesh = mesh_of(1, 2, axes=("data", "context"))
     query, key, value, _ = tensors()
     tokens = (POSITIONS[:, -32:], IDS[:, -32:], POSITIONS, IDS)
-
-    def attention(query, key, value):
-        return flash_attention(
-            query, key, value, *tokens, create_attention_mask(*tokens), scale=0.3,
-            permute_tokens_for_load_balance=False,
-        )  # fmt: skip
-
     specs = (("data", "context", None, None), ("data", None, None, None))
-    with jax.set_mesh(mesh), attention_specs(*specs):
-        got = jax.block_until_ready(jax.jit(attention)(query[:, -32:], key, value))
+    with jax.set_mesh(mesh_of(1, 2, axes=("data", "context"))), attention_specs(*specs):
+        attention = jax.jit(functools.partial(forward, tokens=tokens))
+        got = jax.block_until_ready(attention(query[:, -32:], key, value))
     np.testing.assert_allclose(got, one_device()[0][:, -32:], atol=1e-5)
 
 
@@ -175,7 +220,8 @@ def test_gathers_of_keys_and_scatters_of_gradients_overlap_with_attention():
     place = jax.NamedSharding(mesh, P(None, "context"))
     inputs = [jax.device_put(x, place) for x in tensors()]
     with jax.set_mesh(mesh), attention_specs(*CONTEXT):
-        program = jax.jit(results, out_shardings=(place,) * 4).lower(*inputs).compile().as_text()
+        step = jax.jit(lambda *x: results(*x)[0::2], out_shardings=place)
+        program = step.lower(*inputs).compile().as_text()
     assert "reduce-scatter" in program
     assert " all-reduce(" not in program
 
@@ -199,61 +245,6 @@ def test_permutation():
     np.testing.assert_array_equal(back, x)
 
 
-@pytest.mark.parametrize(
-    "axis,inputs,words",
-    [
-        ("context", jnp.zeros((2, 12)), ["must be a multiple of 8, twice the size", "12"]),
-        ("context", (jnp.zeros((2, 16)), jnp.zeros((2, 8))), ["one batch size", "(2, 16), (2, 8)"]),
-        ("context", jnp.zeros(16), ["must be an array (batch, length, ...)", "(16,)"]),
-        ("context", (), ["must be an array"]),
-        (None, jnp.zeros((2, 16)), ["no axis None", "'data', 'context'"]),
-        ("sequence", jnp.zeros((2, 16)), ["no axis 'sequence'"]),
-    ],
-)
-def test_errors_of_the_permutation(axis, inputs, words):
-    mesh = mesh_of(1, 4, axes=("data", "context"))
-    with attention_specs((None, axis, None, None), (None,) * 4), pytest.raises(ValueError) as error:
-        permute_tokens_context_parallelism(inputs, mesh=mesh)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-def test_errors_over_a_mesh():
-    mesh = mesh_of(1, 1, 4, 1)
-    query, key, value, _ = tensors()
-
-    def mask_of(*tokens, **settings):
-        return create_attention_mask(*tokens, **settings)
-
-    with attention_specs(*CONTEXT):
-        with jax.set_mesh(mesh):
-            with pytest.raises(ValueError, match=r"jax.set_mesh set one with .*'context': 4"):
-                mask_of(*TOKENS, mesh=mesh_of(2, 2, 1, 1))
-            odd = [x[:, :90] for x in TOKENS]
-            with pytest.raises(ValueError, match="length of query_segment_ids, 90, must be a mul"):
-                mask_of(*odd)
-            uneven = [x[:, :92] for x in TOKENS]  # a multiple of 4 ranks, but not of 8 chunks
-            mask = jax.jit(mask_of)(*uneven)
-            for settings in ({}, {"assume_sequential_positions": True}):
-                with pytest.raises(ValueError, match=r"multiple of (8, )?twice"):
-                    flash_attention(
-                        *(x[:, :92] for x in (query, key, value)), *uneven, mask, **settings
-                    )
-            mask = jax.jit(mask_of)(*TOKENS)
-        with (
-            jax.set_mesh(mesh_of(1, 1, 2, 1)),
-            pytest.raises(ValueError, match="mask was built for queries in 4 pieces"),
-        ):
-            flash_attention(query, key, value, *TOKENS, mask)
-        inside = jax.shard_map(
-            lambda *tokens: mask_of(*tokens)[0].lower_bounds,
-            mesh=mesh,
-            in_specs=(P(None, "context"),) * 2 + (P(),) * 2,
-            out_specs=P(),
-        )
-        with pytest.raises(NotImplementedError, match="inside a shard_map over the context axes"):
-            inside(*(jnp.asarray(x) for x in TOKENS))
-
-
 def test_shard_map_takes_tuples():
     mesh = mesh_of(2, 2, axes=("data", "context"))
     x = jnp.arange(16.0).reshape(4, 4)
@@ -269,9 +260,8 @@ def test_shard_map_takes_tuples():
         mesh=mesh,
     )
     doubled, (more, same) = mapped(x, x, None, {"z": x})
-    np.testing.assert_array_equal(doubled, 2 * x)
-    np.testing.assert_array_equal(more, x + 1)
-    np.testing.assert_array_equal(same, x)
+    for got, want in ((doubled, 2 * x), (more, x + 1), (same, x)):
+        np.testing.assert_array_equal(got, want)
     with attention_specs((None, ("data", "context"), None, None), (None,) * 4):
         names = kvax.utils.sharding.get_query_context_mesh_axis_name(mesh)
         assert names == ("data", "context")

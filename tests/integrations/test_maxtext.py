@@ -1,20 +1,21 @@
-"""packax.integrations.maxtext against a dense reference: training, chunked prefill, the order of
-context parallelism, errors.
+"""packax.integrations.maxtext: attention types, images, the order of context parallelism, MoBA and
+the indexer's mask. test_faces.py compares training and chunked prefill with the reference.
 
-Guards against a MaxText keyword that means something else here.
+Guards against a MaxText keyword that means something else here, and chunks counted from another
+position than MaxText's.
 """
 
+import enum
 import types
 
+import context
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
 from lowered import calls, text_of
 from maxtext_reference import (
-    DIM,
     HEADS,
     IMAGES,
     KINDS,
@@ -28,7 +29,6 @@ from maxtext_reference import (
     close,
     ids_and_positions,
     moba_pairs,
-    of_heads,
     op,
     pairs,
     reference,
@@ -38,330 +38,36 @@ from packax.integrations import maxtext
 from packax.integrations.maxtext import masks
 from tiers import some
 
-
-@pytest.mark.parametrize(("kind", "size"), KINDS)
-def test_training(kind, size):
-    q, k, v = tensors()
-    ids, positions = ids_and_positions()
-    run = jax.jit(lambda *x: op(kind, size)(*x, ids, positions, "train"))
-    close(run(q, k, v), reference(q, k, v, pairs(kind, size, ids))[0])
+AXIS = jax.sharding.PartitionSpec(None, "context", None, None)
+SHARDING = packax.AttentionSharding(query=AXIS, key_value=AXIS)
+BALANCED = {"context_parallel_load_balance": True, "context_sharding": "context"}
 
 
 def test_head_dim_of_gemma_4(extension):
-    """512 in its global layers, with keys as values: right on the CPU, and a kernel call on
-    CUDA."""
-    q, k = (RNG.standard_normal((B, S, n, 512)).astype(np.float32) for n in (HEADS, KV_HEADS))
-    q *= 512**-0.5
-    ids, _ = ids_and_positions()
-    run = jax.jit(lambda *x: op()(*x, ids, model_mode="train"))
-    close(run(q, k, k), reference(q, k, k, pairs("global", None, ids))[0])
+    """512 in its global layers, with keys as values: a kernel call on CUDA."""
 
-    def loss(q, k):
+    def loss(q, k, ids):
         return jnp.sum(op()(q, k, k, ids, model_mode="train").astype(jnp.float32))
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k)]
-    targets = [target for target, *_ in calls(text_of(jax.grad(loss), *shapes))]
+    shapes = [jax.ShapeDtypeStruct((B, S, n, 512), jnp.bfloat16) for n in (HEADS, KV_HEADS)]
+    ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
+    targets = [target for target, *_ in calls(text_of(jax.grad(loss), *shapes, ids))]
     assert targets[-2:] == ["packax_forward_v1", "packax_backward_v1"]
 
 
-def test_no_segment_ids_and_ids_of_keys():
-    q, k, v = tensors()
-    ones = np.ones((B, S), int)
-    close(jax.jit(op())(q, k, v), reference(q, k, v, pairs("global", None, ones))[0])
-    ids, _ = ids_and_positions()
-    kv_ids = np.roll(ids, 3, axis=1)
-    out = jax.jit(lambda *x: op("full")(*x, ids, decoder_segment_ids_kv=kv_ids))(q, k, v)
-    close(out, reference(q, k, v, pairs("full", None, ids, kv_ids))[0])
-
-
-@pytest.mark.parametrize(("kind", "size"), some([*KINDS[1:4], KINDS[5]], 0, 3))
+@pytest.mark.parametrize(("kind", "size"), some([*KINDS[1:4], KINDS[5]], 3))
 def test_bidirectional_mask(kind, size):
-    """Runs of True attend in both directions; a run ends at padding and at a document boundary."""
+    """Runs of True attend in both directions; a run ends at padding and at a document boundary.
+    An indexer gets the same pairs as a float mask, with 0 for allowed ones."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
-    run = jax.jit(lambda *x: op(kind, size)(*x, ids, bidirectional_mask=jnp.asarray(IMAGES)))
-    out = run(q, k, v)
-    close(out, reference(q, k, v, pairs(kind, size, ids, spans=IMAGES))[0])
-
-
-@pytest.mark.parametrize(("cap", "sink"), [(None, True), (2.0, False)])
-def test_soft_cap_sinks_and_largest_logits(cap, sink):
-    q, k, v = tensors()
-    ids, _ = ids_and_positions()
-    sinks = RNG.standard_normal(HEADS).astype(np.float32) + 1 if sink else None
-
-    @jax.jit
-    def run(q, k, v):
-        one = op("local_sliding", 9, attn_logits_soft_cap=cap)
-        out = one(q, k, v, ids, sinks=sinks, record_max_logits=True)
-        return out, jax.tree.leaves(one.max_logits)[0]
-
-    expected = reference(q, k, v, pairs("local_sliding", 9, ids), cap, sinks)
-    for x, y in zip(run(q, k, v), expected, strict=True):
-        close(x, y)
-    assert op(attn_logits_soft_cap=0.0).attn_logits_soft_cap is None
-
-
-def test_gradients():
-    """With cap and sinks, against finite differences of the reference."""
-    q, k, v = tensors()
-    ids, _ = ids_and_positions()
-    sinks = RNG.standard_normal(HEADS).astype(np.float32)
-    dout = RNG.standard_normal((B, S, HEADS, DIM + 4))
-    one = op("chunk", 7, attn_logits_soft_cap=3.0)
-    operands = (q, k, v, sinks)
-
-    def loss(q, k, v, sinks):
-        return jnp.sum(one(q, k, v, ids, sinks=sinks) * dout)
-
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*operands)
-    allowed = pairs("chunk", 7, ids)
-    for number, gradient in enumerate(gradients):
-        way = RNG.standard_normal(operands[number].shape)
-
-        def moved(step, number=number, way=way):
-            x = [np.asarray(x, np.float64) for x in operands]
-            x[number] = x[number] + step * way
-            return np.sum(reference(*x[:3], allowed, 3.0, x[3])[0] * dout)
-
-        expected = (moved(1e-5) - moved(-1e-5)) / 2e-5
-        np.testing.assert_allclose(
-            np.sum(np.float64(gradient) * way), expected, rtol=1e-3, atol=1e-3
-        )
-
-
-@pytest.mark.parametrize(("kind", "size"), some([*KINDS[1:3], KINDS[5]], 1, 2))
-def test_chunked_prefill(kind, size):
-    """Rows 12 to 22 of a prompt: earlier keys are in the cache, and ids cover all keys."""
-    before, rows = 12, 11
-    q, k, v = tensors(rows, before + rows)
-    ids, _ = ids_and_positions(before + rows)
-    previous = np.zeros((B, before, 1))
-
-    @jax.jit
-    def run(q, k, v):
-        cached = ((k, v, ids), None)
-        return op(kind, size)(q, None, None, None, None, "prefill", cached, previous_chunk=previous)
-
-    out = run(q, k, v)
-    row, col = np.arange(before, before + rows)[None], np.arange(before + rows)[None]
-    allowed = pairs(kind, size, ids[:, before:], ids, row, col)
-    close(out, reference(q, k, v, allowed)[0])
-
-
-@pytest.mark.parametrize(("kind", "size"), some(KINDS[:3], 0))
-def test_load_balanced_order(kind, size):
-    """All operands are reordered as MaxText reorders a batch; inputs_positions hold the
-    positions."""
-    length = 512
-    q, k, v = tensors(length, length, 0.5)
-    ids, positions = ids_and_positions(length)
-    ids[0, -40:] = 7  # a short last document
-    positions[0, -40:] = np.arange(40)
-    config = types.SimpleNamespace(
-        context_parallel_load_balance=True, context_sharding="context", causal_block_size=60
-    )
-    size = {"local_sliding": 90, "chunk": 70, "block_diffusion": 60}.get(kind)
-    sizes = {"sliding_window_size": 90, "chunk_attn_window_size": 70}
-    one = maxtext.AttentionOp(config=config, mesh=Mesh, attention_type=kind, **sizes)
-    reordered = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
-    out = maxtext.reorder_sequence(jax.jit(one)(*reordered), 2, to_contiguous=True)
-    allowed = pairs(kind, size, ids, row=positions, col=positions)
-    close(out, reference(q, k, v, allowed)[0])
-    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    spec = jax.sharding.PartitionSpec("data", "context", None, None)
-    sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    split = maxtext.AttentionOp(
-        config, mesh, attention_type=kind, sharding=sharding, gather_head_groups=1, **sizes
-    )
-    with jax.set_mesh(mesh):
-        out = jax.jit(split)(*reordered)
-    out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
-    close(out, reference(q, k, v, allowed)[0])
-    with pytest.raises(ValueError, match="inputs_positions must be given"):
-        one(*reordered[:4])
-
-
-@pytest.mark.exhaustive
-def test_export_with_symbolic_sizes():
-    q, k, v = tensors()
-    ids, _ = ids_and_positions()
-
-    def run(q, k, v, ids, images):
-        one = op("local_sliding", 9, attn_logits_soft_cap=3.0)
-        return one(q, k, v, ids, bidirectional_mask=images)
-
-    x = q, k, v, ids.astype(np.int32), IMAGES
-    batch, length = jax.export.symbolic_shape("b, s")
-    shapes = [jax.ShapeDtypeStruct((batch, length, *y.shape[2:]), y.dtype) for y in x]
-    program = jax.export.export(jax.jit(run))(*shapes)
-    close(program.call(*x), jax.jit(run)(*x))
-
-
-def test_reorder_sequence():
-    """MaxText's own example, its inverse, and packax's plan."""
-    x = jnp.arange(8)
-    reordered = maxtext.reorder_sequence(x, 2, seq_dim=0)
-    np.testing.assert_array_equal(reordered, [0, 1, 6, 7, 2, 3, 4, 5])
-    np.testing.assert_array_equal(maxtext.reorder_sequence(reordered, 2, 0, to_contiguous=True), x)
-    wide = RNG.standard_normal((2, 1024, 3))
-    plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=1024)
-    np.testing.assert_array_equal(maxtext.reorder_sequence(wide, 4), plan.permute(wide))
-    assert maxtext.reorder_sequence(None, 2) is None
-    with pytest.raises(ValueError, match=r"tensor has 8 places .* multiple of 2 \* cp_size = 6"):
-        maxtext.reorder_sequence(x, 3, seq_dim=0)
-
-
-def test_attention_types_of_maxtext():
-    """Its enum, its config's default, and the rule by which block diffusion replaces global."""
-    enum = types.SimpleNamespace(value="chunk")
-    assert (
-        maxtext.AttentionOp(attention_type=enum, chunk_attn_window_size=3).attention_type == "chunk"
-    )
-    config = types.SimpleNamespace(attention_type="full")
-    assert maxtext.AttentionOp(config).attention_type == "full"
-    config = types.SimpleNamespace(attention_type="block_diffusion", causal_block_size=4)
-    assert maxtext.AttentionOp(config, attention_type="global").attention_type == "block_diffusion"
-    assert maxtext.AttentionOp(config, attention_type="full").attention_type == "full"
-    maxtext.AttentionOp(num_query_heads=4, max_target_length=99, float32_logits=True)  # no effect
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"attention_type": "ring"}, ValueError, "attention_type must be one of global, local_s"),
-        ({"attention_type": "compressed"}, NotImplementedError, '"compressed" has no kernel'),
-        ({"attention_type": "local_sliding"}, ValueError, "sliding_window_size must be an int"),
-        ({"attention_type": "chunk", "chunk_attn_window_size": 0}, ValueError, "but is 0"),
-        ({"attention_type": "block_diffusion"}, ValueError, "config.causal_block_size must be"),
-        (
-            {"config": types.SimpleNamespace(moba=True, moba_topk=2)},
-            ValueError,
-            "config.moba needs config.moba_chunk_size$",
-        ),
-        ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0"),
-        ({"kv_quant": object()}, NotImplementedError, "kv_quant must be None"),
-        ({"use_ragged_attention": True}, NotImplementedError, "use_ragged_attention must be False"),
-        ({"window": 3}, TypeError, "AttentionOp has no argument window"),
-    ],
-)
-def test_errors_of_the_op(options, error, message):
-    with pytest.raises(error, match=message):
-        maxtext.AttentionOp(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"indexer_mask": np.zeros((B, S, S), bool)},
-            ValueError,
-            r"indexer_mask must be floating point of shape \(2, 33, 33\), but is bool of shape",
-        ),
-        ({"compressed_kv": 0}, NotImplementedError, "compressed_kv must be None"),
-        ({"model_mode": "decode"}, ValueError, 'model_mode must be "train", "prefill" or'),
-        (
-            {"model_mode": "prefill"},
-            ValueError,
-            'cached_values must hold the prefill cache in "pre',
-        ),
-        (
-            {"decoder_segment_ids_kv": np.ones((B, S), int)},
-            ValueError,
-            "without decoder_segment_ids",
-        ),
-        (
-            {"bidirectional_mask": IMAGES, "previous_chunk": np.zeros((B, 3))},
-            NotImplementedError,
-            "bidirectional_mask is for self-attention",
-        ),
-    ],
-)
-def test_errors_of_a_call(options, error, message):
-    with pytest.raises(error, match=message):
-        op()(*tensors(), **options)
-
-
-def test_a_window_of_none_and_numbers_without_a_meaning():
-    """sliding_window_size=0 allows no key; pad_kv_total and compress_ratio alone change nothing."""
-    q, k, v = tensors()
-    ids, _ = ids_and_positions()
-    assert not np.any(op("local_sliding", 0)(q, k, v, ids))
-    out = op()(q, k, v, ids, pad_kv_total=4, compress_ratio=2)
-    np.testing.assert_array_equal(out, op()(q, k, v, ids))
-
-
-def test_segment_ids_of_floats():
-    """Equal floats are one document, whatever their value; negative ones and NaN are padding."""
-    q, k, v = tensors()
-    table = np.array([0.0, -0.0, 1.0, 1.5, 2.0**30, 3e38, -0.5, np.nan], np.float32)
-    floats = table[np.minimum(np.arange(S) // 4, 7)][None].repeat(B, 0)
-    ids = np.array([0, 0, 1, 2, 3, 4, -1, -1])[np.minimum(np.arange(S) // 4, 7)][None].repeat(B, 0)
-    for dtype in (np.float32, jnp.bfloat16):
-        numbers = jnp.asarray(floats, dtype)
-        if dtype is jnp.bfloat16:
-            numbers = jnp.where(numbers > 1e38, 5.0, numbers).astype(dtype)
-        close(jax.jit(op())(q, k, v, numbers), reference(q, k, v, pairs("global", None, ids))[0])
-    ids = np.arange(S)[None].repeat(B, 0) % 2
-    expected = jax.jit(maxtext_decoding)(q, k, v, ids)
-    np.testing.assert_array_equal(jax.jit(maxtext_decoding)(q, k, v, np.float32(ids)), expected)
-
-
-def maxtext_decoding(q, k, v, ids):
-    return op()(q[:, :1], *[None] * 4, "autoregressive", ((k, v, ids), None))
-
-
-@pytest.mark.exhaustive
-def test_stripes_are_an_order_too():
-    """TransformerEngine's striped order of tokens: chunks and MoBA, on a mesh and as one
-    program."""
-    length = 512
-    q, k, v = tensors(length, length, 0.5)
-    ids, positions = ids_and_positions(length)
-    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    spec = jax.sharding.PartitionSpec("data", "context", None, None)
-    sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    order = np.argsort(np.arange(length) % 2, kind="stable")
-    reordered = [jnp.asarray(x)[:, order] for x in (q, k, v, ids, positions)]
-    common = {"context_parallel_load_balance": True, "context_sharding": "context"}
-    auto = {"packing": True, "context_parallel_strategy": "ring", "hardware": "gpu"}
-    configs = (
-        {**common, "context_parallel_reorder_strategy": "striped"},
-        {**common, "context_parallel_reorder_strategy": "auto", **auto},
-    )
-    chunks = reference(q, k, v, pairs("chunk", 70, ids, row=positions, col=positions))[0]
-    allowed = pairs("global", None, ids, row=positions, col=positions)[:, None]
-    of_moba = of_heads(q, k, v, allowed & moba_pairs(q, k, 0))
-    for config in configs:
-        for split in (None, sharding):
-            for kind, more, expected in (
-                ("chunk", {}, chunks),
-                ("global", vars(MOBA), of_moba),
-            ):
-                one = maxtext.AttentionOp(
-                    types.SimpleNamespace(**config, **more),
-                    mesh,
-                    attention_type=kind,
-                    chunk_attn_window_size=70,
-                    sharding=split,
-                )
-                with jax.set_mesh(mesh):
-                    out = jax.jit(one)(*reordered)
-                close(np.asarray(out)[:, np.argsort(order)], expected)
-                if config is configs[1]:
-                    break  # both configs give the same setting
-
-
-@pytest.mark.parametrize(("kind", "size"), some(KINDS, 1, 4, 5))
-def test_the_mask_that_an_indexer_asks_for(kind, size):
-    """A float mask with 0 for allowed pairs."""
-    q, k, _ = tensors()
-    ids, _ = ids_and_positions()
-    mask = op(kind, size).generate_attention_mask(
-        q, k, ids, "train", bidirectional_mask=jnp.asarray(IMAGES)
-    )
-    spans = None if kind == "full" else IMAGES
+    allowed = pairs(kind, size, ids, spans=IMAGES)
+    one, images = op(kind, size), jnp.asarray(IMAGES)
+    run = jax.jit(lambda *x: one(*x, ids, bidirectional_mask=images))
+    close(run(q, k, v), reference(q, k, v, allowed)[0])
+    mask = one.generate_attention_mask(q, k, ids, "train", bidirectional_mask=images)
     assert mask.shape == (B, 1, 1, S, S)
+    spans = None if kind == "full" else IMAGES
     np.testing.assert_array_equal(mask[:, 0, 0] == 0, pairs(kind, size, ids, spans=spans))
     assert np.all((np.asarray(mask) == 0) | (np.asarray(mask) == np.float32(MASKED)))
 
@@ -374,11 +80,188 @@ def test_the_mask_of_an_indexer_while_decoding_and_of_a_chunk():
     late = op().generate_attention_mask(q[:, 20:], k, ids, "prefill", np.zeros((B, 20)))
     np.testing.assert_array_equal(late[:, 0, 0] == 0, pairs("global", None, ids)[:, 20:])
     assert op("full").generate_attention_mask(q, k, None, "train") is None
-    for options in ({"compressed_mask": 0}, {"pad_kv_total": 3}):
-        with pytest.raises(NotImplementedError, match="compressed_mask must be None and pad_kv_"):
-            op().generate_attention_mask(q, k, ids, "train", **options)
-    with pytest.raises(ValueError, match='attention_type must be that of the op, "global", "glo'):
-        op().generate_attention_mask(q, k, ids, "train", attention_type="chunk")
+
+
+def moba(**config):
+    return types.SimpleNamespace(**vars(MOBA), **config)
+
+
+@pytest.mark.parametrize(("kind", "size"), some([("full", None), ("local_sliding", 13)], 0))
+def test_moba_with_an_indexers_mask(kind, size):
+    """With segment ids, cap and sinks. MoBA is causal with every type. Rows without a key give
+    0."""
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+    kept = RNG.random((B, S, S)) < 0.6
+    kept[1, 3] = False
+    one = op(kind, size, config=MOBA, attn_logits_soft_cap=2.0)
+    mask = jnp.where(kept, 0.0, MASKED)
+    run = jax.jit(lambda *x: one(*x[:3], ids, sinks=sinks, indexer_mask=x[3]))
+    whole = pairs(kind, size, ids)[:, None]
+    allowed = whole & moba_pairs(q, k, 0)
+    assert allowed.sum() < HEADS * whole.sum()
+    allowed &= kept[:, None]
+    close(run(q, k, v, mask), reference(q, k, v, allowed, 2.0, sinks)[0])
+
+
+def test_moba_in_chunked_prefill_and_its_gradients():
+    """Chunks are counted over the whole prompt. The gate has no gradient."""
+    before, rows = 13, 10
+    q, k, v = tensors(rows, before + rows)
+    ids = np.ones((B, before + rows), int)
+    previous = np.zeros((B, before, 1))
+    allowed = moba_pairs(q, k, before)
+
+    def ours(q, k, v):
+        cached = ((k, v, ids), None)
+        return op(config=MOBA)(q, *[None] * 4, "prefill", cached, previous_chunk=previous)
+
+    def fixed(q, k, v):
+        return packax.flash_attention(q, k, v, packax.masks.block_sparse(allowed, 1), scale=1.0)
+
+    def results(attend):
+        out, back = jax.vjp(attend, q, k, v)
+        return out, back(jnp.cos(out))
+
+    got, expected = (jax.jit(results, static_argnums=0)(attend) for attend in (ours, fixed))
+    close(got[0], reference(q, k, v, allowed)[0])
+    jax.tree.map(close, got, expected)
+
+
+def test_reordered_moba_and_indexer_mask():
+    """Any length that 2 * ranks divides; chunks are selected on the sequence in order."""
+    check_reordered(36)
+
+
+@pytest.mark.exhaustive
+def test_reordered_and_sharded_moba_and_indexer_mask():
+    """On a mesh rows are not moved; chunks are selected on the sequence in order, as above."""
+    with jax.set_mesh(context.mesh_of(2, axes=("context",))):
+        check_reordered(512, sharding=SHARDING)
+
+
+def check_reordered(length, **options):
+    q, k, v = tensors(length, length)
+    ids, positions = ids_and_positions(length)
+    kept = RNG.random((B, length, length)) < 0.6
+    operands = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    indexer = jnp.where(kept, 0.0, MASKED)
+    indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
+    one = maxtext.AttentionOp(moba(**BALANCED), Mesh, **options)
+    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*operands, indexer)
+    allowed = pairs("global", None, ids, row=positions, col=positions) & kept
+    allowed = allowed[:, None] & moba_pairs(q, k, 0)
+    out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
+    close(out, reference(q, k, v, allowed)[0])
+
+
+def packed(length=512):
+    """Operands and positions in sequence order, with a short last document."""
+    q, k, v = tensors(length, length, 0.5)
+    ids, positions = ids_and_positions(length)
+    ids[0, -40:] = 7
+    positions[0, -40:] = np.arange(40)
+    return q, k, v, ids, positions
+
+
+SIZES = {"sliding_window_size": 90, "chunk_attn_window_size": 70}
+OF_KIND = {"local_sliding": 90, "chunk": 70, "block_diffusion": 60}
+
+
+@pytest.mark.parametrize("kind", some(["global", *OF_KIND], 1))
+def test_load_balanced_order_over_a_mesh(kind):
+    """All operands are reordered as MaxText reorders a batch; inputs_positions hold the
+    positions."""
+    q, k, v, ids, positions = packed()
+    config = types.SimpleNamespace(**BALANCED, causal_block_size=60)
+    mesh = context.mesh_of(2, axes=("context",))
+    more = {"attention_type": kind, "sharding": SHARDING, "gather_head_groups": 1}
+    split = maxtext.AttentionOp(config, mesh, **more, **SIZES)
+    reordered = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    with jax.set_mesh(mesh):
+        out = jax.jit(split)(*reordered)
+    out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
+    allowed = pairs(kind, OF_KIND.get(kind), ids, row=positions, col=positions)
+    close(out, reference(q, k, v, allowed)[0])
+    with pytest.raises(ValueError, match="inputs_positions must be given"):
+        split(*reordered[:4])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("split", [None, SHARDING])
+def test_stripes_are_an_order_too(split):
+    """TransformerEngine's striped order of tokens: chunks and MoBA, on a mesh and as one
+    program."""
+    q, k, v, ids, positions = packed()
+    mesh = context.mesh_of(2, axes=("context",))
+    order = np.argsort(np.arange(512) % 2, kind="stable")
+    reordered = [jnp.asarray(x)[:, order] for x in (q, k, v, ids, positions)]
+    striped = {"context_parallel_reorder_strategy": "striped"}
+    auto = {"packing": True, "context_parallel_strategy": "ring", "hardware": "gpu"}
+    auto |= {"context_parallel_reorder_strategy": "auto"}
+    for setting, kind in ((striped, "chunk"), (auto, "chunk"), (striped, "global")):
+        config = types.SimpleNamespace(**BALANCED, **setting)
+        allowed = pairs(kind, 70, ids, row=positions, col=positions)
+        if kind == "global":
+            config = moba(**BALANCED, **setting)
+            allowed = allowed[:, None] & moba_pairs(q, k, 0)
+        more = {"attention_type": kind, "sharding": split}
+        one = maxtext.AttentionOp(config, mesh, chunk_attn_window_size=70, **more)
+        with jax.set_mesh(mesh):
+            out = jax.jit(one)(*reordered)
+        close(np.asarray(out)[:, np.argsort(order)], reference(q, k, v, allowed)[0])
+
+
+def test_reorder_sequence():
+    """MaxText's own example, its inverse, and packax's plan."""
+    x = jnp.arange(8)
+    reordered = maxtext.reorder_sequence(x, 2, seq_dim=0)
+    np.testing.assert_array_equal(reordered, [0, 1, 6, 7, 2, 3, 4, 5])
+    np.testing.assert_array_equal(maxtext.reorder_sequence(reordered, 2, 0, to_contiguous=True), x)
+    wide = RNG.standard_normal((2, 1024, 3))
+    plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=1024)
+    np.testing.assert_array_equal(maxtext.reorder_sequence(wide, 4), plan.permute(wide))
+    assert maxtext.reorder_sequence(None, 2) is None
+
+
+def test_attention_types_of_maxtext():
+    """Its enum, its config's default, and the rule by which block diffusion replaces global."""
+    made = maxtext.AttentionOp
+    named = enum.Enum("AttentionType", {"CHUNK": "chunk"})
+    assert made(attention_type=named.CHUNK, chunk_attn_window_size=3).attention_type == "chunk"
+    config = types.SimpleNamespace(attention_type="full")
+    assert made(config).attention_type == "full"
+    config = types.SimpleNamespace(attention_type="block_diffusion", causal_block_size=4)
+    assert made(config, attention_type="global").attention_type == "block_diffusion"
+    assert made(config, attention_type="full").attention_type == "full"
+    made(num_query_heads=4, max_target_length=99, float32_logits=True)  # no effect
+    assert made(attn_logits_soft_cap=0.0).attn_logits_soft_cap is None
+
+
+def test_numbers_without_a_meaning():
+    """sliding_window_size=0 allows no key; pad_kv_total and compress_ratio alone change nothing;
+    "mla" is causal."""
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+    assert not np.any(op("local_sliding", 0)(q, k, v, ids))
+    out = op("mla")(q, k, v, ids, pad_kv_total=4, compress_ratio=2)
+    np.testing.assert_array_equal(out, op()(q, k, v, ids))
+
+
+def test_segment_ids_of_floats():
+    """Equal floats are one document, whatever their value; negative ones and NaN are padding."""
+    q, k, v = tensors()
+    at = np.minimum(np.arange(S) // 4, 7)[None].repeat(B, 0)
+    ids = np.array([0, 0, 1, 2, 3, 4, -1, -1])[at]
+    want = reference(q, k, v, pairs("global", None, ids))[0]
+    run = jax.jit(op())
+    for dtype, largest in ((np.float32, 3e38), (jnp.bfloat16, 5.0)):
+        table = [0.0, -0.0, 1.0, 1.5, 2.0**30, largest, -0.5, np.nan]
+        close(run(q, k, v, jnp.asarray(table, dtype)[at]), want)
+    ids = np.arange(S)[None].repeat(B, 0) % 2
+    decode = jax.jit(lambda ids: op()(q[:, :1], *[None] * 4, "autoregressive", ((k, v, ids), None)))
+    np.testing.assert_array_equal(decode(np.float32(ids)), decode(ids))
 
 
 @pytest.mark.parametrize("kind", ["local_sliding", "chunk", "block_diffusion"])

@@ -1,7 +1,8 @@
-"""packax.integrations.maxtext while decoding, against a dense reference: both caches, their active
-tokens, errors.
+"""packax.integrations.maxtext while decoding, against the reference: both caches, their active
+tokens, MoBA, precision.
 
-Guards against reading a key that is not active, and a sink that counts twice.
+Guards against reading a key that is not active, a sink that counts twice, and chunks of MoBA that
+are counted from another key.
 """
 
 import enum
@@ -14,8 +15,20 @@ import pytest
 from decoding import Extension
 from jaxprs import count
 from lowered import calls, text_of
-from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
+from maxtext_reference import (
+    HEADS,
+    MOBA,
+    RNG,
+    B,
+    close,
+    moba_pairs,
+    op,
+    pairs,
+    reference,
+    tensors,
+)
 from packax._src.ops import ffi
+from tiers import some
 
 
 def in_cache(kind, size, ids):
@@ -28,7 +41,8 @@ def in_cache(kind, size, ids):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("global", None), ("full", None), ("local_sliding", 6), ("chunk", 8)]
+    ("kind", "size"),
+    some([("local_sliding", 6), ("chunk", 8), ("global", None), ("full", None)], 0, 1),
 )
 def test_autoregressive(kind, size):
     """Active tokens of both caches, with positions counted in each; the sink counts once.
@@ -60,8 +74,6 @@ def test_autoregressive(kind, size):
     assert count("packax_forward", run, q, cached, sinks) == 0
     out = jax.jit(run)(q, cached, sinks)
     close(out, reference(q, keys, values, allowed, 3.0, sinks)[0])
-    alone = jax.jit(run)(q, (cached[0], None), None)
-    close(alone, reference(q, k, v, in_cache(kind, size, ids), 3.0)[0])
 
 
 def test_autoregressive_other_calls():
@@ -129,24 +141,27 @@ def test_precision_of_training():
         text = text_of(jax.grad(lambda *x, one=one: one(*x).sum()), *shapes, platforms=("cpu",))
         products = text.count("stablehlo.dot_general")
         assert products and text.count(f"[{name}, {name}]") == products
-    with pytest.raises(ValueError, match="precision must be None"):
-        op("global", config=types.SimpleNamespace(matmul_precision="most"))
 
 
-def test_errors_of_the_caches():
-    q, k, v = tensors(1, S)
-    part = (k, v, np.ones((B, S), int))
-    for name in ("previous_chunk", "bidirectional_mask", "decoder_segment_ids_kv"):
-        with pytest.raises(ValueError, match=f"{name} must be None in model_mode"):
-            op()(q, None, None, None, None, "autoregressive", (part, None), **{name: IMAGES})
-    wrong = (k, v, np.ones((B, 5), int))
-    with pytest.raises(
-        ValueError, match=r"segment ids of a cache must have shape \(2, 33\), as its"
-    ):
-        op()(q, None, None, None, None, "autoregressive", (wrong, None))
-    with pytest.raises(ValueError, match="sinks must have shape"):
-        op()(q, None, None, None, None, "autoregressive", (part, None), sinks=np.ones(3))
-    with pytest.raises(ValueError, match="heads of query must be a multiple of those of key, but"):
-        op(config=MOBA)(q[:, :, :1], None, None, None, None, "autoregressive", (part, None))
-    with pytest.raises(ValueError, match="the autoregressive cache is for model_mode"):
-        op()(q, None, None, None, None, "prefill", (part, (*part, None)))
+def test_moba_and_indexer_mask():
+    """Each cache has its part of the mask; MoBA counts chunks in each cache from its end."""
+    q, k, v = tensors(1, 20)
+    _, k_ar, v_ar = tensors(1, 15)
+    ids, ids_ar = np.ones((B, 20), int), np.ones((B, 15), int)
+    ids_ar[0, 3] = 0
+    kept = RNG.random((B, 1, 35)) < 0.7
+    indexer = np.where(kept, 0.0, -2e38).astype(np.float32)
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+    cached = ((k, v, ids), (k_ar, v_ar, ids_ar, None))
+
+    def run(q, cached, indexer):
+        one = op(config=MOBA, attn_logits_soft_cap=3.0)
+        options = {"sinks": sinks, "indexer_mask": indexer}
+        return one(q, *[None] * 4, "autoregressive", cached, **options)
+
+    assert count("packax_decode", run, q, cached, indexer) == 2
+    allowed = np.concatenate([ids, ids_ar], 1)[:, None, None] == 1
+    allowed = allowed & np.concatenate([moba_pairs(q, k, 19), moba_pairs(q, k_ar, 14)], -1)
+    keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
+    out = jax.jit(run)(q, cached, indexer)
+    close(out, reference(q, keys, values, allowed & kept[:, None], 3.0, sinks)[0])

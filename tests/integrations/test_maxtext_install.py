@@ -99,7 +99,7 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
 
 @pytest.mark.parametrize(
     ("sizes", "length"),
-    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 0, 3),
+    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 0),
 )
 def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
     """Reordered for fewer ranks than hold the sequence (Ulysses), or in too small chunks; and one

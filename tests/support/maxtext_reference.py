@@ -1,10 +1,8 @@
-"""A dense reference for MaxText's attention, written from its dense path, and operands for it.
-
-The reference is float64 numpy: a boolean for every pair from index comparisons, and one softmax.
-"""
+"""Operands for MaxText's attention, and the pairs that its dense path attends."""
 
 import types
 
+import dense
 import numpy as np
 import pytest
 
@@ -59,20 +57,12 @@ def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
 
 def reference(q, k, v, allowed, cap=None, sinks=None):
     """(out, largest logit of each head) with scale 1. A row without a key gives 0."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
-    logits = np.einsum("bihd,bjhd->bhij", q, k)
-    if cap:
-        logits = cap * np.tanh(logits / cap)
-    logits = np.where(np.broadcast_to(allowed, (B, *allowed.shape[1:]))[:, None], logits, -np.inf)
-    top = logits.max((2, 3))
+    dout = np.zeros((*q.shape[:3], v.shape[3]))
+    arrays = {"query": q, "key": k, "value": v, "scale": 1.0, "dout": dout}
     if sinks is not None:
-        sink = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*logits.shape[:3], 1))
-        logits = np.concatenate([logits, sink], -1)
-    high = np.maximum(logits.max(-1, keepdims=True), -1e30)
-    p = np.exp(logits - high)
-    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
-    return np.einsum("bhij,bjhd->bihd", p[..., : k.shape[1]], v), top
+        arrays["sinks"] = sinks
+    found = dense.dense(arrays, allowed, soft_cap=cap)
+    return found["out"], found["top"]
 
 
 def close(x, y):
@@ -120,9 +110,3 @@ def moba_pairs(q, k, before, size=6, count=3):
         for n in [place // size, *best[: count - 1]]:
             allowed[b, h, i, n * size : min((n + 1) * size, place + 1)] = True
     return allowed
-
-
-def of_heads(q, k, v, allowed, *options):
-    """`reference` for a mask with a head axis, (B, H, Sq, Skv)."""
-    outs = [reference(q, k, v, allowed[:, h], *options)[0][:, :, h] for h in range(HEADS)]
-    return np.stack(outs, 2)
