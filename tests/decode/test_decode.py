@@ -1,51 +1,60 @@
-"""decode_attention on the CPU: numbers, transformations, error messages.
+"""decode_attention and decode_shared_prefix on the CPU: lengths, pages and prefixes that cannot be,
+float8 caches byte by byte, loops over steps. tests/table compares values with the reference.
 
-Guards against a row that attends to one key too many or too few (lengths, starts, windows, pages),
-reads beyond a length, and an avoidable copy of the cache under vmap.
+Guards against reads beyond a length, a prefix that counts twice, and a copy of the cache under
+vmap.
 """
 
 from __future__ import annotations
 
 import doctest
 import functools
-import itertools
 
-import decoding
 import jax
 import jax.numpy as jnp
+import jaxprs
+import ml_dtypes
 import numpy as np
 import packax
 import pytest
-from decoding import Case
+from decode_calls import DecodeCall
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tiers import some
+from packax import kv_cache
+from tiers import once_each, some
 
-SCALE = 0.4
+FP8 = jnp.float8_e4m3fn
+EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(call, a):
+    return call.attend(a)
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():
     """A length beyond the capacity, or a table entry that is no page, gives NaN only in the
     affected rows; all others keep their values."""
-    case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8)
-    x = decoding.tensors(case)
-    good = decoding.run(case, x, SCALE)
-    # The last row of sequence 0 is at position 32, outside the cache; its first is at 31.
-    one_more = x._replace(lengths=x.lengths + np.array([1, 0, 0], np.int32))
-    shifted = decoding.run(case._replace(lengths=(33, 20, 9)), one_more, SCALE)
-    assert np.isnan(shifted.out[0, 1]).all() and np.isnan(shifted.lse[0, :, 1]).all()
-    assert np.isfinite(shifted.out[0, 0]).all()
-    np.testing.assert_array_equal(shifted.out[1:], good.out[1:])
-    for entry in (-1, x.key_cache.shape[0], 2**31 - 1, -(2**31)):
-        table = x.block_table.copy()
-        table[1, 2] = entry  # keys 16 to 23; the rows are at 18 and 19
-        broken = decoding.run(case, x._replace(block_table=table), SCALE)
-        assert np.isnan(broken.out[1]).all() and np.isnan(broken.lse[1]).all()
-        for b in (0, 2):
-            np.testing.assert_array_equal(broken.out[b], good.out[b])
+    call = DecodeCall(cache="pages", rows="3")
+    a = call.arrays(1) | {"lengths": np.array([36, 20, 9, 3], np.int32)}
+    a["table"] = np.arange(36, dtype=np.int32).reshape(4, 9)
+    a |= {name: np.nan_to_num(a[name], nan=1.0) for name in ("key", "value")}
+    good, good_lse = run(call, a)
+    # The last row of sequence 0 is at position 36, outside the cache; its others before it.
+    out, lse = run(call, a | {"lengths": a["lengths"] + np.array([1, 0, 0, 0], np.int32)})
+    assert np.isnan(out[0, 2]).all() and np.isnan(lse[0, :, 2]).all()
+    np.testing.assert_array_equal(out[1:], good[1:])
+    for entry in (-1, len(a["key"]), 2**31 - 1, -(2**31)):
+        table = a["table"].copy()
+        table[1, 4] = entry  # keys 16 to 19; the rows are at 17 to 19
+        out, lse = run(call, a | {"table": table})
+        assert np.isnan(out[1]).all() and np.isnan(lse[1]).all()
+        for b in (0, 2, 3):
+            np.testing.assert_array_equal(out[b], good[b])
+            np.testing.assert_array_equal(lse[b], good_lse[b])
 
 
-@pytest.mark.parametrize("entry", [-1, 3])
+@pytest.mark.parametrize("entry", some([-1, 3], 0))
 def test_a_missing_page_reads_no_other(entry):
     """NaN and infinity in the first and last page do not reach rows that do not attend to the
     missing page."""
@@ -60,78 +69,40 @@ def test_a_missing_page_reads_no_other(entry):
 
 
 def test_lengths_of_other_integer_types():
-    case = Case((300, 7))
-    x = decoding.tensors(case)
-    want = decoding.run(case, x, SCALE).out
-    small = x._replace(lengths=x.lengths.astype(np.uint16))
-    np.testing.assert_array_equal(decoding.run(case, small, SCALE).out, want)
-    far = x._replace(lengths=np.array([2**32 - 1, 7], np.uint32))  # must not become -1
-    got = decoding.run(case, far, SCALE)
-    assert np.isnan(got.out[0]).all()
-    np.testing.assert_array_equal(got.out[1], want[1])
-    none = decoding.run(case, x._replace(lengths=np.array([-(2**31), -1], np.int32)), SCALE)
-    assert not none.out.any() and np.isneginf(none.lse).all()
+    call = DecodeCall()
+    a = call.arrays(1)
+    want, _ = run(call, a)
+    lengths = a["lengths"]
+    np.testing.assert_array_equal(run(call, a | {"lengths": lengths.astype(np.uint16)})[0], want)
+    far = np.array([2**32 - 1, *lengths[1:]], np.uint32)  # must not become -1
+    out, _ = run(call, a | {"lengths": far})
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1:], want[1:])
+    out, lse = run(call, a | {"lengths": np.array([-(2**31), -1, 0, -9], np.int32)})
+    assert not out.any() and np.isneginf(lse).all()
 
 
 def test_a_loop_over_a_paged_cache():
-    """The docstring's step under scan, against flash_attention of the whole sequences."""
-    rng = np.random.default_rng()
-    batch, steps, heads, kv_heads, dim, page_size = 2, 11, 4, 2, 8, 4
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((batch, steps, h, dim)), jnp.float32)
-        for h in (heads, kv_heads, kv_heads)
-    )
-    table = jnp.asarray(rng.permutation(9)[:6].reshape(2, 3), jnp.int32)
-    pool = jnp.full((9, page_size, kv_heads, dim), jnp.nan)
-
-    def step(state, token):
-        key_cache, value_cache, lengths = state
-        query, key, value = (x[:, None] for x in token)
-        page = jnp.take_along_axis(table, lengths[:, None] // page_size, axis=1)
-        at = page, lengths[:, None] % page_size
-        key_cache = key_cache.at[at].set(key, mode="drop")
-        value_cache = value_cache.at[at].set(value, mode="drop")
-        out = packax.decode_attention(query, key_cache, value_cache, lengths + 1, block_table=table)
-        return (key_cache, value_cache, lengths + 1), out[:, 0]
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def loop(state, tokens):
-        return jax.lax.scan(step, state, tokens)
-
-    tokens = [x.swapaxes(0, 1) for x in (q, k, v)]
-    _, got = loop((pool, pool + 0, jnp.zeros(batch, jnp.int32)), tokens)
-    got = got.swapaxes(0, 1)
-    want = packax.flash_attention(q, k, v, packax.causal())
-    np.testing.assert_allclose(got, want, atol=2e-6, rtol=2e-6)
-
-
-def test_vmap_twice():
-    case = Case((20, 9), capacity=24)
-    x = decoding.tensors(case)
-    lengths = jnp.arange(6).reshape(2, 3)[..., None] + jnp.array([5, 9])
-    f = jax.jit(lambda n: packax.decode_attention(x.query, x.key_cache, x.value_cache, n))
-    got = jax.jit(jax.vmap(jax.vmap(f)))(lengths)
-    for i, j in np.ndindex(2, 3):
-        np.testing.assert_allclose(got[i, j], f(lengths[i, j]), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("transform", (jax.grad, jax.jacfwd))
-def test_no_gradient(transform):
-    x = decoding.tensors(Case((7,)))
-    loss = lambda q: packax.decode_attention(q, *x[1:4]).sum()  # noqa: E731
-    with pytest.raises(NotImplementedError,
-        match="ragged_paged_attention have no gradient: differentiate flash_att"):  # fmt: skip
-        transform(loss)(x.query)
-    stopped = jax.grad(lambda q: loss(jax.lax.stop_gradient(q)) + q.sum())(x.query)
-    np.testing.assert_array_equal(stopped, 1)
-
-
-def test_the_documented_loop_writes_to_no_page_that_is_not_there():
-    """A negative table entry is no page; as an index it would count from the end."""
+    """The docstring's step under scan, against flash_attention of the whole sequences. A negative
+    table entry is no page; as an index it would count from the end."""
     examples = doctest.DocTestParser().get_examples(packax.decode_attention.__doc__)
     (loop,) = (x.source for x in examples if "def step" in x.source)
     names = {"functools": functools, "jax": jax, "jnp": jnp, "packax": packax}
     exec(loop, names)
+    rng = np.random.default_rng(4)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 11, h, 8)), jnp.float32) for h in (4, 2, 2))
+    table = jnp.asarray(rng.permutation(9)[:6].reshape(2, 3), jnp.int32)
+    pool = jnp.full((9, 4, 2, 8), jnp.nan)
+
+    def step(state, token):
+        query, key, value = (x[:, None] for x in token)
+        out, *caches, after = names["step"](query, key, value, *state[:2], table, state[2])
+        return (*caches, after), out[:, 0]
+
+    tokens = [x.swapaxes(0, 1) for x in (q, k, v)]
+    _, got = jax.lax.scan(step, (pool, pool + 0, jnp.zeros(2, jnp.int32)), tokens)
+    want = packax.flash_attention(q, k, v, packax.causal())
+    np.testing.assert_allclose(got.swapaxes(0, 1), want, atol=2e-6, rtol=2e-6)
     new, cache = jnp.full((2, 1, 1, 8), -1.0), jnp.ones((4, 2, 1, 8))
     table, lengths = jnp.array([[0, -1], [2, 1]]), jnp.array([2, 2])
     out, *caches, _ = names["step"](new, new, new, cache, cache + 0, table, lengths)
@@ -140,35 +111,167 @@ def test_the_documented_loop_writes_to_no_page_that_is_not_there():
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize(
-    "page_size,mapped", some(itertools.product((0, 16), ("query", "caches")), 0)
-)
-def test_vmap_with_a_batch_that_is_sharded_in_its_type(page_size, mapped):
-    """The mapped axis is placed after a sharded batch axis."""
+def test_no_gradient():
+    a = DecodeCall().arrays(1)
+    arrays = a["key"], a["value"], a["lengths"]
+    loss = lambda q: packax.decode_attention(q, *arrays).sum()  # noqa: E731
+    for transform in (jax.grad, jax.jacfwd):
+        with pytest.raises(NotImplementedError, match="have no gradient: differentiate flash_att"):
+            transform(loss)(a["query"])
+    stopped = jax.grad(lambda q: loss(jax.lax.stop_gradient(q)) + q.sum())(a["query"])
+    np.testing.assert_array_equal(stopped, 1)
+
+
+@pytest.mark.parametrize("cache,mapped", once_each(["dense", "pages"], [["query"], ["lengths"]]))
+def test_vmap_with_a_batch_that_is_sharded_in_its_type(cache, mapped):
+    """Mapped twice; the mapped axes are placed after a sharded batch axis."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],
         axis_types=(AxisType.Explicit,))  # fmt: skip
-    rng = np.random.default_rng(3)
-    query, key, value = (jnp.asarray(rng.normal(size=(4, n, h, 8)), jnp.float32) for n,
-        h in ((1, 4), (48, 2), (48, 2)))  # fmt: skip
-    lengths, table = jnp.array([48, 1, 30, 17]), None
-    if page_size:
-        key, value = (x.reshape(12, 16, 2, 8) for x in (key, value))
-        table = jnp.asarray(rng.permutation(12).reshape(4, 3), jnp.int32)
+    call = DecodeCall(cache=cache)
+    a = call.arrays(1) | {"lengths": np.array([36, 1, 30, 17], np.int32)}
+    a |= {name: np.nan_to_num(a[name]) for name in ("key", "value")}
+    if cache == "pages":
+        a["table"] = np.arange(36, dtype=np.int32).reshape(4, 9)
+    changes = {"query": jnp.arange(1.0, 7).reshape(2, 3), "lengths": jnp.arange(6).reshape(2, 3)}
 
-    def attend(scale, query, key, value):
-        scaled = (
-            (query * scale, key, value)
-            if mapped == "query"
-            else (query, key * scale, value * scale)
+    def attend(change, a):
+        name = mapped[0]
+        moved = a[name] * change if name == "query" else a[name] - change
+        return call.attend(a | {name: moved})[0]
+
+    one = jax.jit(attend)
+    expected = [one(x, a) for x in changes[mapped[0]].ravel()]
+    with jax.set_mesh(mesh):
+        whole = ("table",) if cache == "dense" else ("key", "value", "table")
+        b = {n: jax.device_put(x, P() if n in whole else P("data")) for n, x in a.items()}
+        got = jax.vmap(jax.vmap(attend, (0, None)), (0, None))(changes[mapped[0]], b)
+    got = np.asarray(got).reshape(6, *got.shape[2:])
+    np.testing.assert_allclose(got, np.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+# --- A prefix that sequences share.
+
+
+def test_prefixes_that_cannot_be():
+    """An empty prefix, one that reaches into the new rows, a negative one, and values beyond int32,
+    which saturate and never wrap: such a long prefix does not end before the new rows."""
+    call = DecodeCall(cache="prefix of pairs", batch=6)
+    a = call.arrays(1) | {"lengths": np.array([0, 21, 20, 30, 21, 9], np.int32)}
+    a["table"] = np.arange(54, dtype=np.int32).reshape(6, 9)
+    a["table"][1::2, :5] = a["table"][::2, :5]
+    a |= {name: np.nan_to_num(a[name], nan=1.0) for name in ("key", "value")}
+    alone = DecodeCall(cache="pages", batch=6)
+    want, want_lse = run(alone, {name: x for name, x in a.items() if name != "prefixes"})
+    for dtype, large, last in (
+        (np.int32, 20, -3),
+        (np.int64, 2**32 + 4, 8),
+        (np.uint64, 2**64 - 1, 8),
+    ):
+        out, lse = call.attend(a | {"prefixes": np.array([0, large, last], dtype)})
+        lost = [2, 3] if large > 30 else [2]  # the new row of sequence 2 is in the prefix
+        assert np.isnan(out[np.array(lost)]).all() and np.isnan(lse[np.array(lost)]).all()
+        assert not out[0].any() and np.isneginf(lse[0]).all()
+        others = np.array([b for b in range(1, 6) if b not in lost])
+        np.testing.assert_allclose(out[others], want[others], atol=2e-6)
+        np.testing.assert_allclose(lse[others], want_lse[others], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "groups,of_each,parts", some([(2, 19, 4), (1, 16, 1), (1, 17, 2), (1, 34, 3)], 0)
+)
+def test_how_often_a_prefix_is_read(groups, of_each, parts):
+    """Once for each 16 rows, whatever the size of the group."""
+    batch, rng = groups * of_each, np.random.default_rng(0)
+    query = jnp.asarray(rng.standard_normal((batch, 1, 4, 8)), jnp.float32)
+    key, value = (jnp.asarray(rng.standard_normal((9, 4, 2, 8)), jnp.float32) for _ in "kv")
+    lengths, table = rng.integers(17, 33, batch), np.tile(rng.permutation(9)[:8], (batch, 1))
+
+    def call():
+        return packax.decode_shared_prefix(
+            query, key, value, lengths, [16] * groups, block_table=table
         )
-        return packax.decode_attention(*scaled, lengths, block_table=table)
 
-    scales = jnp.arange(1.0, 4)
-    expected = jnp.stack([attend(s, query, key, value) for s in scales])
-    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
-        sharded = jax.sharding.reshard(query, P("data"))
-        if not page_size:
-            key, value = (jax.sharding.reshard(x, P("data")) for x in (key, value))
-            lengths = jax.sharding.reshard(lengths, P("data"))
-        got = jax.vmap(attend, (0, None, None, None))(scales, sharded, key, value)
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+    traced = jaxprs.equations(jax.make_jaxpr(call)())
+    rows = [x.invars[0].aval.shape[0] for x in traced if x.primitive.name == "packax_decode"]
+    assert sorted(rows) == [parts, batch]
+    want = packax.decode_attention(query, key, value, lengths, block_table=table)
+    np.testing.assert_allclose(jax.jit(call)(), want, atol=2e-6)
+
+
+# --- Caches in float8_e4m3fn.
+
+
+def test_every_byte():
+    """A sequence with one key returns its value; a NaN byte affects only its row."""
+    value = jnp.asarray(EVERY).reshape(256, 1, 1, 1)
+    out = packax.decode_attention(
+        jnp.ones((256, 1, 1, 1)), jnp.zeros_like(value), value, np.ones(256, int),
+        value_scale=np.float32([3]),
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.ravel(), 3 * EVERY.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind,keys", some([("outliers", 1 << 10), ("normal", 1 << 17), ("needle", 1 << 17)], 0)
+)
+def test_error_of_rounded_caches(kind, keys):
+    """The bounds of docs/guide/numerics.md: the error grows neither with the length nor with
+    outlier channels."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((n, 128)) for n in (16, keys, keys))
+    if kind == "outliers":
+        factors = np.array([10, 20, 30, 50])
+        channels = rng.permutation(128)[:8]
+        key[:, channels[:4]] *= factors
+        query[:, channels[:4]] /= factors
+        value[:, channels[4:]] *= factors
+    if kind == "needle":
+        query = 2.2 * key[rng.integers(0, keys, 16)]
+    query = query.astype(ml_dtypes.bfloat16).astype(np.float64)
+    weights = np.exp(query @ key.T / np.sqrt(128))
+    want = weights @ value / weights.sum(1, keepdims=True)
+
+    def error(key, value, **scales):
+        caches = (jnp.asarray(x)[None, :, None] for x in (key, value))
+        out = packax.decode_attention(
+            jnp.asarray(query, jnp.float32)[None, None], *caches, np.array([keys]), **scales
+        )
+        return np.linalg.norm(out[0, 0] - want) / np.linalg.norm(want)
+
+    scales = [np.abs(x).max() / 448 for x in (key, value)]
+    small = [(x / s).astype(FP8) for x, s in zip((key, value), scales, strict=True)]
+    assert error(key.astype(np.float32), value.astype(np.float32)) < 1e-5
+    assert 0.01 < error(*small, key_scale=scales[0], value_scale=scales[1]) < 0.1
+
+
+def test_written_rows_are_read():
+    """Prompts and a new token, in pages that each have a scale."""
+    rng = np.random.default_rng(5)
+    new = rng.standard_normal((2, 9, 2, 4)).astype(np.float32)
+    table = np.array([[3, 0, 5], [1, 4, 2]])
+    scale = np.exp(rng.uniform(-5, 0, (6, 2))).astype(np.float32)
+    rows, places = np.mgrid[:2, :9]
+    pages = kv_cache.write(
+        jnp.zeros((6, 3, 2, 4), FP8), new, rows, places, block_table=table, scale=scale
+    )
+    read = np.float32(pages)[table] * scale[table][:, :, None, :, None]
+    largest = 448 * scale[table][:, :, None, :, None]
+    want = np.clip(new.reshape(2, 3, 3, 2, 4), -largest, largest)
+    # Half an ulp, which is 1/16 of the value, or half a subnormal step.
+    bound = np.maximum(np.abs(want) / 16, largest / 448 * 2.0**-10) * (1 + 1e-6)
+    assert (np.abs(read - want) <= bound).all()
+
+
+def test_written_numbers_are_rounded_as_bytes_are():
+    """To the nearest, beyond 448 to 448, NaN to NaN; scales of heads and of one sequence."""
+    new = np.array([0.0, -0.0, 1.06, 447, 465, 1e30, -np.inf, np.nan], np.float32)
+    write = jax.jit(functools.partial(kv_cache.write, sequence_ids=[[1]], positions=[[0]]))
+    cache = jnp.full((2, 1, 1, 8), 2, FP8)
+    want = np.clip(new, -448, 448).astype(FP8).astype(np.float32)
+    got = np.float32(write(cache, new[None, None, None]))
+    np.testing.assert_array_equal(got[0], 2)
+    np.testing.assert_array_equal(got[1, 0, 0], want)
+    np.testing.assert_array_equal(np.signbit(got[1, 0, 0, :2]), [False, True])
+    for scale in (0.5, np.float32([0.5]), np.float32([[np.nan], [0.5]])):
+        got = write(cache, new[None, None, None] / 2, scale=scale)
+        np.testing.assert_array_equal(np.float32(got[1, 0, 0]), want)

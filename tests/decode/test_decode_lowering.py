@@ -8,12 +8,16 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import packax
 import pytest
 from decoding import Extension
 from lowered import calls, text_of
 from packax._src.ops import ffi
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(ffi, "ext", Extension)
 
 
 def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
@@ -26,8 +30,7 @@ def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
     )
 
 
-def test_lowering(monkeypatch):
-    monkeypatch.setattr(ffi, "ext", Extension)
+def test_lowering():
     ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
     assert target == "packax_decode_v1"
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
@@ -57,10 +60,9 @@ def test_lowering(monkeypatch):
     "tokens,rows,items,tiles",
     [(70, 16, 4 + 5 + 512, 0), (5, 1, 5 + 512, 0), (300, 16, 18 + 5 + 512, 2 + 2)],
 )
-def test_packed_rows(monkeypatch, tokens, rows, items, tiles):
+def test_packed_rows(tokens, rows, items, tiles):
     """Without a copy of the query or the cache. Tiles of at most 64 rows, and 1,024 programs; and
     if there can be chunks, tiles of at most 128 tokens."""
-    monkeypatch.setattr(ffi, "ext", Extension)
     sequences = [jax.ShapeDtypeStruct((5, *more), jnp.int32) for more in ((), (44,))]
     bounds = jax.ShapeDtypeStruct((6,), jnp.int32)
     query, *cache, _ = shapes(1, tokens, keys=(99, 16))
@@ -81,10 +83,9 @@ def test_packed_rows(monkeypatch, tokens, rows, items, tiles):
     assert not re.search("(gather|concatenate|pad).*bf16", text)
 
 
-def test_export_for_cuda(monkeypatch):
+def test_export_for_cuda():
     """With symbolic batch, cache and pages, the workspace has room for the most splits of any
     size."""
-    monkeypatch.setattr(ffi, "ext", Extension)
     batch, length, pages = jax.export.symbolic_shape("b, s, p")
     for keys, table, splits in (
         ((batch, length), None, 128),
@@ -103,10 +104,9 @@ def test_export_for_cuda(monkeypatch):
 @pytest.mark.parametrize(
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )
-def test_precision_of_float32(monkeypatch, precision, exact):
+def test_precision_of_float32(precision, exact):
     """As requested, or by JAX's setting at the call; for the kernels and for every product in
     XLA."""
-    monkeypatch.setattr(ffi, "ext", Extension)
     operands = shapes(dtype=jnp.float32)
     asked = functools.partial(packax.decode_attention, precision=precision)
     ((target, attributes, types, results),) = calls(text_of(asked, *operands))
@@ -125,7 +125,6 @@ def test_precision_of_float32(monkeypatch, precision, exact):
 def test_a_build_may_have_one_precision_of_float32(monkeypatch):
     f32 = {"kernel": "decode", "dtype": "f32"}
     rows = [row for row in Extension.variants() if not f32.items() <= row.items()]
-    monkeypatch.setattr(ffi, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     operands = shapes(dtype=jnp.float32)
     text_of(packax.decode_attention, *operands)
@@ -137,7 +136,6 @@ def test_the_merging_kernel_is_needed(monkeypatch):
     """decode_combine, in the dtype of the query."""
     lacks = {"kernel": "decode_combine", "dtype": "f16"}
     rows = [row for row in Extension.variants() if not lacks.items() <= row.items()]
-    monkeypatch.setattr(ffi, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     for cache in (None, jnp.float8_e4m3fn):
         for dtype in (jnp.bfloat16, jnp.float16):
@@ -169,10 +167,9 @@ def test_room_of_the_workspace(sizes, splits):
     assert Extension.judge("decode", call, [])["splits"] == splits
 
 
-def test_vmap_keeps_one_cache(monkeypatch):
+def test_vmap_keeps_one_cache():
     """Mapping only the query and lengths passes the one cache through a table, without a
     broadcast."""
-    monkeypatch.setattr(ffi, "ext", Extension)
     query, key, value, lengths = shapes()
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (query, lengths)]
     function = jax.vmap(packax.decode_attention, (0, None, None, 0))
@@ -182,8 +179,7 @@ def test_vmap_keeps_one_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("scales", [(), (2,), (99, 2)], ids=str)
-def test_a_cache_in_fp8(monkeypatch, scales):
-    monkeypatch.setattr(ffi, "ext", Extension)
+def test_a_cache_in_fp8(scales):
     query, key, value, lengths = shapes(keys=(99, 16))
     cache = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in (key, value)]
     table, scale = (jax.ShapeDtypeStruct(*x) for x in (((2, 7), jnp.int32), (scales, jnp.bfloat16)))
@@ -199,8 +195,7 @@ def test_a_cache_in_fp8(monkeypatch, scales):
     assert results[0] == "2x1x8x64xbf16"
 
 
-def test_kernels_over_fp8_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(ffi, "ext", Extension)
+def test_kernels_over_fp8_that_are_not_there():
     for dims, dtype in (
         ((136, 64), jnp.bfloat16),
         ((64, 72), jnp.float16),
@@ -221,7 +216,6 @@ def test_kernels_over_fp8_that_are_not_there(monkeypatch):
 
 
 def test_kernels_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(ffi, "ext", Extension)
     dtypes = ("bfloat16", "float16", "float32")
     listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
     for dims, dtype in (
@@ -246,91 +240,3 @@ def test_kernels_that_are_not_there(monkeypatch):
     monkeypatch.setattr(ffi, "ext_error", "why", raising=False)
     with pytest.raises(NotImplementedError, match=r"did not load \(why\)"):
         text_of(packax.decode_attention, *shapes(batch=3, keys=(3, 64)))
-
-
-Q, K, V, N = shapes(dtype=jnp.float32)
-
-
-def as_type(x, **changes):
-    return jax.ShapeDtypeStruct(changes.get("shape", x.shape), changes.get("dtype", x.dtype))
-
-
-REFUSED = {
-    "query must have shape (batch, queries, heads, dim), not (2, 8, 64)": {
-        "query": as_type(Q, shape=(2, 8, 64))},
-    "key must have shape (batch, length, heads, dim), not (2, 64)": {
-        "key": as_type(K, shape=(2, 64))},
-    "value must have shape (pages, page size, heads, dim), not (2,)": {
-        "value": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
-    "query must not be empty, but has shape (2, 1, 0, 64)": {
-        "query": as_type(Q, shape=(2, 1, 0, 64))},
-    "key must not be empty, but has shape (2, 0, 2, 64)": {
-        "key": as_type(K, shape=(2, 0, 2, 64))},
-    "value must be one of bfloat16, float16, float32, float64, float8_e4m3fn, but is int32": {
-        "value": as_type(V, dtype=jnp.int32)},
-    "query, key and value must have one dtype, or key and value float8_e4m3fn, but have float32, "
-    "float16 and float32": {
-        "key": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 tokens per sequence, but has 17: for more, use "
-    "ragged_paged_attention. query has shape (2, 17, 8, 64), whose axes are (batch, queries, "
-    "heads, dim)": {
-        "query": as_type(Q, shape=(2, 17, 8, 64))},
-    "value must have the shape of key, (2, 4096, 2), and then a head dim, but has "
-    "(2, 4095, 2, 64)": {
-        "value": as_type(V, shape=(2, 4095, 2, 64))},
-    "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
-    "has shape (2, 1, 7, 64), whose axes are (batch, queries, heads, dim), and key "
-    "(2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
-        "query": as_type(Q, shape=(2, 1, 7, 64))},
-    "key must have the head dim of query, 72, but has 64": {
-        "query": as_type(Q, shape=(2, 1, 8, 72))},
-    "kv_lengths must have shape (2,), the batch of query, but has (3,)": {"kv_lengths": as_type(N,
-        shape=(3,))},
-    "kv_lengths must be an array of integers, but is float32": {
-        "kv_lengths": as_type(N, dtype=jnp.float32)},
-    "key has batch size 2, but query has 3; if key holds pages, pass block_table=": {
-        "query": as_type(Q, shape=(3, 1, 8, 64)), "kv_lengths": as_type(N, shape=(3,))},
-    "block_table must have shape (2, blocks), the batch of query first, but has (3, 2)": {
-        "block_table": as_type(N, shape=(3, 2))},
-    "block_table must have shape (2, blocks), the batch of query first, but has (2, 0)": {
-        "block_table": as_type(N, shape=(2, 0))},
-    "block_table must be an array of integers, but is bool": {
-        "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
-    "a sequence may have room for at most 536870912 keys, but has room for 536875008": {
-        "block_table": as_type(N, shape=(2, 131073))},
-    "kv_starts must have shape (2,), one per sequence, or (2, 1), one per row, but has "
-    "(1, 2)": {
-        "kv_starts": as_type(N, shape=(1, 2))},
-    "kv_starts must be an array of integers, but is float32": {
-        "kv_starts": as_type(N, dtype=jnp.float32)},
-    **{
-        "window must be None or (left, right), each an integer of at least 0, known when tracing, "
-        f"or None for no limit, but is {window!r}": {"window": window}
-        for window in (5, (-1, 0), (0, 1.5), (True, 0), (1, 2, 3), "ab")
-    },
-    "causal must be True or False, but is 1": {"causal": 1},
-    "return_lse must be True or False, but is None": {"return_lse": None},
-    "scale must be a Python or numpy number or an array of shape (), but is a str": {"scale": "1"},
-    "scale must be a Python or numpy number, known when tracing, but is an array, float64[]: "
-    "multiply query by it, and pass scale=1.0": {
-        "scale": np.ones(())},
-    "scale must be finite in float32, but is inf": {"scale": 10**400},
-    "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {
-        "soft_cap": True},
-    "soft_cap must be from 1e-30 to 1e+30, but is nan": {"soft_cap": float("nan")},
-    "soft_cap must be from 1e-30 to 1e+30, but is 0.0: for no cap, pass None": {"soft_cap": 0},
-    "soft_cap must be from 1e-30 to 1e+30, but is -1.0": {"soft_cap": -1},
-    "sinks must have shape (8,), one logit per head of query, but has (2,)": {
-        "sinks": as_type(Q, shape=(2,))},
-    "sinks must be an array of floats, but is int32": {"sinks": as_type(N, shape=(8,))},
-    'implementation must be None, "cuda" or "xla", but is \'gpu\'': {"implementation": "gpu"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
-    call = {"query": Q, "key": K, "value": V, "kv_lengths": N, **REFUSED[message]}
-    arrays = {n: x for n, x in call.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    others = {n: x for n, x in call.items() if n not in arrays}
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
-        jax.eval_shape(lambda x: packax.decode_attention(**x, **others), arrays)

@@ -1,122 +1,97 @@
 """decode_attention over caches sharded along the sequence: each device attends to its slice.
 
 Guards against a gather of the cache, and against lengths, starts and windows counted from the start
-of a slice.
+of a slice. tests/table has the same over two axes of type Explicit.
 """
 
 import functools
-import itertools
 
-import decoding
+import decode_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import packax
 import pytest
-from decoding import CASES, Case
+from decode_calls import DecodeCall
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_jit import mesh_of, partitioner
-from tiers import some
+from tiers import marked
 
-SCALE = 0.4
-RAGGED = Case((300, 0, 76, 1), q_len=2, window=(90, 0), starts=(0, 0, 5, 0), sinks=True)
-DENSE = {"ragged": RAGGED} | {name: case for name, case in CASES.items() if not case.page_size}
+ALL = "decode,rows=3,window=both,starts=of sequences,sinks=sinks"
 
 
-def attend(case, x, mesh, batch=None, heads=None, kv_heads=None, context="context"):
-    """Caches over "context"; no device may have a whole one."""
-    operands, keywords = x.arguments()
-    cache = P(batch, context, kv_heads)
-    specs = (P(batch, None, heads), cache, cache, P(batch))
-    function = functools.partial(
-        packax.decode_attention, return_lse=True, scale=SCALE, **case.options(), **keywords
-    )
+def attend(call, a, mesh, kind):
+    """The cache over the axis "context", and the batch and heads over axes of these names. No
+    device may have a whole cache."""
+    axes = {"b": "data", "h": "tensor", "k": "context"}
+    axes = {at: name for at, name in axes.items() if name in mesh.axis_names}
+    axes["g"] = axes.get("h") if int(call.heads.split("/")[1]) > 1 else None
+    if kind == "two axes":
+        axes = {"k": ("context", "data")}
+    specs = {n: P(*map(axes.get, labels)) for n, labels in call.labels().items()}
+    whole = ("starts", "sinks", "key_scale", "value_scale")
+    specs |= {name: P() for name in specs if name in whole}
     with jax.set_mesh(mesh):
-        pairs = zip(operands, specs, strict=True)
-        args = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in pairs]
-        compiled = jax.jit(function).lower(*args).compile()
-        results = decoding.Results(*compiled(*args))
-    assert f"[{','.join(map(str, x.key_cache.shape))}]" not in compiled.as_text()
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in a.items()}
+        compiled = jax.jit(call.step).lower(placed).compile()
+        results = compiled(placed)
+    assert f"[{','.join(map(str, a['key'].shape))}]" not in compiled.as_text()
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "kind"),
-    some(itertools.product(DENSE, [4, 2], ["Auto", "Explicit"]), 0),
-)
-def test_equals_the_definition(name, devices, kind):
-    case = DENSE[name]
-    x = decoding.tensors(case)
-    got = attend(case, x, mesh_of(kind, (devices,), ("context",)))
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+ROWS = [
+    (ALL, (2, 2, 2), "Auto"),
+    ("decode,numbers=float8 scales of rows,dtype=bfloat16,heads=4/1", (4,), "Explicit"),
+    (ALL, (4,), "Auto"),
+    (ALL, (4,), "Explicit"),
+    (f"{ALL},heads=4/1", (2, 2, 2), "Explicit"),
+    (f"{ALL},dtype=bfloat16", (4,), "gspmd"),
+    (ALL, (2, 2), "two axes"),
+    ("decode,starts=of rows,rows=3,cap=soft cap", (2,), "Auto"),
+    ("decode,window=left,numbers=float8 scales of heads", (2, 2, 2), "Auto"),
+]
+NAMES = {1: ("context",), 2: ("data", "context"), 3: ("data", "context", "tensor")}
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_heads"),
-    some(itertools.product(["Explicit", "Auto"], [1, 2]), 0),
+    "text,sizes,kind", [marked(row, n < 2) for n, row in enumerate(ROWS)], ids=str
 )
-def test_with_batch_and_heads(kind, kv_heads):
-    """One key/value head for all devices, and one for each device of the heads axis."""
-    case = RAGGED._replace(kv_heads=kv_heads)
-    x = decoding.tensors(case)
-    mesh = mesh_of(kind, (2, 2, 2), ("data", "context", "tensor"))
-    got = attend(case, x, mesh, "data", "tensor", "tensor" if kv_heads == 2 else None)
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
-
-
-@pytest.mark.parametrize("kind", some(["heads", "rows"], 1))
-def test_a_cache_in_fp8(kind):
-    """Scales are passed whole; each device reads those of its sequences and heads."""
-    x = decoding.in_fp8(RAGGED, decoding.cast(decoding.tensors(RAGGED), jnp.bfloat16), kind)
-    mesh = mesh_of("Auto", (2, 2, 2), ("data", "context", "tensor"))
-    got = attend(RAGGED, x, mesh, "data", "tensor", "tensor")
-    oracle.check(got, decoding.exact(RAGGED, x, SCALE), decoding.plain(RAGGED, x, SCALE))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-def test_over_two_axes(kind):
-    x = decoding.tensors(RAGGED)
-    mesh = mesh_of(kind, (2, 2), ("data", "context"))
-    got = attend(RAGGED, x, mesh, context=("context", "data"))
-    oracle.check(got, decoding.exact(RAGGED, x, SCALE), decoding.plain(RAGGED, x, SCALE))
-
-
-@pytest.mark.exhaustive
-def test_half_precision_and_gspmd():
-    x = decoding.cast(decoding.tensors(RAGGED), jnp.bfloat16)
-    with partitioner("gspmd"):
-        got = attend(RAGGED, x, mesh_of("Auto", (4,), ("context",)))
-    assert got.out.dtype == jnp.bfloat16 and got.lse.dtype == jnp.float32
-    oracle.check(got, decoding.exact(RAGGED, x, SCALE), decoding.plain(RAGGED, x, SCALE))
+def test_equals_the_reference(text, sizes, kind):
+    call = decode_calls.parse(text)
+    a = call.arrays(1)
+    mesh = mesh_of("Explicit" if kind == "Explicit" else "Auto", sizes, NAMES[len(sizes)])
+    with partitioner("gspmd" if kind == "gspmd" else "shardy"):
+        got = attend(call, a, mesh, kind)
+    assert not call.wrong(got, a)
 
 
 @pytest.mark.exhaustive
 def test_a_length_behind_the_cache_is_nan_in_its_row_alone():
-    case = Case((32, 20), q_len=2, capacity=32)
-    x = decoding.tensors(case)
+    call = DecodeCall(rows="3")
+    a = call.arrays(1)
+    a |= {name: np.nan_to_num(a[name]) for name in ("key", "value")}
     mesh = mesh_of("Auto", (4,), ("context",))
-    good = attend(case, x, mesh)
-    got = attend(case, x._replace(lengths=x.lengths + np.array([1, 0], np.int32)), mesh)
-    assert np.isnan(got.out[0, 1]).all() and np.isnan(got.lse[0, :, 1]).all()
-    assert np.isfinite(got.out[0, 0]).all()
-    np.testing.assert_array_equal(got.out[1], good.out[1])
+    good = attend(call, a, mesh, "")
+    longer = a | {"lengths": a["lengths"] + np.array([1, 0, 0, 0], np.int32)}
+    got = attend(call, longer, mesh, "")
+    assert np.isnan(got["out"][0, 2]).all() and np.isnan(got["lse"][0, :, 2]).all()
+    assert np.isfinite(got["out"][0, 0]).all()
+    np.testing.assert_array_equal(got["out"][1:], good["out"][1:])
 
 
 @pytest.mark.exhaustive
 def test_pages_that_are_sharded_within_are_gathered_with_a_warning():
     """vmap over the lengths only shares one cache, through a table."""
+    a = DecodeCall().arrays(1)
     mesh = mesh_of("Auto", (4,), ("context",))
-    x = decoding.tensors(Case((20, 9), capacity=32))
     cache = NamedSharding(mesh, P(None, "context"))
-    key, value = (jax.device_put(y, cache) for y in (x.key_cache, x.value_cache))
-    lengths = jnp.asarray([[20, 9], [3, 4]])
+    key, value = (jax.device_put(np.nan_to_num(a[n]), cache) for n in ("key", "value"))
+    lengths = jnp.asarray([a["lengths"], a["lengths"] // 2])
     decode = jax.jit(jax.vmap(packax.decode_attention, (None, None, None, 0)))
     with pytest.warns(UserWarning, match="pages of key and value are sharded over 'context'"):
-        got = decode(x.query, key, value, lengths)
-    want = decode(x.query, x.key_cache, x.value_cache, lengths)
+        got = decode(a["query"], key, value, lengths)
+    want = decode(a["query"], np.asarray(key), np.asarray(value), lengths)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -142,17 +117,19 @@ def test_types_that_disagree(message):
         jax.eval_shape(packax.decode_attention, *args, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
-@pytest.mark.exhaustive
 def test_a_shard_map_over_other_axes():
     mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
-    x = decoding.tensors(Case((20, 9), capacity=32))
 
     @functools.partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     def mapped(query, key, value, lengths):
         return packax.decode_attention(query, key, value, lengths)
 
-    with jax.set_mesh(mesh):
-        key, value = (jax.device_put(y, P("data", "context")) for y in (x.key_cache, x.value_cache))
-        query, lengths = (jax.device_put(jnp.asarray(y), P("data")) for y in (x.query, x.lengths))
-        with pytest.raises(ValueError, match=r"key is .*'context', but this is a"):
-            jax.eval_shape(mapped, query, key, value, lengths)
+    shapes = (2, 1, 4, 8), (2, 32, 2, 8), (2, 32, 2, 8), (2,)
+    specs = P("data"), P("data", "context"), P("data", "context"), P("data")
+    args = [
+        jax.ShapeDtypeStruct(shape, np.int32 if len(shape) == 1 else np.float32,
+            sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]  # fmt: skip
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"key is .*'context', but this is a"):
+        jax.eval_shape(mapped, *args)

@@ -38,11 +38,6 @@ def test_one_sequence_id_for_each_row():
     positions = np.arange(4) + np.array([[1], [3]])
     want = kv_cache.write(cache, new, np.repeat(rows, 4, 1), positions)
     np.testing.assert_array_equal(kv_cache.write(cache, new, rows, positions), want)
-    text = r"sequence_ids must have .* \(2, 4\), or shape \(2, 1\), but has \(1, 4\)"
-    with pytest.raises(ValueError, match=text):
-        kv_cache.write(cache, new, np.zeros((1, 4), int), positions)
-    with pytest.raises(ValueError, match=r"positions must have .* \(2, 4\), but has \(2, 1\)"):
-        kv_cache.write(cache, new, rows, rows)
 
 
 def test_dense():
@@ -117,23 +112,6 @@ def test_one_token_of_each_sequence_keeps_the_dtype():
     assert got[:, :, 0, 0].tolist() == [[0, 0, 0, 1], [1, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"new": np.zeros((2, 10, 3, 4))}, r"same heads and head dim, but have .*\(2, 10, 3, 4\)"),
-        ({"sequence_ids": np.zeros((2, 9), int)}, r"sequence_ids must have the rows and tokens"),
-        ({"positions": np.zeros((3, 10), int)}, r"positions must have the rows and tokens"),
-        ({"positions": np.zeros((2, 10))}, "positions must be integers"),
-        ({"block_table": np.zeros(3, int)}, r"block_table must have shape \(batch, max_blocks\)"),
-    ],
-)
-def test_errors(change, message):
-    new, sequences, positions = prompts()
-    given = {"cache": np.zeros((3, 7, 2, 4)), "new": new, "sequence_ids": sequences}
-    with pytest.raises(ValueError, match=message):
-        kv_cache.write(**(given | {"positions": positions} | change))
-
-
 def test_decoding_from_pages_is_attention_of_the_prompt():
     new, sequences, positions = prompts()
     key, value = new, np.random.default_rng(1).standard_normal(new.shape).astype(np.float32)
@@ -150,8 +128,10 @@ def test_decoding_from_pages_is_attention_of_the_prompt():
     np.testing.assert_allclose(out[:, 0], np.stack([whole[at] for at in last]), atol=1e-6)
 
 
-@pytest.mark.parametrize("shape,tokens", [((2, 0), 1), ((0, 3), 1), ((0, 3), 0)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "shape,tokens,dtype",
+    [((2, 0), 1, jnp.float32), ((0, 3), 1, jnp.float8_e4m3fn), ((0, 3), 0, jnp.float32)],
+)
 def test_a_table_without_entries_writes_nothing(shape, tokens, dtype):
     """As in a decoding step of an empty batch."""
     pages = jnp.ones((4, 2, 1, 8), dtype)
