@@ -1,5 +1,5 @@
 """Each benchmark on a tiny case (programs.py): its results are right, a wrong one is found, and it
-fills a table. Each runs in a process of its own, because benchmarks change jax's settings."""
+fills a table. Each runs in a separate process, because benchmarks change jax's settings."""
 
 from __future__ import annotations
 
