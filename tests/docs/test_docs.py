@@ -1,9 +1,5 @@
-"""The Python of README.md, docs/ and the docstrings runs, in a namespace with the names that the
-text mentions. A page imports the modules that it uses, or says that the quick start does.
-
-Blocks of the tutorial and of the pages about other libraries have separate tests; CI runs the bash
-blocks of the README. A block that must not run starts with a comment `# not run: why`, and one that
-needs another package with `# needs: package`.
+"""The Python of README.md, docs/ (support/pages.py) and the docstrings runs, and what it defines
+does what the text says. CI runs the bash blocks of the README.
 """
 
 from __future__ import annotations
@@ -12,12 +8,10 @@ import ast
 import doctest
 import functools
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import pydoc
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,89 +22,30 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi
-from paths import LIBRARY_PAGES, ROOT
+from pages import BLOCKS, LENGTH, TEXTS, around, names, namespace_of
+from paths import ROOT
 
-TEXTS = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-    )
-}
-SEPARATE = "tutorial", *LIBRARY_PAGES
-BLOCKS = {
-    name: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for name, text in TEXTS.items()
-    if Path(name).stem not in SEPARATE
-}
-LENGTH = 1024  # a plan for four ranks deals chunks of 128 rows
-IDS = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None].repeat(2, 0)
 MODULES = {"jax": jax, "jnp": jnp, "np": np, "packax": packax, "P": P, "functools": functools}
-QUICK_START = "docs/guide/quick_start.md"
 
 
-def names(length=LENGTH):
-    """The reader's variables that the texts mention: small arrays of the documented shapes."""
-    rng = np.random.default_rng(0)
-
-    def tensor(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    query, key, value = tensor(2, length, 2, 8), tensor(2, length, 1, 8), tensor(2, length, 1, 8)
-    ids = jnp.asarray(IDS[:, :length])
-    space = {"query": query, "key": key, "value": value, "heads": 2, "segment_ids": ids}
-    expression = packax.causal() & packax.documents(ids)
-    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
-    space |= {"expression": expression, "sharding": sharding}
-    batch = {"tokens": ids, "segment_ids": ids, "positions": ids}
-    space |= {"batch": batch, "local_batch": {name: np.asarray(x) for name, x in batch.items()}}
-    return space | {"mask": packax.create_attention_mask(packax.documents(ids))}
+PAGES = [page for page, blocks in BLOCKS.items() if blocks and "tutorial" not in page]
 
 
-def names_of(page):
-    """As `names`, or the quick start's imports and arrays if the page says that it uses them."""
-    if "quick_start.md#call-attention" not in TEXTS[page]:
-        return names()
-    space = {}
-    exec(BLOCKS[QUICK_START][0], space)
-    return space
-
-
-def around():
-    """The mesh of docs/guide/context_parallelism.md."""
-    kinds = (jax.sharding.AxisType.Auto,) * 3
-    return jax.set_mesh(jax.make_mesh((2, 4, 1), ("fsdp", "context", "tensor"), axis_types=kinds))
-
-
-@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
-def test_page(page, monkeypatch):
-    """Runs its blocks in order, in one namespace."""
-    monkeypatch.setattr(ffi, "ext", Extension)  # as on a machine with all kernels
-    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
-    space = names_of(page)
-    for number, block in enumerate(BLOCKS[page]):
-        if block.startswith("# not run:"):
-            continue
-        needed = re.match(r"# needs: (\S+)", block)
-        if needed and not importlib.util.find_spec(needed[1]):
-            continue
-        if "serialize" in block:
-            pytest.importorskip("flatbuffers")
-        with around():
-            exec(compile(block, f"block {number} of {page}", "exec"), space)
-        out = space.get("out")
-        assert out is None or np.isfinite(np.asarray(out, np.float32)).all(), number
-        if "def step" in block:
-            _run_step(space)
-        if "def local_step" in block:
+@pytest.mark.parametrize("page", PAGES)
+def test_page(page):
+    """Also calls the steps that the text defines."""
+    namespace = namespace_of(page)
+    assert namespace["outs"]
+    for space in namespace["steps"]:
+        _run_step(space)
+        if "local_step" in space:
             with around():
                 space["local_step"](None, {"segment_ids": space["segment_ids"]}, space["plan"])
 
 
 def _run_step(space):
     """Calls the steps that the texts define, as the texts describe."""
-    step = space["step"]
+    step = space.get("step", lambda: None)
     query, key, value = space["query"], space["key"], space["value"]
     if "key_cache" in inspect.signature(step).parameters:
         lengths = jnp.asarray([3, 9])

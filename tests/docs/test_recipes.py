@@ -1,8 +1,9 @@
-"""Recipes of the guide compute what dense attention, or separate documents, compute."""
+"""Recipes of the guide compute what dense attention, other libraries' layers, or separate
+documents compute."""
 
 from __future__ import annotations
 
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +13,14 @@ import pytest
 from cases import ids_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from paths import ROOT
+from pages import namespace_of
+from tiers import some
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def namespace_of(page, *names):
-    """The names that the blocks of a page define, from the blocks that define these names."""
-    text = (ROOT / "docs" / "guide" / page).read_text()
-    space = {"np": np, "jnp": jnp, "packax": packax, "kv_cache": packax.kv_cache}
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for block in blocks:
-        if any(re.search(rf"^(def )?{name}\b", block, re.MULTILINE) for name in names):
-            exec(block, space)
-    return space
-
-
-def recipe(page, name):
-    """A function of a page, without the example that follows it."""
-    text = (ROOT / "docs" / "guide" / page).read_text()
-    (block,) = re.findall(rf"^```python\n((?:(?!```).)*?^def {name}\(.*?)^```$", text, re.M | re.S)
-    functions = re.split(r"^(?=\w+(?:, \w+)* = [\w.]+\()", block, flags=re.M)[0]
-    space = {"jax": jax, "np": np, "jnp": jnp, "packax": packax, "P": P}
-    space |= {"kv_cache": packax.kv_cache}
-    exec(functions, space)
-    return space
+def of_page(name):
+    return namespace_of(f"docs/guide/{name}.md")
 
 
 def normal(*shape):
@@ -53,14 +37,15 @@ def dense(query, key, value, allowed):
 
 def test_last_tokens():
     ids = jnp.array([[2, 2, -1, 0], [1, 1, 1, -1]])
-    last = recipe("decoding.md", "last_tokens")["last_tokens"](ids, 3)
+    last = of_page("decoding")["last_tokens"](ids, 3)
     np.testing.assert_array_equal(last, [3, 6, 1])
 
 
-def test_a_ring_buffer():
+def test_a_ring_buffer(monkeypatch):
     """After prompts shorter and longer than the window; each step equals dense attention."""
-    space = recipe("decoding.md", "fill_ring")
-    window = space["WINDOW"] = 16
+    space = of_page("decoding")
+    window = 16
+    monkeypatch.setitem(space["ring_step"].__globals__, "WINDOW", window)
     lengths, steps = np.array([5, 40, 16]), 20
     total = lengths + steps
     key, value = (normal(3, 64, KV_HEADS, DIM) + n for n in range(2))
@@ -82,9 +67,11 @@ def test_a_ring_buffer():
     np.testing.assert_array_equal(at, total)
 
 
-@pytest.mark.parametrize("parents", [[-1, 0, 1, 0], [-1, -1, 1, 1], [-1, 0, 1, 2]])
+@pytest.mark.parametrize(
+    "parents", some([([-1, 0, 1, 0],), ([-1, -1, 1, 1],), ([-1, 0, 1, 2],)], 0)
+)
 def test_a_draft_tree(parents):
-    attend = recipe("decoding.md", "attend_to_drafts")["attend_to_drafts"]
+    attend = of_page("decoding")["attend_to_drafts"]
     lengths = np.array([4, 33])
     query, key, value = (normal(2, 4, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
     caches = [normal(2, 40, KV_HEADS, DIM) + n for n in range(2)]
@@ -103,7 +90,7 @@ def test_a_draft_tree(parents):
 
 def test_packed_groups():
     """Every answer token has the keys and the predecessor that it has after its prompt alone."""
-    space = namespace_of("trees.md", "groups", "advantages", "group_ids")
+    space = of_page("trees")
     tokens, before = space["packed"].tokens, np.asarray(space["before"])
     array = np.asarray(space["expression"].as_array(512, 512))
     found = []
@@ -140,7 +127,7 @@ def placed(mesh, spec, kv_heads):
 
 def test_ulysses():
     """As on one device, with all-to-all operations and without gathers."""
-    ulysses = recipe("context_parallelism.md", "ulysses")["ulysses"]
+    ulysses = of_page("context_parallelism")["ulysses"]
     mesh = jax.make_mesh((1, 4), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
     mask = packax.create_attention_mask(EXPRESSION)
     alone, operands = placed(mesh, P("fsdp", "context"), HEADS)
@@ -155,7 +142,7 @@ def test_ulysses():
 
 
 def test_ulysses_with_a_context_axis():
-    attend = recipe("context_parallelism.md", "ulysses_and_gather")["ulysses_and_gather"]
+    attend = of_page("context_parallelism")["ulysses_and_gather"]
     mesh = jax.make_mesh((1, 2, 2), ("data", "context", "ulysses"), axis_types=(AxisType.Auto,) * 3)
     spec = P("data", "context", "ulysses")
     sharding = packax.AttentionSharding(spec, spec)
@@ -175,10 +162,10 @@ def images(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("shift", some([0, 2], 1))
 def test_shifted_windows(shift):
     """Each patch attends to its window of the shifted grid, which ends at the image's borders."""
-    space = namespace_of("vision.md", "windows")
+    space = of_page("vision")
     query, key, value = images(3, 2, 8, 12, HEADS, DIM)
     table = images(7, 7, HEADS)
     bias = space["relative_bias"](table, 4)
@@ -196,7 +183,7 @@ def test_shifted_windows(shift):
 
 def test_images_and_frames():
     """Packed patches have the places of their image; frames, their own and earlier tokens."""
-    space = namespace_of("vision.md", "rng", "rows", "frame")
+    space = of_page("vision")
     ids = space["packed"].segment_ids
     pieces = [ids == i for i in range(ids.max() + 1)]
     pieces = [(row, here) for piece in pieces for row, here in enumerate(piece) if here.any()]
@@ -223,9 +210,7 @@ def test_images_and_frames():
 
 def test_fine_tuning():
     """Only answers are trained, prompts see themselves, and sums are those of each answer."""
-    space = namespace_of(
-        "fine_tuning.md", "rng", "attention_mask", "prompts", "advantages", "number"
-    )
+    space = of_page("fine_tuning")
     packed, weights = space["packed"], np.asarray(space["weights"])
     allowed = np.asarray(space["prefix"].as_array(256, 256))
     assert weights.sum() == sum(answer for _, answer in space["lengths"])
@@ -247,3 +232,179 @@ def test_fine_tuning():
     sums = jax.vmap(space["sum_by_id"])(weights, packed.segment_ids)
     assert sorted(sums[sums > 0].tolist()) == sorted(a for _, a in space["lengths"])
     np.testing.assert_array_equal(space["positions"][:, :3], [[0, 0, 0], [0, 1, 2]])
+
+
+def dense_of(page, query, bias, causal=False):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, page["k"]) / np.sqrt(query.shape[-1]) + bias
+    if causal:
+        logits = jnp.where(np.tril(np.ones(logits.shape[2:], bool)), logits, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), page["value"])
+
+
+def test_a_pair_bias():
+    page = of_page("biases")
+    query, bias = page["query"], page["pair_bias"]
+    expected = jax.grad(lambda x: jnp.sum(dense_of(page, query, x) ** 2))(bias)
+    np.testing.assert_allclose(page["gradient"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_t5():
+    """32 buckets: 16 of one distance each, wider ones up to 128, and the last for all beyond."""
+    page = of_page("biases")
+    table = jnp.arange(32.0)[:, None]
+    buckets = page["t5_bias"](table, 300)[0, 0]
+    known = {0: 0, 1: 1, 15: 15, 16: 16, 18: 16, 19: 17, 64: 26, 127: 31, 128: 31, 299: 31}
+    assert {far: int(buckets[299, 299 - far]) for far in known} == known
+    assert not np.triu(buckets).any()
+
+    def loss(table):
+        bias = page["t5_bias"](table, 96)
+        return jnp.sum(dense_of(page, page["query"], bias, causal=True) ** 2)
+
+    expected = jax.grad(loss)(jax.random.normal(page["key"], (32, 4)))
+    np.testing.assert_allclose(page["table_gradient"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout():
+    """Some weights are dropped, and the mean over keys stays about the same."""
+    page = of_page("biases")
+    whole = dense_of(page, page["query"], 0.0, causal=True)
+    assert page["out"].shape == whole.shape and np.abs(page["out"] - whole).max() > 0.01
+    assert abs(float(jnp.mean(page["out"] - whole))) < 0.02
+
+
+# --- Layers of other libraries.
+
+
+def test_equinox_rows_of_documents():
+    """The Equinox block: no document depends on the one before it, and the output of padding is
+    0."""
+    pytest.importorskip("equinox")
+    namespace = of_page("equinox")
+    run, layer, ids = (namespace[name] for name in ("run", "layer", "segment_ids"))
+    x = jax.random.normal(jax.random.key(1), (2, 100, 32))
+    out = run(layer, x, ids)
+    other = run(layer, x.at[0, :40].add(1.0), ids)
+    np.testing.assert_array_equal(out[0, 40:], other[0, 40:])
+    assert np.abs(out[0, :40] - other[0, :40]).max() > 0.01
+    assert not np.any(out[1, 90:])
+
+
+def test_equinox_is_its_own_attention():
+    """Output and gradients equal those of equinox.nn.MultiheadAttention with the same weights."""
+    eqx = pytest.importorskip("equinox")
+    namespace = of_page("equinox")
+    theirs = eqx.nn.MultiheadAttention(4, 32, qk_size=8, vo_size=8, key=jax.random.key(2))
+    ours = namespace["Attention"](32, heads=4, kv_heads=4, head_dim=8, key=jax.random.key(3))
+
+    def taking(theirs):
+        key_value = jnp.concatenate([theirs.key_proj.weight, theirs.value_proj.weight])
+        weights = theirs.query_proj.weight, key_value, theirs.output_proj.weight
+        places = lambda m: (m.query.weight, m.key_value.weight, m.out.weight)  # noqa: E731
+        return eqx.tree_at(places, ours, weights)
+
+    ids = jnp.asarray([0] * 7 + [1] * 13)
+    expression = packax.causal() & packax.documents(ids)
+    allowed = expression.as_array(20, 20).reshape(20, 20)
+    x = jax.random.normal(jax.random.key(4), (20, 32))
+
+    @eqx.filter_jit
+    def both(theirs):
+        def of_ours(theirs):
+            out = taking(theirs)(x, packax.create_attention_mask(expression))
+            return jnp.sum(jnp.sin(out)), out
+
+        def of_theirs(theirs):
+            out = theirs(x, x, x, allowed)
+            return jnp.sum(jnp.sin(out)), out
+
+        return [eqx.filter_grad(f, has_aux=True)(theirs) for f in (of_ours, of_theirs)]
+
+    (gradients, out), expected = both(theirs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    close(out, expected[1])
+    for x, y in zip(*map(jax.tree.leaves, (gradients, expected[0])), strict=True):
+        close(x, y)
+
+
+def test_keras_rows_of_documents():
+    """The Keras block: no document depends on the one before it."""
+    pytest.importorskip("keras")
+    namespace = of_page("keras")
+    model, text, ids = (namespace[name] for name in ("model", "text", "ids"))
+    out = model.predict([text, ids], verbose=0)
+    other = text.copy()
+    other[0, :40] = 49 - text[0, :40]
+    moved = model.predict([other, ids], verbose=0)
+    np.testing.assert_array_equal(out[0, 40:], moved[0, 40:])
+    assert np.abs(out[0, :40] - moved[0, :40]).max() > 0.01
+
+
+def test_keras_is_its_own_attention():
+    """Output and gradients equal those of keras.layers.MultiHeadAttention with the dense mask."""
+    keras = pytest.importorskip("keras")
+    namespace = of_page("keras")
+    ids = jnp.asarray([[0] * 7 + [1] * 13] * 2)
+    x = jax.random.normal(jax.random.key(0), (2, 20, 32))
+    ours = namespace["PackedAttention"](num_heads=4, key_dim=8)
+    theirs = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8)
+    ours.build(x.shape, x.shape)
+    theirs.build(x.shape, x.shape)
+    theirs.set_weights(ours.get_weights())
+    allowed = (packax.causal() & packax.documents(ids)).as_array(20, 20).reshape(2, 20, 20)
+    weights = [x.value for x in ours.trainable_variables]
+
+    def run(layer, mask):
+        def loss(weights, x):
+            out, _ = layer.stateless_call(weights, [], x, x, attention_mask=mask)
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, x)
+        return out, gradients
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for x, y in zip(*map(jax.tree.leaves, (run(ours, ids), run(theirs, allowed))), strict=True):
+        close(x, y)
+
+
+def test_keras_layers_as_they_are(monkeypatch):
+    """With the page's function in place of jax.nn's, a layer with a dense mask runs on packax."""
+    keras = pytest.importorskip("keras")
+    monkeypatch.setenv("PACKAX_FALLBACK", "error")
+    calls = []
+
+    def attention(*operands, implementation=None, **options):
+        calls.append(implementation)
+        return packax.dot_product_attention(*operands, **options)
+
+    layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, flash_attention=False)
+    x = jax.random.normal(jax.random.key(0), (2, 20, 32))
+    mask = {"use_causal_mask": True, "query_mask": jnp.arange(20)[None] < 15}
+    expected = layer(x, x, **mask)[:, :15]
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    np.testing.assert_allclose(layer(x, x, **mask)[:, :15], expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["xla"]  # which would otherwise select jax.nn's own path
+
+
+def test_easydel_is_its_own_attention():
+    """Logits and gradients of a tiny Llama equal those with EasyDeL's plain attention, without
+    padding."""
+    pytest.importorskip("easydel")
+    namespace = of_page("easydel")
+    from flax import nnx
+
+    ids, real = jnp.arange(40)[None], jnp.arange(40)[None] < 33
+
+    def run(name):
+        llama = namespace["model"](name)
+
+        def loss(llama):
+            logits = llama(input_ids=ids, attention_mask=real).logits[:, :33]
+            return jnp.sum(jnp.sin(logits)), logits
+
+        with llama.config.mesh:
+            (_, logits), gradients = nnx.value_and_grad(loss, has_aux=True)(llama)
+        return [logits, *jax.tree.leaves(gradients)]
+
+    for x, y in zip(run("packax"), run("vanilla"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
