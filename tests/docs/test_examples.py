@@ -1,4 +1,5 @@
-"""The examples run, each in a separate process, and training lowers the loss."""
+"""The examples run, each in a separate process, and the cells of the tutorial; training lowers the
+loss."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import EXAMPLES
+from paths import DOCS, EXAMPLES
 from xla_flags import of_devices
 
 
@@ -97,3 +98,26 @@ def test_training(name, needed):
     assert len(losses) >= 8 and losses[-1] < 0.9 * losses[0]
     if name == "llama.py":
         assert "gradients equal those without remat" in shown
+
+
+PAGE = (DOCS / "guide" / "tutorial.md").read_text()
+
+
+@pytest.mark.exhaustive
+def test_cells_of_the_tutorial(tmp_path, monkeypatch):
+    pytest.importorskip("optax")
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(DOCS / "pictures")
+    import tutorial
+
+    space = tutorial.run_cells(tmp_path)
+    sys.modules.pop("tutorial")
+    losses = space["losses"]
+    assert losses[0] > 5 and losses[-1] < 1.5
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn == sorted(set(re.findall(r"pictures/(\w+\.png)", PAGE)))
+
+
+def test_the_pictures_are_there_and_small():
+    for name in re.findall(r"pictures/(\w+\.png)", PAGE):
+        assert 1000 < (DOCS / "pictures" / name).stat().st_size < 60_000
