@@ -4,6 +4,7 @@ documents compute."""
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,20 @@ import pytest
 from cases import ids_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pages import namespace_of
+from pages import BLOCKS, namespace_of
 from tiers import some
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def of_page(name):
-    return namespace_of(f"docs/guide/{name}.md")
+def of_page(name, *defined):
+    """What a page defines; with names, after the last block that defines one of these."""
+    page = f"docs/guide/{name}.md"
+    if not defined:
+        return namespace_of(page)
+    define = re.compile(rf"^(def )?({'|'.join(defined)})\b", re.MULTILINE)
+    last = max(n for n, block in enumerate(BLOCKS[page]) if define.search(block))
+    return namespace_of(page)["after"][last]
 
 
 def normal(*shape):
@@ -90,7 +97,7 @@ def test_a_draft_tree(parents):
 
 def test_packed_groups():
     """Every answer token has the keys and the predecessor that it has after its prompt alone."""
-    space = of_page("trees")
+    space = of_page("trees", "groups", "advantages", "group_ids")
     tokens, before = space["packed"].tokens, np.asarray(space["before"])
     array = np.asarray(space["expression"].as_array(512, 512))
     found = []
@@ -183,7 +190,7 @@ def test_shifted_windows(shift):
 
 def test_images_and_frames():
     """Packed patches have the places of their image; frames, their own and earlier tokens."""
-    space = of_page("vision")
+    space = of_page("vision", "rng", "rows", "frame")
     ids = space["packed"].segment_ids
     pieces = [ids == i for i in range(ids.max() + 1)]
     pieces = [(row, here) for piece in pieces for row, here in enumerate(piece) if here.any()]
@@ -210,7 +217,7 @@ def test_images_and_frames():
 
 def test_fine_tuning():
     """Only answers are trained, prompts see themselves, and sums are those of each answer."""
-    space = of_page("fine_tuning")
+    space = of_page("fine_tuning", "rng", "attention_mask", "prompts", "advantages", "number")
     packed, weights = space["packed"], np.asarray(space["weights"])
     allowed = np.asarray(space["prefix"].as_array(256, 256))
     assert weights.sum() == sum(answer for _, answer in space["lengths"])

@@ -65,15 +65,14 @@ def around() -> Any:
 
 @functools.cache
 def namespace_of(page: str) -> dict[str, Any]:
-    """What a page defines; `outs`: the `out` of each block; `steps`: what there was after the
-    blocks that define a step."""
+    """What a page defines; `outs`: the `out` of each block; `after`: what there was after each."""
     library = page in (f"docs/guide/{name}.md" for name in LIBRARY_PAGES)
     space: dict[str, Any] = {} if library else names()
     if "quick_start.md#call-attention" in TEXTS[page]:
         space = {}
         exec(BLOCKS[QUICK_START][0], space)
     outs: list[Any] = []
-    steps: list[dict[str, Any]] = []
+    after: list[dict[str, Any]] = []
     # As on a machine with all kernels.
     kernels = mock.patch.object(ffi, "ext", ffi.ext if library else Extension)
     with kernels, mock.patch.object(jax.distributed, "initialize", lambda: None):
@@ -81,6 +80,7 @@ def namespace_of(page: str) -> dict[str, Any]:
             packages = re.findall(r"^# needs: (\S+)", block)
             packages += ["flatbuffers"] if "serialize" in block else []
             if block.startswith("# not run:") or not all(map(importlib.util.find_spec, packages)):
+                after.append(dict(space))
                 continue
             code = compile(block, f"block {number} of {page}", "exec")
             if library:
@@ -90,6 +90,5 @@ def namespace_of(page: str) -> dict[str, Any]:
                     exec(code, space)
             outs.append(space.get("out"))
             assert outs[-1] is None or np.isfinite(np.asarray(outs[-1], np.float32)).all(), number
-            if re.search("def (local_)?step", block) and not library:
-                steps.append(dict(space))
-    return space | {"outs": outs, "steps": steps}
+            after.append(dict(space))
+    return space | {"outs": outs, "after": after}
