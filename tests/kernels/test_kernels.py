@@ -30,8 +30,10 @@ MASKS = {
     "longer queries": "interval=causal,lengths=260x70",
     "one row": "lengths=1x130",
     "blocks": "interval=causal,selector=block mask,lengths=200x200",
+    "large blocks": "selector=block mask,lengths=200x200",  # heads with different lists
     "tree": "interval=causal,selector=tree,lengths=200x200",
 }
+LISTED = "blocks", "large blocks", "tree"  # with lists of blocks
 SMALL = {"forward": (64, 32), "backward_dkdv": (32, 64), "backward_dq": (64, 64)}
 SMALL |= {"backward_dbias": (32, 32), "forward_tangent": (128, 32)}
 
@@ -68,6 +70,7 @@ PORTABLE = [  # family, call, masks of the first tier, other masks
     ("fallback", "dims=24x40,scale=array,bias=alibi,heads=4/1", "positions", "*"),
     ("fallback", "dims=8x56", "longer queries", "ranges"),
     ("fallback", "dims=16x8,scale=array,cap=soft cap,bias=alibi", "blocks, tree", "*"),
+    ("fallback", "dims=8x8", "large blocks", ""),
     ("fallback", "dims=320x264,cap=soft cap", "", "one row"),
     ("bias", "dims=24x16,bias=shared,dropout=dropout,cap=soft cap", "documents", "*"),
     ("bias", "dims=24x16,bias=pairs", "", "ranges, blocks, tree"),
@@ -86,7 +89,7 @@ def rows(of: list[tuple[str, ...]]) -> list[Any]:
         first, more = (x.split(", ") if x else [] for x in (first, more))
         others = [x for x in (MASKS if more == ["*"] else more) if x not in first]
         if "*" in more and row[0] in ("portable",):
-            others = [x for x in others if x not in ("blocks", "tree")]
+            others = [x for x in others if x not in LISTED]
         found += [marked((*row, mask), mask in first) for mask in (*first, *others)]
     return found
 
@@ -94,7 +97,8 @@ def rows(of: list[tuple[str, ...]]) -> list[Any]:
 @pytest.mark.parametrize("tiles", [None, marked([SMALL], False)], ids=["tiles", "small tiles"])
 @pytest.mark.parametrize("family,text,mask", rows(PORTABLE))
 def test_triton(family: str, text: str, mask: str, tiles: Any) -> None:
-    check_portable(simulation(text, mask, tiles=tiles), family)
+    block = (100, 64) if mask == "large blocks" else None
+    check_portable(simulation(text, mask, block, tiles=tiles), family)
 
 
 # --- Gluon's kernels: those with mma.sync (8.x), and Hopper's
@@ -175,9 +179,8 @@ OF_SM90 = [
 def gluon_rows(arch: str, of: list[tuple[str, ...]]) -> list[Any]:
     found = []
     for row in rows(of):
-        listed = "blocks", "tree"
         forward, *_, mask = row.values
-        if mask not in listed or "block_lists" in forward:
+        if mask not in LISTED or "block_lists" in forward:
             found.append(pytest.param(arch, *row.values, marks=row.marks))
     return found
 

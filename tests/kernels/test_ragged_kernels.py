@@ -53,7 +53,7 @@ def operands_of(call, a):
     return Operands.of(found.params["names"], values), found.params["spec"]
 
 
-@pytest.mark.parametrize("text,kernels,programs", some(CASES, 1, 2, 6))
+@pytest.mark.parametrize("text,kernels,programs", some(CASES, 2, 6))
 def test_equals_the_reference(text, kernels, programs, monkeypatch):
     """With few programs, tiles have one share; with many, long ones have several."""
     monkeypatch.setattr(packed_rows, "PROGRAMS", programs)
