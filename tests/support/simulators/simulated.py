@@ -52,7 +52,6 @@ class Simulation:
         q_len, kv_len = call.sizes()
         expression = call.expression(self.a)
         mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
-        self.mask = mask
         batch, _, heads, qk_dim = self.a["query"].shape
         kv_heads, v_dim = self.a["value"].shape[2:]
         self.dtype = self.a["query"].dtype
@@ -133,7 +132,7 @@ class Simulation:
     def constants(self, kernel: str) -> dict[str, int]:
         """Of a Triton kernel."""
         of = [name for name in self.tiles if kernel.startswith(name)]
-        rows, keys = self.tiles[of[0]] if of else (0, 0)
+        rows, keys = self.tiles[max(of, key=len)] if of else (0, 0)
         exact = kernel in ("forward", "backward_dkdv", "backward_dq", "forward_tangent")
         exact |= kernel == "backward_delta"
         qk_dim, v_dim = (
