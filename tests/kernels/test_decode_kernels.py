@@ -173,46 +173,35 @@ def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
     oracle.check(run(case, x, 2, **FP8), want, decoding.plain(case, x, SCALE))
 
 
-@pytest.mark.parametrize("lengths,splits", once_each([(300,), (1, 33)], (1, 7, 128)), ids=str)
-def test_any_number_of_shares(lengths: tuple[int, ...], splits: int) -> None:
-    """Also more shares than steps of keys, and more than decode_combine holds at once."""
-    check(Case(lengths, heads=2, kv_heads=1, dims=(8, 8), sinks=True), splits, **SHORT)
-
-
 MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
+OF_SHARES = [  # lengths or the name of a case, shares of a sequence, shares that are dealt out
+    # more shares than steps of keys, and more than decode_combine holds at once
+    *itertools.product([(300,), (1, 33)], (1, 7, 128), [0]),
+    # empty sequences, shares left over; one sequence alone
+    *((lengths, splits, dealt) for lengths in ((300, 0, 17, 129), (1, 290), (5,), (0, 0),
+        (*MANY[:63], 300)) for dealt, splits in ((4, 2), (9, 9), (128, 128))),
+    # more sequences than shares are dealt to
+    ((*MANY, 300), 2, 0),
+    *((name, 7, 8) for name in ("starts by row", "pages", "soft cap and sinks", "16 rows")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "lengths,shares",
-    some(
-        itertools.product(
-            [(300, 0, 17, 129), (1, 290), (5,), (0, 0), (*MANY[:63], 300)],
-            [(4, 2), (9, 9), (128, 128)],
-        ),
-        0,
-        4,
-        8,
-        9,
-    ),
-    ids=lambda x: str(x[:4]),
+    "lengths,splits,dealt",
+    some(OF_SHARES, 0, 4, 6, 10, 14, 15, 21, 22, 23, 24, 25),
+    ids=lambda x: str(x[:4]) if isinstance(x, tuple) else str(x),
 )
-def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: tuple[int, int]) -> None:
-    """Also with empty sequences, with shares left over, and with a window."""
-    most, splits = shares
-    case = Case(
-        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), window=(200, 0) if most == 9 else None
-    )
-    check(case, splits, **SHORT, shares=most)
-
-
-@pytest.mark.parametrize("name", ["starts by row", "pages", "soft cap and sinks", "16 rows"])
-def test_dealt_shares_of_every_kind(name: str) -> None:
-    kernel = TALL if name == "16 rows" else SHORT
-    check(CASES[name]._replace(dims=(16, 24)), 7, **kernel, shares=8)
-
-
-def test_more_sequences_than_shares_are_dealt_to() -> None:
-    check(Case((*MANY, 300), heads=2, kv_heads=1, dims=(8, 8)), 2, **SHORT)
+def test_shares(lengths: Any, splits: int, dealt: int) -> None:
+    """A number of shares for each sequence, or shares that are dealt out by length."""
+    if isinstance(lengths, str):
+        case = CASES[lengths]._replace(dims=(16, 24))
+    else:
+        window = (200, 0) if dealt == 9 else None
+        case = Case(
+            lengths, 2 if dealt else 1, heads=2, kv_heads=1, dims=(8, 8), sinks=not dealt,
+            window=window,
+        )  # fmt: skip
+    check(case, splits, **TALL if lengths == "16 rows" else SHORT, shares=dealt)
 
 
 @pytest.mark.parametrize(
