@@ -11,26 +11,12 @@ import re
 import shutil
 
 import pytest
-from aot_modules import (
-    ALL,
-    BIAS,
-    DECODE,
-    FORWARDS,
-    GENERAL,
-    KEYS,
-    ONES,
-    PLAIN,
-    RAGGED,
-    ROWS,
-    SHARED_DBIAS,
-    TANGENT,
-    compiler,
-    table,
-)
+from aot_modules import ALL, compiler, table
 from paths import KERNEL_DIR, ROOT
+from tiers import some
 
-# One variant of each kernel and file that can differ in its fingerprint.
-SOME = list({(v.kernel, v.source, v.row, v.assembler): v for v in ALL}.values())
+SOME = list({(v.kernel, v.source): v for v in ALL}.values())
+OF_ROWS = list({(v.kernel, v.source, v.row, v.assembler): v for v in ALL}.values())
 
 
 def fingerprints() -> dict[str, str]:
@@ -62,33 +48,37 @@ def recompiled(monkeypatch, tmp_path, request):
     return change
 
 
-@pytest.mark.parametrize(
-    "file,kernels",
-    [
-        ("common.kv_ranges", [*FORWARDS, *RAGGED, *TANGENT, *ONES, *KEYS, *ROWS, *SHARED_DBIAS,
-            "sm80.fwd", "sm80.bwd"]),
-        ("sm80.bwd", ["sm80.bwd"]),
-        # tiles of keys through row_producer, of whose file they need the planes of a bias
-        ("sm90.row_producer", [*FORWARDS, *RAGGED, "sm90.bwd_dq", "sm90.bwd"]),
-        ("sm90.lse_by_mma", [*ONES, *KEYS]),  # through the producer
-        ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dq_parts",
-            *RAGGED, *TANGENT, *SHARED_DBIAS]),
-        ("common.bwd_preprocess", ["backward_preprocess", "backward_preprocess_dbias"]),
-        ("portable.decode", DECODE),
-        ("portable.row_tile", ["portable.fwd", "portable.bwd_dq", "portable.tangent"]),
-        ("portable.bias", [*PLAIN, *GENERAL, *BIAS, "backward_sum_dbias", "portable.tangent"]),
-        ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
-    ],
-)  # fmt: skip
-def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
-    """`kernels`: kernel names, or the file name where a kernel has a second file."""
-    want = {
-        v.name
-        for v in SOME
-        if v.source in kernels
-        or (v.kernel in kernels and not v.source.startswith("sm80"))  # sm80 files are named by file
-    }
-    assert recompiled(file) == want
+SM90 = "fwd ragged tangent bwd bwd_dq bwd_dq_parts shared_dbias"
+SCORES = "fwd bwd bwd_dq bwd_dbias tangent"
+FILES = [  # a file, and those of the kernels that import it; "": of the same folder
+    ("common.kv_ranges", f"{SM90} sm80.fwd sm80.bwd", "sm90"),
+    ("sm80.bwd", "bwd"),
+    ("sm90.row_producer", "fwd ragged bwd_dq bwd"),  # tiles of keys need the planes of a bias
+    ("sm90.lse_by_mma", "bwd"),  # through the producer
+    ("common.bwd_preprocess", "bwd_preprocess"),
+    ("portable.decode", "decode"),
+    ("portable.bias", f"{SCORES} sum_dbias"),
+    ("mask.block_bounds", "block_bounds"),
+    *((f"sm90.{file}", SM90) for file in ("common", "args", "pipeline", "block_lists")),
+    ("sm80.common", "fwd bwd"),
+    ("sm90.fwd_consumer", "fwd ragged"),
+    ("sm90.softmax", "fwd ragged tangent bwd"),
+    ("sm90.chunked_mma", "fwd ragged bwd_dq bwd_dq_parts shared_dbias bwd"),
+    ("common.soft_cap", "ragged fwd bwd bwd_dq sm80.fwd sm80.bwd", "sm90"),
+    ("portable.row_tile", "fwd bwd_dq tangent"),
+    *((f"portable.{file}", SCORES) for file in ("scoring", "dropout", "block_lists")),
+    *((f"portable.{file}", f"{SCORES} dbias_of_pairs decode") for file in ("arithmetic",
+        "kv_ranges")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file,kernels,folder", some([(*x, "")[:3] for x in FILES], *range(8)))
+def test_a_changed_file_recompiles_the_kernels_that_import_it(
+    recompiled, file, kernels, folder
+) -> None:
+    folder = folder or file.split(".")[0]
+    sources = {x if "." in x else f"{folder}.{x}" for x in kernels.split()}
+    assert recompiled(file) == {v.name for v in SOME if v.source in sources}
 
 
 def test_a_comment_or_a_docstring_recompiles_nothing(recompiled) -> None:
@@ -105,7 +95,7 @@ def test_a_comment_or_a_docstring_recompiles_nothing(recompiled) -> None:
     "name,value,kernels",
     [
         ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)},
-            {v.kernel for v in SOME if v.assembler == "13.4"}),
+            {v.kernel for v in OF_ROWS if v.assembler == "13.4"}),
         ("MULTIPLES", {}, set(table.KERNELS)),
         ("FLOATS", ("scale",), set(table.KERNELS)),
         ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
@@ -118,10 +108,10 @@ def test_a_comment_or_a_docstring_recompiles_nothing(recompiled) -> None:
 )  # fmt: skip
 def test_what_the_table_says_besides_variants_recompiles_them(monkeypatch, name, value, kernels):
     """Otherwise the cache would return kernels that another table compiled and accepted."""
-    before = {v.name: compiler.fingerprint(v) for v in SOME}
+    before = {v.name: compiler.fingerprint(v) for v in OF_ROWS}
     for module in (table, compiler.table):  # one file, loaded twice as a module
         monkeypatch.setattr(module, name, value)
-    assert {v.kernel for v in SOME if compiler.fingerprint(v) != before[v.name]} == kernels
+    assert {v.kernel for v in OF_ROWS if compiler.fingerprint(v) != before[v.name]} == kernels
 
 
 def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
