@@ -168,7 +168,20 @@ def test_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-# --- NaN in rows
+# --- Garbage and NaN in rows
+
+
+@pytest.mark.parametrize(
+    "kernel,arch,text",
+    [OF_SINKS[0], OF_SINKS[2], OF_SINKS[3], ("forward_bias_alone", "", "dims=16x16,bias=shared")],
+    ids=str,
+)
+def test_rows_without_keys_in_tiles_with_full_blocks(kernel: str, arch: str, text: str) -> None:
+    """What such rows sum is garbage."""
+    ids = np.repeat(np.int32([[0, -1], [-1, 0]]), (150, 50), axis=1)
+    x = of(f"selector=documents,lengths=200x200,{text}", ids=ids)
+    forward(x, kernel, arch)
+    x.check_forward()
 
 
 @pytest.mark.parametrize("fold", [0, 1])
