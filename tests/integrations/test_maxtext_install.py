@@ -33,68 +33,48 @@ RULES = (
 BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "query", "key", "expected"),
+WHOLE = P(None, None, None, None)
+
+
+@pytest.mark.parametrize(  # batch, lengths and heads of the query and the key
+    ("sizes", "batch", "lengths", "heads", "query", "key"),
     [
-        ({"fsdp": 4}, (4, 64, 4, 8), (4, 64, 2, 8), (P("fsdp", None, None, None),) * 2),
+        ({"fsdp": 4}, 4, (64, 64), (4, 2), P("fsdp", None, None, None), None),
+        # with a batch of 2, fsdp does not divide the rest
+        ({"data": 2, "fsdp": 2}, 2, (64, 64), (4, 2), P("data", None, None, None), None),
+        ({"data": 2, "fsdp": 2}, 3, (64, 64), (4, 2), None, None),
+        ({"stage": 2}, 2, (64, 64), (4, 2), None, None),
         (
-            {"data": 2, "fsdp": 2},
-            (2, 64, 4, 8),  # with a batch of 2, fsdp does not divide the rest
-            (2, 64, 2, 8),
-            (P("data", None, None, None),) * 2,
+            {"context": 2, "tensor": 2}, 3, (512,) * 2, (4, 2),
+            P(None, "context", "tensor", None), None,
         ),
-        ({"data": 2, "fsdp": 2}, (3, 64, 4, 8), (3, 64, 2, 8), None),
+        # every rank has both heads
+        ({"tensor": 4}, 1, (64, 64), (4, 2), P(None, None, "tensor", None), WHOLE),
+        ({"context": 2}, 1, (64, 64), (4, 2), WHOLE, None),
+        ({"context": 2}, 1, (512, 64), (4, 2), WHOLE, None),
+        # in the order for 2 ranks, over 4
         (
-            {"context": 2, "tensor": 2},
-            (3, 512, 4, 8),
-            (3, 512, 2, 8),
-            (P(None, "context", "tensor", None),) * 2,
-        ),
-        (
-            {"tensor": 4},
-            (1, 64, 4, 8),
-            (1, 64, 2, 8),  # every rank has both heads
-            (P(None, None, "tensor", None), P(None, None, None, None)),
-        ),
-        ({"context": 2}, (1, 64, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
-        ({"context": 2}, (1, 512, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
-        (
-            {"context": 2, "ulysses": 2, "fsdp": 2},  # in the order for 2 ranks, over 4
-            (2, 1024, 4, 8),
-            (2, 1024, 2, 8),
-            (P("fsdp", "context", "ulysses", None),) * 2,
+            {"context": 2, "ulysses": 2, "fsdp": 2}, 2, (1024,) * 2, (4, 2),
+            P("fsdp", "context", "ulysses", None), None,
         ),
         (
-            {"context": 2, "ulysses": 2, "tensor": 2},
-            (1, 512, 4, 8),
-            (1, 512, 2, 8),  # every rank has both heads
-            (P(None, "context", ("tensor", "ulysses"), None), P(None, "context", None, None)),
+            {"context": 2, "ulysses": 2, "tensor": 2}, 1, (512,) * 2, (4, 2),
+            P(None, "context", ("tensor", "ulysses"), None), P(None, "context", None, None),
         ),
-        (
-            {"context": 2, "ulysses": 4},  # too many ranks for the heads
-            (1, 512, 2, 8),
-            (1, 512, 2, 8),
-            (P(None, "context", None, None),) * 2,
-        ),
-        (
-            {"ulysses": 2},  # tokens in order
-            (1, 64, 4, 8),
-            (1, 64, 2, 8),
-            (P(None, "ulysses", None, None),) * 2,
-        ),
-        ({"stage": 2}, (2, 64, 4, 8), (2, 64, 2, 8), None),
+        # too many ranks for the heads
+        ({"context": 2, "ulysses": 4}, 1, (512,) * 2, (2, 2), P(None, "context", None, None), None),
+        ({"ulysses": 2}, 1, (64, 64), (4, 2), P(None, "ulysses", None, None), None),  # in order
     ],
-)
-def test_axes_of_rules_and_mesh(sizes, query, key, expected):
+)  # fmt: skip
+def test_axes_of_rules_and_mesh(sizes, batch, lengths, heads, query, key):
     names = ("data", "stage", "fsdp", "expert", "context", "ulysses", "tensor", "tensor_sequence")
     shape = tuple(sizes.get(name, 1) for name in names)
     mesh = jax.sharding.AbstractMesh(shape, names)
+    shapes = [(batch, length, n, 8) for length, n in zip(lengths, heads, strict=True)]
     with linen.logical_axis_rules(RULES):
-        found = sharding_of(mesh, query, key, BALANCED)
-    if expected is None:
-        assert found is None
-    else:
-        assert found == packax.AttentionSharding(*expected, mesh=mesh)
+        found = sharding_of(mesh, *shapes, BALANCED)
+    expected = packax.AttentionSharding(query, key or query, mesh=mesh) if query else None
+    assert found == expected
 
 
 @pytest.mark.parametrize(
