@@ -360,7 +360,7 @@ def models(out):
     assert "did not run" in models.shown({case.name: rows})
     right = models.packax_function(dataclasses.replace(case, kind="causal"))
     models.packax_function = lambda _: right
-    assert models.packax_alone(dataclasses.replace(case, keys=70))[0]["wrong"]
+    assert models.packax_alone(case)[0]["wrong"]
 
     def row(fwd, bwd):
         return {"times": {"fwd": {"ms": fwd}} | ({"bwd": {"ms": bwd}} if bwd else {})}
