@@ -1,7 +1,7 @@
 """flash_attention under JAX transformations, on the CPU.
 
-Guards against what a plain call does not show: remat that runs a kernel twice, a vmap that mixes
-batches, a dropped LSE gradient, a compilation cache that never hits.
+Guards against what results do not show: remat that runs a kernel twice, a compilation cache that
+never hits, a query that is read with scale 0.
 """
 
 import json
@@ -37,26 +37,6 @@ def loss(query, key, value, mask):
     return jnp.sum(out * DOUT[: len(out)]) + jnp.sum(jnp.where(jnp.isfinite(lse), lse * 0.5, 0))
 
 
-@pytest.fixture(scope="module")
-def gradients(mask):
-    """Gradients of the float64 NumPy oracle; dlse is 0.5 everywhere."""
-    return oracle.exact(QUERY, KEY, VALUE, CASE.allowed(), 16**-0.5, DOUT, np.full(DLSE.shape, 0.5))
-
-
-def assert_gradients(got, expected, atol=2e-5):
-    for name, x, y in zip("qkv", got, (expected.dq, expected.dk, expected.dv), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=f"d{name}")
-
-
-def test_scale_defaults_to_the_root_of_the_head_dim(mask):
-    out = packax.flash_attention(QUERY, KEY, VALUE, mask)
-    for scale in (0.25, np.float32(0.25), np.float64(0.25)):
-        np.testing.assert_array_equal(
-            out, packax.flash_attention(QUERY, KEY, VALUE, mask, scale=scale)
-        )
-    assert np.abs(out - packax.flash_attention(QUERY, KEY, VALUE, mask, scale=1)).max() > 0.01
-
-
 def test_scale_zero_reads_no_query(mask):
     """With scale 0, infinities and NaN in the query must not reach the results (0 * inf is NaN)."""
     query = QUERY.at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
@@ -80,76 +60,7 @@ def test_scale_zero_in_float64(mask):
         assert 0 < np.abs(gradient(tensors[0])).max() < 1e-37
 
 
-def test_lse_is_returned_on_request(mask):
-    out = packax.flash_attention(QUERY, KEY, VALUE, mask)
-    again, lse = packax.flash_attention(QUERY, KEY, VALUE, mask, return_lse=True)
-    np.testing.assert_array_equal(out, again)
-    assert lse.shape == DLSE.shape and lse.dtype == jnp.float32
-
-
-def test_numpy_operands(mask):
-    out = packax.flash_attention(*map(np.asarray, (QUERY, KEY, VALUE)), mask)
-    np.testing.assert_array_equal(out, packax.flash_attention(QUERY, KEY, VALUE, mask))
-
-
-def test_gradient_of_lse_alone(mask):
-    """With no cotangent for out, the LSE gradient is the softmax; a gradient rule can easily drop
-    it."""
-    _, transpose = jax.vjp(
-        lambda q, k: packax.flash_attention(q, k, VALUE, mask, return_lse=True)[1], QUERY, KEY
-    )
-    got = transpose(DLSE)
-    true = oracle.exact(QUERY, KEY, VALUE, CASE.allowed(), 16**-0.5, np.zeros(DOUT.shape), DLSE)
-    assert np.abs(true.dq).max() > 0.1
-    np.testing.assert_allclose(got[0], true.dq, rtol=1e-4, atol=2e-5)
-    np.testing.assert_allclose(got[1], true.dk, rtol=1e-4, atol=2e-5)
-
-
-def test_two_by_two_differences():
-    """Checks the gradient rule against float64 finite differences, which share no formula with
-    it."""
-    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-    with x64(True):
-        mask = packax.causal() & packax.documents(np.repeat([0, 1, -1], [3, 4, 2]))
-        rng = np.random.default_rng(3)
-        tensors = [jnp.asarray(rng.standard_normal((1, 9, 2, 4))) for _ in range(3)]
-        direction = [jnp.asarray(rng.standard_normal((1, 9, 2, 4))) for _ in range(3)]
-
-        def total(t):
-            out, lse = packax.flash_attention(
-                *(x + t * d for x, d in zip(tensors, direction, strict=True)),
-                mask,
-                return_lse=True,
-            )
-            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0))
-
-        total = jax.jit(total)
-        step = 1e-5
-        expected = (total(step) - total(-step)) / (2 * step)
-        np.testing.assert_allclose(jax.grad(total)(0.0), expected, rtol=1e-8)
-
-
-def test_scan_over_layers_shares_the_mask(mask):
-    weights = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16, 16)) / 4, jnp.float32)
-
-    def layer(x, weight, mask):
-        return x + packax.flash_attention(x @ weight, KEY, VALUE, mask)
-
-    def scanned(x, weights, mask):
-        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w, mask), None), x, weights)[0] ** 2)
-
-    def unrolled(x, weights, mask):
-        for weight in weights:
-            x = layer(x, weight, mask)
-        return jnp.sum(x**2)
-
-    got = jax.jit(jax.grad(scanned, (0, 1)))(QUERY, weights, mask)
-    expected = jax.jit(jax.grad(unrolled, (0, 1)))(QUERY, weights, mask)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
-
-
-def test_remat_that_keeps_the_results_runs_the_kernel_once(mask, gradients):
+def test_remat_that_keeps_the_results_runs_the_kernel_once(mask):
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
     assert packax.CHECKPOINT_NAMES == ("packax_out", "packax_lse")
 
@@ -161,7 +72,6 @@ def test_remat_that_keeps_the_results_runs_the_kernel_once(mask, gradients):
     # Checks the counter itself: without the saved names the forward runs again.
     nothing = jax.checkpoint_policies.nothing_saveable
     assert count("packax_forward", grad(nothing), QUERY, KEY, VALUE, mask) == 2
-    assert_gradients(jax.jit(grad(keep))(QUERY, KEY, VALUE, mask), gradients)
 
 
 def test_remat_by_a_name_of_the_programs_own(mask):

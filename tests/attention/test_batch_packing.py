@@ -5,9 +5,6 @@ Guards against a row that attends to keys of another batch row, masks shared by 
 lse or gradients of the wrong row.
 """
 
-import functools
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +12,7 @@ import packax
 import pytest
 from lowered import calls, text_of
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import lowering, primitives
-from tiers import some
+from packax._src.ops import lowering
 
 
 def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
@@ -55,86 +51,6 @@ def test_sizes_that_are_not_known_yet():
     assert not lowering.worth_packing(*shapes(batch, 16, 16))
     assert not lowering.worth_packing(*shapes(2048, length, 16))
     assert not lowering.worth_packing(*shapes(2048, 16, length))
-
-
-B = 7
-
-
-def expressions(rng, q_len, kv_len):
-    """Masks shared by all batch rows and masks per row, covering every mask mode."""
-    ids = functools.partial(rng.integers, -1, 3)  # ids repeat, so the kernels must compare them
-    q_at, kv_at = rng.integers(0, 40, (B, q_len)), rng.integers(0, 40, (B, kv_len))
-    lo = rng.integers(-3, kv_len, (B, q_len)).astype(np.int32)
-    both = packax.documents(ids((B, q_len)), kv_segment_ids=ids((B, kv_len)))
-    with_positions = packax.documents(
-        ids((B, q_len)), kv_segment_ids=ids((B, kv_len)), positions=q_at, kv_positions=kv_at
-    )
-    return {
-        "full": packax.full(),
-        "causal, one for all": packax.causal(),
-        "documents, one for all": packax.documents(ids((q_len,)), kv_segment_ids=ids((kv_len,))),
-        "documents": both,
-        "documents, causal": both & packax.causal(),
-        "positions": with_positions & packax.causal(),
-        "positions, window": with_positions & packax.sliding_window(9),
-        "ranges, some empty": packax.masks.ranges(
-            lo, lo + rng.integers(0, 9, (B, q_len), np.int32)
-        ),
-    }
-
-
-KINDS = tuple(expressions(np.random.default_rng(0), 4, 4))
-
-
-def record_binds(monkeypatch, merged):
-    """Records the query shapes of all binds; if merged, packs the batch into one row first."""
-    seen = []
-    for direction in ("forward", "backward"):
-        bind = getattr(primitives, direction)
-
-        def replacement(spec, x, bind=bind, direction=direction):
-            seen.append(x.query.shape)
-            if merged and x.query.shape[0] > 1:
-                return lowering.packed(direction, spec, x)
-            return bind(spec, x)
-
-        monkeypatch.setattr(primitives, direction, replacement)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "kind,sizes",
-    some(itertools.product(KINDS, [(1, 9, "soft cap"), (13, 4, "lse")]), 5, 8),
-)
-def test_results_and_gradients(kind, sizes):
-    q_len, kv_len, option = sizes
-    rng = np.random.default_rng(KINDS.index(kind))
-    query, key, value, cotangent = (
-        jnp.asarray(rng.standard_normal((B, n, h, 16)), jnp.float32)
-        for n, h in ((q_len, 4), (kv_len, 2), (kv_len, 2), (q_len, 4))
-    )
-    mask = packax.create_attention_mask(
-        expressions(rng, q_len, kv_len)[kind], q_len=q_len, kv_len=kv_len
-    )
-
-    def total(query, key, value):
-        options = {"return_lse": True} if option == "lse" else {"soft_cap": 1.5}
-        results = packax.flash_attention(query, key, value, mask, **options)
-        out, lse = results if option == "lse" else (results, jnp.zeros(()))
-        lse = jnp.where(jnp.isfinite(lse), lse, 0)
-        of_lse = jnp.sin(jnp.arange(lse.size)).reshape(lse.shape)
-        return (out * cotangent).sum() + (lse * of_lse).sum(), (out, lse)
-
-    found = []
-    for merged in (False, True):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            seen = record_binds(monkeypatch, merged)
-            jax.clear_caches()  # otherwise the second run would reuse the first program
-            gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)
-            found.append(jax.jit(gradients)(query, key, value))
-            assert ((1, B * q_len, 4, 16) in seen) is merged
-    for got, want in zip(*(jax.tree.leaves(x) for x in found), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
 def test_blocks_are_tested_where_a_row_of_theirs_was():

@@ -7,7 +7,6 @@ allows no key, and a bias expanded over its broadcast axes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import additive_masks
@@ -22,7 +21,6 @@ import score_oracle
 from cases import Case
 from tiers import some
 
-P = jax.sharding.PartitionSpec
 SMALL = Case(
     "bias", "odd lengths, groups", lambda: packax.sliding_window(40, 9), 150, 187, batch=2, heads=4,
     kv_heads=2,
@@ -44,18 +42,6 @@ def attention_of(case, **static):
         )
 
     return attention
-
-
-def check(case, bias, dtype=jnp.float32, *, soft_cap=None, dims=(16, 16)):
-    arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims, bias=bias)
-    attention = attention_of(case, soft_cap=soft_cap)
-    got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
-    true, plain, _ = score_oracle.true_and_plain(
-        arrays, case.allowed(), dout, dlse, soft_cap=soft_cap
-    )
-    score_oracle.check(got, true, plain)
-    assert got.gradients["bias"].dtype == bias.dtype
-    return got, true
 
 
 def hidden_case(expression, length=264):
@@ -134,58 +120,6 @@ def test_a_sink_above_rows_of_large_negative_numbers(masked):
     np.testing.assert_allclose(gradient, np.exp(sinks[:, None] - wanted).sum(1), rtol=1e-6)
 
 
-@pytest.mark.exhaustive
-def test_with_sinks_and_dropout_on_rows_of_one_number():
-    """A sink takes all the weight of a row at -1e9, and none of a row whose logits are larger."""
-    query = jnp.zeros((1, 8, 2, 16))
-    value = jnp.ones_like(query)
-    bias = jnp.full((1, 1, 8, 8), -1e9).at[:, :, 4:].set(1e9)
-
-    def run(bias, sinks, **more):
-        return packax.flash_attention(
-            query, query, value, packax.full(), bias=bias, sinks=sinks, return_lse=True, **more
-        )
-
-    sinks = jnp.zeros(2)
-    out, lse = run(bias, sinks)
-    np.testing.assert_array_equal(out[0, :, 0, 0], [0] * 4 + [1] * 4)
-    np.testing.assert_array_equal(lse[0, 0], [0] * 4 + [1e9] * 4)
-    shifted, even = run(bias - jnp.asarray([1e9] * 4 + [0] * 4)[:, None], sinks - 4e9)
-    np.testing.assert_array_equal(shifted, 1)
-    np.testing.assert_allclose(even[0, 0], [-2e9] * 4 + [1e9] * 4)
-
-    def loss(bias, sinks):
-        out, lse = run(bias, sinks, dropout_rate=0.5, dropout_key=jax.random.key(0))
-        return out[:, 4:].sum() + lse[:, :, :4].sum()
-
-    of_bias, of_sinks = jax.grad(loss, (0, 1))(bias, sinks)
-    assert np.isfinite(of_bias).all() and not np.any(of_bias[:, :, :4])
-    np.testing.assert_allclose(of_sinks, 4)  # of lse, in rows that the sink takes
-
-
-def test_gradients_with_an_emptied_row():
-    """The empty row has NaN cotangents and large numbers in its query."""
-    bias = jnp.zeros((1, 1, 70, 70)).at[:, :, 5].set(-jnp.inf)
-    query, key, value = (jax.random.normal(jax.random.key(n), (1, 70, 1, 8)) for n in range(3))
-
-    def gradients(query, at_row):
-        def run(*x):
-            return packax.flash_attention(
-                *x[:3], packax.causal(), bias=x[3], return_lse=True, return_max_logits=True
-            )
-
-        (out, lse, top), transpose = jax.vjp(run, query, key, value, bias)
-        dout, dlse = jnp.ones_like(out), jnp.ones_like(lse)
-        assert not np.isnan(top).any()
-        return transpose(
-            (dout.at[:, 5].set(at_row), dlse.at[:, :, 5].set(at_row), jnp.zeros_like(top))
-        )
-
-    clean = gradients(query, 0)
-    for x, y in zip(gradients(query.at[:, 5].set(1e30), jnp.nan), clean, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.mark.parametrize("given", [np.asarray, jnp.asarray])
 def test_the_least_float64_is_finite(given):
     """With queries of a smaller dtype, a float64 bias is clipped to that dtype's finite range and
@@ -197,112 +131,6 @@ def test_the_least_float64_is_finite(given):
         np.testing.assert_allclose(out, 1)
         none = packax.flash_attention(query, query, query, packax.full(), bias=bias * np.inf)
         np.testing.assert_array_equal(none, 0)
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives_on_rows_of_one_number():
-    rng = np.random.default_rng(3)
-    query, key, value, direction = (
-        jnp.asarray(rng.standard_normal((1, 12, 1, 8)), jnp.float32) for _ in range(4)
-    )
-
-    def derivatives_of(bias):
-        def loss(value):
-            out, lse = packax.flash_attention(
-                query * 0, key, value, packax.causal(), bias=bias, return_lse=True
-            )
-            return jnp.sin(out).sum() + jnp.sin(lse - jax.lax.stop_gradient(lse)).sum()
-
-        ways = (
-            lambda: jax.jvp(loss, (value,), (direction,))[1],
-            lambda: jax.jvp(jax.grad(loss), (value,), (direction,))[1],
-            lambda: jax.grad(lambda x: (jax.grad(loss)(x) * direction).sum())(value),
-            lambda: jax.grad(lambda x: jax.jvp(loss, (x,), (direction,))[1])(value),
-        )
-        return [way() for way in ways]
-
-    zero = jnp.zeros((1, 1, 12, 12))
-    for x, y in zip(derivatives_of(zero - 1e9), derivatives_of(zero), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-6)
-
-
-GROUPED = ((3, 2, 40, 40), (2, 1, 40, 40), (3, 2, 1, 40), (1, 2, 40, 40))
-
-
-def grouped_inputs(*more):
-    rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.standard_normal((*more, 6, 40, 2, 16)), jnp.float32) for _ in range(4)]
-
-
-@jax.jit
-def of_grouped(query, key, value, weights, bias):
-    """The output, and the gradients of query and bias."""
-
-    def loss(query, bias):
-        out = packax.flash_attention(query, key, value, packax.causal(), bias=bias)
-        return jnp.sum(out * weights), out
-
-    gradients, out = jax.grad(loss, (0, 1), has_aux=True)(query, bias)
-    return out, *gradients
-
-
-@pytest.mark.parametrize("shape", some(((shape,) for shape in GROUPED), 0))
-def test_one_for_each_group_of_batch_rows(shape):
-    rows = 6 // shape[0]
-    bias = random_bias(shape[:3], 40, seed=4)
-    tensors = grouped_inputs()
-    out, dq, dbias = of_grouped(*tensors, bias)
-    wide = of_grouped(*tensors, jnp.repeat(bias, rows, axis=0))
-    summed = wide[2].reshape(shape[0], rows, *shape[1:]).sum(1)
-    for got, expected in ((out, wide[0]), (dq, wide[1]), (dbias, summed)):
-        np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("mapped", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("shape", some(((shape,) for shape in GROUPED), 0, 3))
-def test_vmap_of_groups(shape, mapped):
-    tensors, biases = grouped_inputs(2), random_bias((2, *shape[:3]), 40, seed=5)
-    operands = [x if mapped[0] else x[0] for x in tensors] + [biases if mapped[1] else biases[0]]
-    axes = [0 if mapped[0] else None] * 4 + [0 if mapped[1] else None]
-    got = jax.jit(jax.vmap(of_grouped, axes))(*operands)
-    for n in range(2):
-        one = of_grouped(
-            *(x if axis is None else x[n] for x, axis in zip(operands, axes, strict=True))
-        )
-        for x, y in zip(got, one, strict=True):
-            np.testing.assert_allclose(x[n], y, atol=2e-5)
-
-
-@pytest.mark.parametrize("groups,devices", [(1, 2), (2, 2), (2, 3), (3, 2)])
-def test_groups_on_a_mesh(groups, devices):
-    """Six batch rows, sharded: a bias for several devices, several for one, and in between."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    rows, whole = (jax.sharding.NamedSharding(mesh, x) for x in (P("x"), P()))
-    operands = [*grouped_inputs(), random_bias((groups, 2, 40), 40, seed=6)]
-    placed = [jax.device_put(x, rows) for x in operands[:4]] + [jax.device_put(operands[4], whole)]
-    for x, y in zip(of_grouped(*placed), of_grouped(*operands), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
-
-
-def test_groups_with_context_parallelism():
-    """Three biases for six batch rows on two ranks: each rank gets a bias for each of its rows."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "context"))
-    spec = P("data", "context", None, None)
-    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
-    operands = [*grouped_inputs(), random_bias((3, 2, 40), 40, seed=6)]
-
-    @functools.partial(jax.jit, static_argnums=5)
-    def gradients(query, key, value, weights, bias, sharding):
-        def loss(query, bias):
-            mask = packax.causal()
-            out = packax.flash_attention(query, key, value, mask, bias=bias, sharding=sharding)
-            return jnp.sum(out * weights)
-
-        return jax.grad(loss, (0, 1))(query, bias)
-
-    both = (gradients(*operands, x) for x in (sharding, None))
-    for x, y in zip(*both, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 @pytest.mark.parametrize("way", ["out", "gradient", "tangent", "gradient of a sum"])

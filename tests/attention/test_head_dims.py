@@ -6,17 +6,14 @@ the fallback kernels are slower, head dims that only another GPU has, a scale co
 padded head dim, and results that keep the padding.
 """
 
-import itertools
-
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 import packax
 import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
 from packax._src.core.spec import AttentionSpec, Operands
-from packax._src.ops import ffi, lowering, primitives
+from packax._src.ops import ffi
 from tiers import some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -287,59 +284,6 @@ def test_in_programs_with_sizes_that_are_not_known_yet(hopper):
     assert "x300x8x128xbf16" in exported.mlir_module()
 
 
-@pytest.mark.parametrize(
-    "option,dims",
-    some(
-        itertools.product(
-            ("plain", "lse", "soft cap", "frozen keys", "bias"), ((24, 24), (24, 40), (72, 8))
-        ),
-        4,
-        8,
-        9,
-        13,
-    ),
-    ids=str,
-)
-def test_results_and_gradients(monkeypatch, dims, option):
-    """Runs on the CPU; each bind is padded to other head dims as lowering does for Hopper."""
-    rng = np.random.default_rng(sum(dims))
-    shapes = ((2, 300, 4, dims[0]), (2, 300, 2, dims[0]), (2, 300, 2, dims[1]))
-    shapes += ((2, 300, 4, dims[1]),)
-    *tensors, cotangent = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
-    options = {"soft_cap": 1.5} if option == "soft cap" else {}
-
-    if option == "bias":
-        tensors.append(jnp.asarray(rng.standard_normal((1, 4, 300, 300)), jnp.float32))
-
-    def total(query, key, value, *bias):
-        options.update(zip(("bias",), bias, strict=False))
-        key = jax.lax.stop_gradient(key) if option == "frozen keys" else key
-        out, lse = packax.flash_attention(query, key, value, MASK, return_lse=True, **options)
-        of_lse = jnp.sin(lse).sum() if option == "lse" else 0
-        return (out * cotangent).sum() + of_lse, (out, lse)
-
-    gradients = jax.jit(jax.value_and_grad(total, range(len(tensors)), has_aux=True))
-    expected = gradients(*tensors)
-    seen = []
-    for direction in ("forward", "backward"):
-        bind = getattr(primitives, direction)
-
-        def replacement(spec, x, bind=bind, direction=direction):
-            wide = (80, 96)
-            if (x.query.shape[3], x.value.shape[3]) == wide:
-                seen.append(direction)
-                return bind(spec, x)
-            return lowering.padded(direction, spec, x, wide)
-
-        monkeypatch.setattr(primitives, direction, replacement)
-    jax.clear_caches()  # otherwise the first program would be reused
-    found = gradients(*tensors)
-    assert set(seen) == {"forward", "backward"}
-    for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):
-        assert got.shape == want.shape
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("groups,parts", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("dtype,kind", [(jnp.float32, "_float32"), (jnp.bfloat16, "")])
 def test_a_bias_of_rows_on_hopper(extension, monkeypatch, dtype, kind, groups, parts):
@@ -391,41 +335,3 @@ def test_a_bias_of_one_element_per_logit_on_hopper(extension, monkeypatch):
     ((_, attributes, operands, _),) = [x for x in calls(text) if x[0] == "packax_backward_v1"]
     assert attributes["algorithm"] == '"sm90_separate"'
     assert operands[:2] == ["4x300x8x32xbf16", "4x304x2x32xbf16"]
-
-
-@pytest.mark.parametrize("ids", [False, True])
-def test_results_with_padded_keys(monkeypatch, ids):
-    """Runs on the CPU; each bind is padded as lowering does for Hopper."""
-    rng = np.random.default_rng(3)
-    shapes = [(2, 40, 4, 16), *[(2, 37, 2, 16)] * 2, (1, 4, 40, 37)]
-    tensors = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in (*shapes, (4,))]
-    expression = packax.causal(offset=-3)
-    if ids:  # in any order, so that rows compare the ids of keys
-        q_ids, kv_ids = (np.arange(n, dtype=np.int32)[None] % 3 for n in (40, 37))
-        expression = packax.documents(q_ids, kv_segment_ids=kv_ids)
-    mask = packax.create_attention_mask(expression, q_len=40, kv_len=37)
-
-    def total(query, key, value, bias, sinks):
-        options = {"bias": bias, "sinks": sinks, "return_lse": True}
-        out, lse = packax.flash_attention(query, key, value, mask, **options)
-        return jnp.sin(out).sum() + jnp.where(lse > -jnp.inf, jnp.sin(lse), 0).sum(), out
-
-    gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3, 4), has_aux=True))
-    expected = gradients(*tensors)
-    seen = []
-    for direction in ("forward", "backward"):
-        bind = getattr(primitives, direction)
-
-        def replacement(spec, x, bind=bind, direction=direction):
-            if x.key.shape[1] == 40:
-                seen.append(direction)
-                return bind(spec, x)
-            return lowering.with_keys(direction, spec, x, 40)
-
-        monkeypatch.setattr(primitives, direction, replacement)
-    jax.clear_caches()  # otherwise the first program would be reused
-    found = gradients(*tensors)
-    assert set(seen) == {"forward", "backward"}
-    for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):
-        assert got.shape == want.shape
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

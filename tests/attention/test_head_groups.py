@@ -5,153 +5,16 @@ Guards against heads of another group read, written or forgotten, and against a 
 between groups.
 """
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import packax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import abstract, by_name, calls, text_of, with_sm90
 from packax._src.ops import ffi
-from packax._src.ops import head_groups as some_heads
-from primitive_calls import SPEC, arrays_of, assert_maps, backward, forward, of_pass
-from tiers import some
-
-GROUPS = (range(2), range(2, 6))  # of six query heads; two share a key/value head
-Q_LEN, KV_LEN = 70, 90
-
-
-def operands(dtype=jnp.float32, *more):
-    rng = np.random.default_rng(1)
-    ids = np.sort(rng.integers(-1, 4, (2, KV_LEN))).astype(np.int32)
-    places = np.broadcast_to(np.arange(KV_LEN), ids.shape)
-    rows = {"segment_ids": ids[:, :Q_LEN], "positions": places[:, :Q_LEN]}
-    expression = packax.documents(**rows, kv_segment_ids=ids, kv_positions=places)
-    expression &= packax.causal()
-    mask = arrays_of(packax.create_attention_mask(expression, q_len=Q_LEN, kv_len=KV_LEN))
-
-    def draw(*shape):
-        return jnp.asarray(rng.standard_normal((*more, *shape)), dtype)
-
-    query, key, value = draw(2, Q_LEN, 6, 8), draw(2, KV_LEN, 3, 8), draw(2, KV_LEN, 3, 16)
-    return (query, key, value), draw(2, Q_LEN, 6, 16), draw(2, 6, Q_LEN), mask
-
-
-def of_keys(x, heads):
-    return x[..., heads.start // 2 : heads.stop // 2, :]
-
-
-def some_forward(heads, out, query, key, value, mask, spec=SPEC):
-    x = of_pass("forward", mask, query=query, key=key, value=value, init=out)
-    return some_heads.run("forward", heads, spec, x)
-
-
-def grouped_forward(query, key, value, mask):
-    out, lses = None, []
-    for heads in GROUPS:
-        keys, values = (of_keys(x, heads) for x in (key, value))
-        out, lse = some_forward(heads, out, query, keys, values, mask)
-        lses.append(lse)
-    return out, jnp.concatenate(lses, 1)
-
-
-def some_backward(heads, dq, tensors, mask, spec=SPEC):
-    names = ("query", "key", "value", "out", "lse", "dout", "dlse")
-    named = dict(zip(names, tensors, strict=False))
-    return some_heads.run("backward", heads, spec, of_pass("backward", mask, **named, init=dq))
-
-
-def grouped_backward(tensors, mask):
-    query, key, value, out, lse, dout, dlse = tensors
-    dq, parts = None, []
-    for heads in GROUPS:
-        keys, values = (of_keys(x, heads) for x in (key, value))
-        sums = [x[:, heads.start : heads.stop] for x in (lse, dlse)]
-        dq, *part = some_backward(
-            heads, dq, (query, keys, values, out, sums[0], dout, sums[1]), mask
-        )
-        parts.append(part)
-    return dq, *(jnp.concatenate(x, 2) for x in zip(*parts, strict=True))
-
-
-def assert_close(got, want):
-    for x, y in zip(got, want, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-
-
-def test_groups_are_the_whole():
-    tensors, dout, dlse, mask = operands()
-    whole = jax.jit(forward)(*tensors, mask)
-    assert_close(jax.jit(grouped_forward)(*tensors, mask), whole)
-    everything = ((*tensors, *whole, dout, dlse), mask)
-    assert_close(jax.jit(grouped_backward)(*everything), jax.jit(backward)(*everything))
-
-
-def test_the_other_heads_stay():
-    (query, key, value), _, _, mask = operands()
-    before = jnp.full((2, Q_LEN, 6, 16), 7.0)
-    out, _ = some_forward(range(2, 4), before, query, key[:, :, :1], value[:, :, :1], mask)
-    np.testing.assert_array_equal(np.delete(out, (2, 3), axis=2), 7)
-    assert not (out[:, :, 2:4] == 7).any()
-
-
-def test_shapes():
-    """With the largest logits, and with the sums that become gradients of scale and slopes."""
-    (query, key, value), dout, _, mask = operands(jnp.bfloat16)
-    heads = range(2, 4)
-    spec = dataclasses.replace(SPEC, max_logits=True)
-    results = jax.eval_shape(
-        lambda *x: some_forward(heads, None, *x, mask, spec),
-        *(query, of_keys(key, heads), of_keys(value, heads)),
-    )
-    assert [(x.shape, x.dtype) for x in results] == [
-        ((2, Q_LEN, 6, 16), jnp.bfloat16),
-        *[((2, 2, Q_LEN), jnp.float32)] * 2,
-    ]
-    sums = jnp.zeros((2, 2, Q_LEN))
-    spec = dataclasses.replace(SPEC, needs_grad=(*SPEC.needs_grad, "scales"))
-    results = jax.eval_shape(
-        lambda *x: some_backward(heads, None, x, mask, spec),
-        *(query, of_keys(key, heads), of_keys(value, heads), dout, sums, dout, sums),
-    )
-    assert [x.shape for x in results] == [
-        (2, Q_LEN, 6, 8),
-        (2, KV_LEN, 1, 8),
-        (2, KV_LEN, 1, 16),
-        (2, 2, 2, Q_LEN),
-    ]
-
-
-@pytest.mark.parametrize("mapped", some(["all", "query"], 0))
-def test_vmap(mapped):
-    tensors, dout, dlse, mask = operands(jnp.float32, 3)
-    if mapped == "query":
-        tensors = (tensors[0], tensors[1][0], tensors[2][0])
-    axes = [0 if x.ndim == 5 else None for x in tensors]
-    assert_maps(grouped_forward, (*tensors, mask), (*axes, None))
-
-    def both(query, key, value, dout, dlse, mask):
-        out, lse = grouped_forward(query, key, value, mask)
-        return grouped_backward((query, key, value, out, lse, dout, dlse), mask)
-
-    assert_maps(both, (*tensors, dout, dlse, mask), (*axes, 0, 0, None))
-
-
-def test_forward_mode():
-    tensors, _, _, mask = operands()
-    tangents = tuple(jnp.flip(x, 1) for x in tensors)
-    whole = lambda *x: tuple(forward(*x, mask))  # noqa: E731
-    groups = lambda *x: grouped_forward(*x, mask)  # noqa: E731
-    assert_close(
-        jax.tree.leaves(jax.jvp(groups, tensors, tangents)),
-        jax.tree.leaves(jax.jvp(whole, tensors, tangents)),
-    )
-
 
 # --- Calls for CUDA.
 

@@ -1,16 +1,12 @@
 """GQA groups split into parts where a backward would have too few programs: when, and that
 gradients do not change."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import packax
 import pytest
 from lowered import abstract, calls, loss, text_of
-from packax._src.ops import lowering, primitives
-from tiers import some
+from packax._src.ops import lowering
 
 
 def parts(kv_len, heads, kv_heads, batch=1):
@@ -52,72 +48,6 @@ def test_sizes_that_are_not_known_yet():
     for shape in ((batch, 4096, 1, 64), (1, length, 1, 64)):
         key = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         assert lowering.parts_of_group(query, key) == 1
-
-
-@pytest.mark.parametrize(
-    "kind,sizes",
-    some(
-        itertools.product(
-            ("documents", "soft cap", "bias", "map", "lse"),
-            [
-                (jnp.float32, 8, 2, 2),
-                (jnp.float32, 8, 2, 4),
-                (jnp.float32, 6, 1, 3),
-                (jnp.bfloat16, 8, 2, 4),
-                (jnp.bfloat16, 8, 2, 2),
-                (jnp.bfloat16, 6, 1, 3),
-            ],
-        ),
-        *(13, 20),
-    ),
-)
-def test_gradients(monkeypatch, kind, sizes):
-    dtype, heads, kv_heads, divided = sizes
-    rng = np.random.default_rng(heads + divided)
-    batch, length, dim = 2, 140, 16
-    query, key, value, cotangent = (
-        jnp.asarray(rng.standard_normal((batch, length, n, dim)), dtype)
-        for n in (heads, kv_heads, kv_heads, heads)
-    )
-    expression = packax.causal() & packax.documents(np.arange(length)[None].repeat(batch, 0) // 50)
-    options = {}
-    if kind == "soft cap":
-        options["soft_cap"] = 2.0
-    elif kind == "bias":
-        options["bias"] = packax.alibi(jnp.asarray(rng.uniform(0.1, 1, heads), jnp.float32))
-    elif kind == "map":
-        expression &= packax.masks.block_sparse(rng.random((batch, heads, 5, 5)) < 0.7, (32, 32))
-    mask = packax.create_attention_mask(expression)
-
-    def total(query, key, value):
-        results = packax.flash_attention(
-            query, key, value, mask, return_lse=kind == "lse", **options
-        )
-        out, lse = results if kind == "lse" else (results, jnp.zeros(()))
-        return (out * cotangent).astype(jnp.float32).sum() + jnp.where(lse > -1e30, lse, 0).sum()
-
-    def gradients():
-        """Compiles anew each time."""
-        jax.clear_caches()
-        return jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
-
-    whole = gradients()
-    bind, seen = primitives.backward, []
-
-    def in_parts(spec, x):
-        if x.key.shape[2] == kv_heads:
-            return lowering.in_parts("backward", spec, x, divided)
-        seen.append(x.key.shape[2])
-        return bind(spec, x)
-
-    monkeypatch.setattr(primitives, "backward", in_parts)
-    split_gradients = gradients()
-    assert set(seen) == {kv_heads * divided}
-    limit = 1e-5 if dtype == jnp.float32 else 2**-7
-    for got, want in zip(split_gradients, whole, strict=True):
-        assert got.dtype == dtype
-        got, want = (np.asarray(x, np.float64) for x in (got, want))
-        assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want)
 
 
 @pytest.mark.usefixtures("extension")

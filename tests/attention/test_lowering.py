@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import re
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -423,20 +422,6 @@ def test_primitives_are_named_as_documented():
             primitives.backward_p,
         )
     ] == ["packax_documents", "packax_blocks", "packax_forward", "packax_backward"]
-
-
-def test_cases_lower_for_cuda():
-    """Every case, forward and backward, at a head dim that has kernels."""
-
-    def call_of(case):
-        lengths = {"q_len": case.q_len, "kv_len": case.kv_len}
-        mask = packax.create_attention_mask(case.expression(), **lengths)
-        return *case.tensors(jnp.bfloat16)[:3], mask
-
-    for case in cases.CASES:
-        operands = jax.eval_shape(functools.partial(call_of, case))
-        found = calls(text_of(jax.grad(loss), *operands))
-        assert [call[0] for call in found] == ["packax_forward_v1", "packax_backward_v1"], case
 
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}], ids=["plain", "fallback"])

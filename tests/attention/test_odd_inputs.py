@@ -41,14 +41,6 @@ def close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
-def test_ids_of_any_integer_dtype(dtype):
-    ids = np.asarray([[0, 0, 9, 9, 9, 120, 120, 0]]).astype(dtype)
-    same = packax.documents(ids.astype(np.int32)).as_array(8, 8)
-    np.testing.assert_array_equal(packax.documents(ids).as_array(8, 8), same)
-    np.testing.assert_array_equal(packax.documents(ids.tolist()).as_array(8, 8), same)
-
-
 def test_numbers_of_64_bits_are_not_cut():
     """JAX converts NumPy's int64 to int32 by dropping bits: 2^32 + 1 would become 1, a valid
     index."""

@@ -1,7 +1,6 @@
 """shard_batch shards a batch with its mask; check_plan finds a plan that only one of them used."""
 
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -13,19 +12,10 @@ import packax
 import pytest
 from cases import ids_of, positions_of
 from context import (
-    BATCH,
     LENGTH,
-    ROWS,
-    assert_same,
-    expression_of,
-    in_order,
     mesh_of,
-    one_device,
     run_to_end,
-    tensors,
 )
-from context import results as results_of
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import once_each, some
 
@@ -43,42 +33,6 @@ IDS = np.stack(
 )
 POSITIONS = np.stack([positions_of(row) for row in IDS])
 EXPRESSION = packax.causal() & packax.documents(IDS)
-
-
-def inputs_of(tensors):
-    """As a batch: every array (batch, length, ...)."""
-    *rows, dlse = tensors
-    return [*rows, dlse.swapaxes(1, 2)]
-
-
-@pytest.mark.parametrize(
-    "of_plan,kind",
-    some(
-        itertools.product([("balanced", "documents"), ("zigzag", "causal")], ["Auto", "Explicit"]),
-        1,
-    ),
-    ids=str,
-)
-def test_batch_and_mask_in_one_call(of_plan, kind):
-    """Results equal one device's; the batch is sharded as its types say, or as XLA chooses."""
-    plan, expression = of_plan
-
-    @jax.jit
-    def run(batch):
-        (query, key, value, dout, dlse), mask, made = packax.context.shard_batch(
-            batch, expression_of(expression), sharding=SHARDING, kind=plan
-        )
-        assert made.kind == plan and mask.sharding == SHARDING
-        got = results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask, gather_head_groups=1)
-        return in_order(made, got), query
-
-    mesh = mesh_of(2, 2, 2, kind=kind, axes=AXES)
-    heads = P("data", None, "tensor")
-    with jax.set_mesh(mesh):
-        batch = jax.device_put(inputs_of(tensors()), NamedSharding(mesh, heads))
-        got, query = jax.block_until_ready(run(batch))
-    assert query.sharding.spec[:3] == ("data", "context", "tensor")
-    assert_same(got, one_device(expression))
 
 
 def test_eager_arrays_of_numpy_are_placed():
@@ -114,33 +68,6 @@ def test_a_mesh_of_one_rank(mesh):
     np.testing.assert_array_equal(batch, x)
     assert mask.kv_plan is None and plan.ranks == 1
     np.testing.assert_array_equal(plan.unpermute(x), x)
-
-
-@pytest.mark.exhaustive
-def test_inside_a_shard_map_of_the_callers():
-    """Whole sequences go in; this rank's rows come out."""
-    mesh = mesh_of(2, 4, axes=("data", "context"))
-    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
-
-    def local(batch, ids):
-        expression = packax.causal() & packax.documents(ids)
-        (query, key, value, dout, dlse), mask, _ = packax.context.shard_batch(
-            batch, expression, sharding=sharding
-        )
-        with packax.context.debug_checks():
-            rows = packax.context.shard_batch(ids, expression, sharding=sharding).batch
-            packax.context.check_plan(mask, segment_ids=rows)
-        return results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask)
-
-    rows, lse = P("data", "context"), P("data", None, "context")
-    with jax.set_mesh(mesh):
-        function = jax.shard_map(
-            local, in_specs=(P("data"), P("data")), out_specs=(rows, lse, *[rows] * 3)
-        )
-        got = jax.block_until_ready(jax.jit(function)(inputs_of(tensors()), ROWS))
-        plan = packax.context_plan(expression_of("documents"), sharding=sharding)
-        got = in_order(plan, got)
-    assert_same(got, one_device("documents"))
 
 
 @pytest.mark.parametrize(
@@ -219,37 +146,6 @@ def test_which_half_is_missing(case, jit, kind):
                 return
             with pytest.raises(ValueError, match=CASES[case]):
                 run_to_end(check)
-
-
-def wrong(case, plan, *, ids=True, positions=True, counted=POSITIONS):
-    """The message of check_plan for these arguments, or "" if it passes."""
-    mask, of_ids, of_positions = half_used(case, plan)
-    if counted is not POSITIONS:
-        moved = case not in ("no plan at all", "not permuted")
-        of_positions = plan.permute(counted) if moved else counted
-    given = {"segment_ids": of_ids} if ids else {}
-    given |= {"positions": of_positions} if positions else {}
-    with packax.context.debug_checks():
-        try:
-            packax.context.check_plan(mask, **given)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_with_less_to_go_by():
-    index = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
-    with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
-        plan = packax.context_plan(EXPRESSION, sharding=SHARDING)
-        for case, text in CASES.items():
-            assert (text or "") in wrong(case, plan, counted=index)
-            assert (text is None) == (wrong(case, plan, counted=index) == "")
-            alone = wrong(case, plan, positions=False)
-            if text in (NOT_PERMUTED, TWICE):
-                assert NOT_PERMUTED in alone and TWICE in alone and "Pass positions=" in alone
-            else:
-                assert (text or "") in alone and (text is None) == (alone == "")
-            assert (text is None) == (wrong(case, plan, ids=False) == "")
 
 
 def test_positions_of_ids_that_reappear():

@@ -5,10 +5,8 @@ specs say.
 """
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
@@ -24,28 +22,6 @@ from context import (
 )
 from packax._src.core.sharding import layout_of
 from tiers import once_each
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_numbers_in_expressions(kind):
-    """Offsets and lengths without a batch: every rank has its rows of what one device computes."""
-    expression = packax.sliding_window(300, 2, offset=7) & packax.prefix(jnp.asarray(90))
-    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
-    plan = plan_of("balanced", 2)
-    with jax.set_mesh(mesh_of(2, 1, 2, 1, kind=kind)):
-        for sharding in (CONTEXT, FULL):
-            got = jax.jit(
-                functools.partial(
-                    packax.create_attention_mask,
-                    q_len=LENGTH,
-                    kv_len=LENGTH,
-                    sharding=sharding,
-                    plan=plan,
-                )
-            )(expression)
-            for x, y in ((got.kv_start, mask.kv_start), (got.kv_end, mask.kv_end)):
-                y = plan.permute(jnp.broadcast_to(y, x.shape))
-                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def test_every_rank_has_the_hull_of_its_own_rows():

@@ -1,18 +1,33 @@
-"""Which steps of a rank's program wait for which: data dependencies fix the order of gathers and
-scatters.
+"""Which collectives a rank's program has, and which steps wait for which: data dependencies fix the
+order of gathers and scatters.
 
 Guards against gathers that all end before the first attention begins, or that are not needed. No
 result shows this: XLA may reorder whatever no operand orders.
 """
 
 import functools
+import re
 
 import jax
+import jax.numpy as jnp
 import packax
 import pytest
-from context import expression_of, mesh_of, results, tensors
+from context import (
+    BATCH,
+    CONTEXT,
+    KV_HEADS,
+    LENGTH,
+    collectives,
+    expression_of,
+    mesh_of,
+    placed,
+    plan_of,
+    results,
+    tensors,
+)
 from jax.sharding import PartitionSpec as P
 from rank_programs import Program, of_ranks
+from tiers import some
 
 GROUPS = 4
 FORWARD, BACKWARD = "packax_forward_heads", "packax_backward_heads"
@@ -100,3 +115,34 @@ def test_what_every_rank_reads_whole_is_not_split(kind):
     whole = [x for x in (mask.kv_plan, mask.kv_ids, mask.kv_pos) if x is not None]
     assert len(whole) == (3 if kind == "positions" else 2)
     assert {x.sharding.spec for x in whole} == {P("data")}
+
+
+@pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], 1))
+def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
+    """Forward and backward each gather the keys and values of one head at a time; the backward also
+    scatters gradients."""
+    mesh = mesh_of(2, axes=("context",))
+    plan = plan_of("balanced", 2)
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        inputs = placed(mesh, tensors(dtype), CONTEXT)
+        function = functools.partial(results, gather_head_groups=KV_HEADS)
+        lowered = jax.jit(function).lower(*inputs, mask)
+    text = lowered.as_text()
+    name = "f32" if dtype == jnp.float32 else "bf16"
+    own = f"{BATCH}x{LENGTH // 2}x16x{name}"
+    assert len(re.findall(rf'"stablehlo.all_gather".*tensor<{own}>', text)) == 2 * KV_HEADS
+    scattered = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<(\S+)>', text, re.DOTALL)
+    assert scattered == [own] * KV_HEADS
+    assert "stablehlo.all_reduce" not in text
+
+    if dtype != jnp.float32:
+        return  # CPUs have no bfloat16 collectives
+    compiled = collectives(lowered.compile().as_text())
+    whole = BATCH * LENGTH * KV_HEADS * 16
+    assert not [x for x in compiled if x[0] in ("all-reduce", "all-to-all")], compiled
+    assert sum(n for what, n in compiled if what == "reduce-scatter") == whole // 2
+    # Forward and backward gather separately: one shared gather would keep all keys in memory
+    # between them. The CPU compilers of older jax drop the barrier that keeps the two apart.
+    if jax.__version_info__ >= (0, 11):
+        assert sum(n for what, n in compiled if what == "all-gather" and n > 1000) == 2 * whole

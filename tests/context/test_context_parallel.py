@@ -13,17 +13,9 @@ import packax
 import pytest
 from context import (
     BATCH_AXES,
-    CONTEXT,
     FULL,
     ROWS,
-    assert_same,
-    expression_of,
-    in_order,
     mesh_of,
-    moved,
-    one_device,
-    plan_of,
-    results,
     tensors,
 )
 from jax.sharding import PartitionSpec as P
@@ -77,32 +69,3 @@ def test_inputs_of_another_sharding_are_resharded(arrive, kind):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
                 if kind == "Explicit" and arrive == "replicated":
                     assert jax.typeof(x) == jax.typeof(z)
-
-
-@pytest.mark.parametrize(
-    "groups,heads,plan",
-    some(
-        [
-            ((1, 3, 2), (12, 6), "balanced"),
-            ((1, 3, 2), (12, 6), None),
-            (2, (8, 2), "balanced"),
-            (None, (8, 4), None),
-            (None, (12, 12), "balanced"),
-        ],
-        0,
-    ),
-)
-def test_head_groups(groups, heads, plan):
-    """More than two groups, where each waits for the previous one; equal groups; and the default
-    for four ranks."""
-    plan = plan_of(plan, 4)
-
-    @jax.jit
-    def run(*tensors):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
-        return results(*tensors, mask, gather_head_groups=groups)
-
-    with jax.set_mesh(mesh_of(4, axes=("context",))):
-        inputs = moved(plan, tensors(heads=heads[0], kv_heads=heads[1]))
-        got = in_order(plan, jax.block_until_ready(run(*inputs)))
-    assert_same(got, one_device("documents", heads[1], heads[0]))

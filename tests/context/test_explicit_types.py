@@ -25,14 +25,6 @@ def mesh():
     return mesh_of("Explicit", (2, 2, 2), NAMES)
 
 
-def arrays():
-    rng = np.random.default_rng(0)
-    shapes = [(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    query, key, value, weights = (rng.standard_normal(s).astype(np.float32) for s in shapes)
-    ids = np.sort(rng.integers(-1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
-    return query, key, value, weights, ids
-
-
 def expression(ids):
     return packax.causal() & packax.documents(ids)
 
@@ -169,43 +161,6 @@ def test_a_mask_takes_the_layout_of_its_ids():
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding.query == P("data", "context")
     assert mask.kv_start.sharding.spec == P("data", "context")
-
-
-@pytest.mark.parametrize("kinds", [("Explicit", "Auto"), ("Auto", "Explicit")], ids="-".join)
-def test_one_axis_of_each_type(kinds):
-    """`sharding=` names axes of both types, of which only one is part of array types."""
-    types = tuple(getattr(AxisType, kind) for kind in kinds)
-    devices = mesh_of("Auto", (2, 2), ("data", "context"))
-    device_mesh = jax.sharding.Mesh(devices.devices, devices.axis_names, axis_types=types)
-    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
-    *tensors, weights, ids = arrays()
-
-    def step(tensors, ids, sharding):
-        def loss(tensors):
-            options = {} if sharding is None else {"sharding": sharding}
-            mask = packax.create_attention_mask(packax.causal() & packax.documents(ids), **options)
-            one = packax.flash_attention(*tensors, mask)
-            two = packax.flash_attention(*tensors, packax.sliding_window(9), **options)
-            return jnp.sum((one + two) * weights)
-
-        return jax.grad(loss)(tensors)
-
-    want = jax.jit(functools.partial(step, sharding=None))(tensors, ids)
-    moved_ids = np.repeat(ids, 2, axis=1)  # plans need 128 rows for each rank
-    with jax.set_mesh(device_mesh):
-        placed = jax.device_put((tensors, ids, moved_ids), NamedSharding(device_mesh, P("data")))
-        got = jax.jit(functools.partial(step, sharding=sharding))(*placed[:2])
-
-        def moved(ids):
-            batch = packax.context.shard_batch(ids, expression(ids), sharding=sharding)
-            return batch.batch, batch.plan.unpermute(batch.batch)
-
-        of_plan = *moved(placed[2]), *jax.jit(moved)(placed[2])
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
-    assert {x.sharding.spec for x in of_plan[::2]} == {P("data", "context")}
-    for x in of_plan[1::2]:
-        np.testing.assert_array_equal(x, moved_ids)
 
 
 def test_axes_of_other_types_say_nothing():

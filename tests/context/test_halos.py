@@ -30,9 +30,6 @@ from context import (
     tensors,
 )
 from context import results as all_results
-from local_plans import greedy
-from lowered import calls
-from packax._src.context.halo import Halo
 from paths import DOCS
 from tiers import some
 
@@ -148,78 +145,6 @@ def test_equals_one_device_and_moves_halos_alone(case):
         assert not bytes_of
 
 
-def structures(number):
-    """Random meshes, plans, windows and heads; each is one program, used for several rows."""
-    rng = np.random.default_rng(38)
-    found = []
-    while len(found) < number:
-        ranks = int(rng.choice([2, 4, 8]))
-        kind = [None, "zigzag", "balanced", "balanced"][rng.integers(4)]
-        length = 256 * ranks * int(rng.integers(1, 4))
-        chunk = None
-        if kind == "balanced":
-            sizes = [n for n in range(128, length // ranks + 1, 128) if length % (n * ranks) == 0]
-            chunk = int(rng.choice(sizes))
-        elif kind is None and rng.random() < 0.3:
-            length -= 8 * ranks  # no whole tiles
-        left, right = (int(2 ** rng.uniform(0, np.log2(length / 2))) for _ in range(2))
-        right = right // 4 if rng.random() < 0.4 else 0
-        size = int(rng.choice([32, 96, 128, 256]))
-        expression = [
-            window(left, right),
-            window(left, right) & CAUSAL,
-            chunked(size) & CAUSAL,
-            (CAUSAL & chunked(size)) | window(left, right),
-            window(left, right, offset=int(rng.integers(-40, 40))),
-        ][rng.integers(5)]
-        rows = chunk or length // (2 * ranks if kind == "zigzag" else ranks)
-        if Halo.of(expression, kind or "in order", ranks, length, rows) is not None:
-            found.append((ranks, kind, length, chunk, expression, rng.random() < 0.8))
-    return [(n, *x) for n, x in enumerate(found)]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("structure", structures(40), ids=str)
-def test_random_masks_plans_and_chunks(structure):
-    """Eight rows each: padding anywhere, ids that reappear, documents of any length."""
-    seed, ranks, kind, length, chunk, interval, with_documents = structure
-    rng = np.random.default_rng(seed)
-    heads, kv_heads = [(2, 1), (4, 2), (2, 2)][seed % 3]
-    mesh = mesh_of(ranks, axes=("context",))
-    lengths = {"q_len": length, "kv_len": length}
-
-    def expression_of(ids):
-        return interval & packax.documents(ids) if with_documents else interval
-
-    @jax.jit
-    def alone(ids, *inputs):
-        return all_results(*inputs, packax.create_attention_mask(expression_of(ids), **lengths))
-
-    @jax.jit
-    def sharded(ids, plan, *inputs):
-        mask = packax.create_attention_mask(
-            expression_of(ids), sharding=CONTEXT, plan=plan, **lengths
-        )
-        assert mask.halo is not None
-        return in_order(plan, all_results(*moved(plan, inputs), mask))
-
-    for _ in range(8):
-        cuts = np.sort(rng.integers(0, length, rng.integers(0, 12)))
-        names = rng.integers(-1, 6, len(cuts) + 1)
-        ids = np.repeat(names, np.diff([0, *cuts, length])).astype(np.int32)[None]
-        inputs = tensors(
-            heads=heads, kv_heads=kv_heads, batch=1, length=length, seed=int(rng.integers(2**31))
-        )
-        expected = alone(ids, *inputs)
-        more = {} if chunk is None else {"chunk": chunk}
-        plan = kind and packax.context_plan(
-            CAUSAL & packax.documents(ids), ranks=ranks, kind=kind, **more
-        )
-        with jax.set_mesh(mesh):
-            got = jax.block_until_ready(sharded(ids, plan, *inputs))
-        assert_same(got, expected)
-
-
 def test_traffic():
     """With four ranks and two hosts, ranks 1 and 2 each have one neighbour on each host."""
     expression = window(100) & packax.documents(np.zeros(4096, np.int32))
@@ -288,35 +213,6 @@ def test_stacks():
     assert found == [gathers, halos, back, halos]
 
 
-@pytest.mark.parametrize("kind", some([None, "zigzag", "balanced"], 1))
-def test_layers_of_both_kinds_in_one_scan(kind):
-    ids = ROWS[2:3, :512]
-    kinds = [x & packax.documents(ids) for x in (window(100), CAUSAL)]
-    chunk = {"chunk": 256} if kind == "balanced" else {}
-    plan = kind and packax.context_plan(kinds[1], ranks=2, kind=kind, **chunk)
-    query, *_, dout, _ = tensors(heads=1, kv_heads=1, batch=1, length=512)
-
-    def train(query, dout, masks):
-        stack = packax.masks.stack_masks(masks)
-
-        def layer(x, kind):
-            return x + packax.flash_attention(x, x, x, stack[kind]), None
-
-        out, pullback = jax.vjp(lambda x: jax.lax.scan(layer, x, jnp.array([0, 1, 0]))[0], query)
-        return out, *pullback(dout)
-
-    expected = jax.jit(train)(query, dout, [packax.create_attention_mask(x) for x in kinds])
-    if plan is not None:
-        query, dout = plan.permute((query, dout))
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
-        masks = [packax.create_attention_mask(x, sharding=CONTEXT, plan=plan) for x in kinds]
-        assert [mask.halo is None for mask in masks] == [False, True]
-        got = jax.block_until_ready(jax.jit(train)(query, dout, masks))
-    for name, x, y in zip(("out", "gradient"), got, expected, strict=True):
-        x = x if plan is None else plan.unpermute(x)
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
-
-
 ONCE = np.where(ROWS[:, :90] == 5, 9, ROWS[:, :90])
 ONCE = np.concatenate([ONCE, ROWS[:, 90:]], 1)  # without the id that reappears
 IN_ORDER = np.stack([positions_of(row) for row in ONCE])
@@ -373,63 +269,6 @@ def test_what_reads_all_keys():
             function = functools.partial(packax.flash_attention, **more)
             text = str(jax.make_jaxpr(function)(query, key, value, mask))
             assert ("all_gather" in text) == gathers != ("ppermute" in text)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["halos", "local"])
-def test_forward_mode_and_second_derivatives(kind):
-    """Along one direction: J u, and the Hessian of a scalar times u, also by reverse over
-    reverse."""
-    *x, dout, _ = tensors()
-    along = tensors(seed=1)[:3]
-    ids = ROWS[[1, 1, 2, 3]]  # a document of the whole row would be shared
-    expression = (window(100) if kind == "halos" else CAUSAL) & packax.documents(ids)
-    plan = None if kind == "halos" else greedy(ids, 2)
-
-    def derivatives(x, u, dout, mask):
-        def attend(x):
-            return packax.flash_attention(*x, mask)
-
-        def gradient(x):
-            return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x)) * dout))(x)
-
-        def product(x):
-            return sum(jnp.vdot(g, v) for g, v in zip(gradient(x), u, strict=True))
-
-        forward = (jax.jvp(f, (x,), (u,))[1] for f in (attend, gradient))
-        return *forward, jax.grad(product)(x)
-
-    operands = tuple(x), along, dout
-    expected = jax.jit(derivatives)(*operands, packax.create_attention_mask(expression))
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
-        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
-        assert (mask.halo is None) == (kind == "local") and mask.private_part is not None
-        got = jax.jit(derivatives)(*(operands if plan is None else plan.permute(operands)), mask)
-        got = jax.block_until_ready(got)
-    got = got if plan is None else plan.unpermute(got)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-
-
-@pytest.mark.exhaustive
-def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
-    """All rows with the rank's local keys, then the first rows of each chunk with the halos."""
-    shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
-        mask = packax.create_attention_mask(window(100) & DOCUMENTS, sharding=CONTEXT)
-
-        def loss(*x):
-            return packax.flash_attention(*x, mask).astype(jnp.float32).sum()
-
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes)
-        found = calls(traced.lower(lowering_platforms=("cuda",)).as_text())
-    rows = [(target, operands[:2]) for target, _, operands, _ in found]
-    own, edge, halo = (f"{BATCH}x{n}x{{}}x64xbf16" for n in (LENGTH // 2, 128, 256))
-    expected = [[own.format(8), own.format(4)], [edge.format(8), halo.format(4)]]
-    got = [x for target, x in rows if target.startswith("packax_forward")]
-    assert got == expected, rows
-    got = [x for target, x in rows if target.startswith("packax_backward")]
-    assert got == expected, rows
 
 
 @pytest.mark.exhaustive

@@ -92,19 +92,6 @@ def test_a_plan_that_is_known_to_be_right_is_not_checked():
     assert mask.private_part is not None and mask.plan_mismatch is None
 
 
-@pytest.mark.parametrize("made", some(["by packax", "by the test"], 0))
-def test_a_right_plan_through_attention(made):
-    """Plan and ids are arguments of the program."""
-    if made == "by packax":
-        plan = packax.context_plan(expression_of("documents"), ranks=2, kind="local", shared=0.75)
-    else:
-        plan = greedy(ROWS, 2, shared=300)
-    assert plan.shared < LENGTH // 2
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
-        got = jax.block_until_ready(jax.jit(run)(plan, jnp.asarray(ROWS), *tensors()))
-    assert_same(got, one_device())
-
-
 def test_the_log_sum_exp_is_nan_too():
     plan = greedy(OTHER, 4)
 

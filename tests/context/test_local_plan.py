@@ -65,18 +65,6 @@ def test_documents_with_less_area_that_are_longer():
         check_local(plan_of(rolled, ranks=2), rolled)
 
 
-def test_any_size_of_the_shared_part():
-    """From the necessary size up to all rows: the rest is filled with whole documents."""
-    rng = np.random.default_rng(1)
-    ids = np.stack([ids_of(rng.permutation(range(5, 60))) for _ in range(2)])
-    least = plan_of(ids).shared
-    assert least < LENGTH // RANKS
-    for shared in range(least, LENGTH // RANKS + 1, 77):
-        plan = plan_of(ids, shared=shared)
-        assert plan.shared == shared
-        check_local(plan, ids)
-
-
 def test_what_does_not_fit_is_balanced():
     """One document over all ranks."""
     ids = np.zeros((1, LENGTH), np.int32)
@@ -94,13 +82,6 @@ def test_areas_beyond_int32():
         plan = plan_of(ids, 8)
         check_local(plan, ids)
         assert load_of(plan, ids) <= 1.03
-
-
-def test_arrays_of_jax_are_planned_on_the_host_too():
-    ids = ids_of([300, 500, 100, 1])
-    plan, of_jax = plan_of(ids), plan_of(jnp.asarray(ids))
-    assert isinstance(of_jax.order, np.ndarray)
-    np.testing.assert_array_equal(plan.order, of_jax.order)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"shared": 0.5}])
@@ -163,20 +144,6 @@ def test_short_documents_level_the_ranks():
         assert len({*plan.inverse[0][ids == n] // (length // 4)}) == 1
 
 
-def test_nothing_is_shared_where_documents_fill_ranks():
-    ids = ids_of([LENGTH // RANKS] * RANKS)
-    plan = plan_of(ids)
-    check_local(plan, ids)
-    assert plan.shared == 0
-    assert plan.fetched == 0
-
-
-def test_all_padding():
-    plan = plan_of(np.full((1, LENGTH), -1))
-    check_local(plan, np.full((1, LENGTH), -1))
-    assert plan.shared == 0
-
-
 @pytest.mark.parametrize(
     "expression",
     [
@@ -200,23 +167,6 @@ def test_windows_count_what_they_attend():
     assert plan.shared < plan_of(ids).shared
 
 
-def test_the_host_leaves_jax_alone(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a jax operation")
-
-    monkeypatch.setattr(jax.extend.core.Primitive, "bind", refuse)
-    plan = plan_of(ids_of([300, 500, 100]))
-    plan.permute({"tokens": np.zeros((2, LENGTH), np.int32)})
-
-
-def test_permute_and_unpermute():
-    ids = np.stack([ids_of([300, 500, 100, 1]), ids_of([1000])])
-    plan = plan_of(ids)
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3))
-    np.testing.assert_array_equal(plan.permute(x)[1], x[1][plan.index()[1]])
-    np.testing.assert_array_equal(plan.unpermute(plan.permute(x)), x)
-
-
 def test_traffic():
     plan = plan_of(ids_of([LENGTH]), 4)
     assert plan.traffic(2, 10) == {"inside": 5120, "between": 10240}
@@ -224,27 +174,6 @@ def test_traffic():
     assert plan.traffic(4, 10) == {"inside": 3 * 1280, "between": 0}
     with pytest.raises(ValueError, match="divide the plan's 4 ranks, but is 3"):
         plan.traffic(3, 10)
-
-
-def test_of_one_rank():
-    plan = plan_of(np.zeros(100, int), ranks=1)
-    np.testing.assert_array_equal(plan.index(), np.arange(100)[None])
-
-
-def test_inputs_take_the_plan():
-    sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
-    ids = np.stack([ids_of([70] * 28), ids_of([50] * 40)])
-    with jax.set_mesh(mesh_of(4, axes=("x",))):
-        tokens = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        batch, _, plan = packax.context.shard_batch(
-            {"tokens": tokens},
-            packax.causal() & packax.documents(ids),
-            sharding=sharding,
-            kind="local",
-            shared=0.5,
-        )
-    assert plan.shared == 256
-    np.testing.assert_array_equal(batch["tokens"], plan.index())
 
 
 def test_inputs_take_a_plan_that_was_made_before():

@@ -85,6 +85,18 @@ def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
         assert backward.waits_for_operands(half, private, "reduce_scatter", scatter)
 
 
+def test_nothing_is_shared():
+    """The program then has no collective, forward or backward."""
+    ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))
+    expression, plan = packax.causal() & packax.documents(ids), greedy(ids, 4)
+    assert plan.shared == 0
+    mesh = mesh_of(4, axes=("context",))
+    with jax.set_mesh(mesh):
+        inputs = placed(mesh, tensors(), CONTEXT)
+        compiled = jax.jit(results).lower(*inputs, mask_of(expression, plan)).compile()
+    assert not collectives(compiled.as_text())
+
+
 def test_no_result_is_updated_at_a_place_that_xla_knows():
     """With a constant index, XLA of jax 0.11 takes an update at the end of a program for part of
     the kernel's result, and fails: "DUS target must be a fusion parameter"."""

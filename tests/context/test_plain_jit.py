@@ -5,7 +5,6 @@ must not gather, permute or exchange anything, and results equal one device's.
 """
 
 import contextlib
-import functools
 import pickle
 import warnings
 
@@ -21,7 +20,6 @@ from plain_jit import (
     MOVES,
     assert_equal,
     both,
-    causal_documents,
     collectives,
     expected,
     mesh_of,
@@ -149,34 +147,3 @@ def test_a_compiled_program_is_stored():
         *pickle.loads(stored), execution_devices=devices
     )
     assert_equal(loaded(*args), compiled(*args))
-
-
-def layers(query, key, value, ids, remat):
-    mask = packax.create_attention_mask(causal_documents(ids))
-
-    def layer(x, _):
-        return packax.flash_attention(x, key, value, mask), None
-
-    body = jax.checkpoint(layer) if remat else layer
-    return jax.lax.scan(body, query, None, length=3)[0]
-
-
-@pytest.mark.parametrize("remat", some([False, True], 1))
-def test_layers_in_a_scan(remat):
-    mesh = mesh_of()
-    args = shard(mesh, *tensors())
-    function = both(functools.partial(layers, remat=remat))
-    compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
-    assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
-    want = jax.jit(function)(*tensors())
-    assert_equal(compiled(*args), want)
-
-
-def test_building_a_mask():
-    mesh = mesh_of()
-    *_, ids = tensors()
-    build = jax.jit(lambda ids: packax.create_attention_mask(causal_documents(ids)))
-    sharded = put(mesh, ids, "data")
-    compiled = build.lower(sharded).compile()
-    assert not collectives(compiled), collectives(compiled)
-    assert_equal(compiled(sharded), build(ids))

@@ -4,9 +4,6 @@ Guards against the silent failure of sharded attention: the forward pass is righ
 of a replicated operand misses the sum over the devices.
 """
 
-import functools
-
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,31 +38,6 @@ def build(ids):
 def attention(query, key, value, mask):
     out, lse = packax.flash_attention(query, key, value, mask, return_lse=True)
     return out, jnp.where(jnp.isfinite(lse), lse, 0)
-
-
-def total(function):
-    """A loss over the whole batch, for a function that returns out and lse."""
-
-    def loss(query, key, value, *mask):
-        out, lse = function(query, key, value, *mask)
-        return jnp.sum(out * WEIGHTS) + jnp.sum(lse)
-
-    return loss
-
-
-def both(function):
-    return jax.value_and_grad(total(function), (0, 1, 2))
-
-
-@functools.cache
-def expected(name):
-    mask = build(IDS) if name == "batch" else build(IDS[0])
-    return jax.jit(both(attention))(QUERY, KEY, VALUE, mask)
-
-
-def assert_same(got, expected):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=2e-5)
 
 
 HEADS_SPLIT = P("data", None, "model")
@@ -114,49 +86,6 @@ def test_eager_shard_map_with_replicated_weights():
     got = jax.grad(lambda w: jnp.sum(mapped(w, *args) * WEIGHTS))(weight)
     true = jax.grad(lambda w: jnp.sum(local(w, *args) * WEIGHTS))(weight)
     np.testing.assert_allclose(got, true, rtol=1e-3, atol=1e-3)
-
-
-def test_remat_and_scan_inside_shard_map():
-    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
-
-    def local(query, key, value, mask):
-        @functools.partial(jax.checkpoint, policy=keep)
-        def layer(x, _):
-            return packax.flash_attention(x, key, value, mask), None
-
-        return jax.lax.scan(layer, query, None, length=2)[0]
-
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh_of("Auto"),
-        in_specs=(P("data"), P("data"), P("data"), P("data")),
-        out_specs=P("data"),
-    )
-
-    def grad(function):
-        args = (QUERY, KEY, VALUE, build(IDS))
-        loss = lambda *x: jnp.sum(function(*x) * WEIGHTS)  # noqa: E731
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
-
-    assert_same(grad(mapped), grad(local))
-
-
-def test_case_of_three_rows_on_three_devices():
-    """A batch that is not a power of two; each device has other documents."""
-    case = cases.BY_NAME["batch_of_three"]
-    query, key, value, *_ = case.tensors(jnp.float32, 16, 16)
-    mask = packax.create_attention_mask(case.expression())
-    mesh = jax.make_mesh(
-        (3,), ("data",), devices=jax.devices("cpu")[:3], axis_types=(AxisType.Auto,)
-    )
-    mapped = jax.shard_map(
-        packax.flash_attention, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data")
-    )
-    np.testing.assert_allclose(
-        jax.jit(mapped)(query, key, value, mask),
-        jax.jit(packax.flash_attention)(query, key, value, mask),
-        atol=1e-6,
-    )
 
 
 @pytest.mark.parametrize("shared", some([False, True], 0), ids=["masks of rows", "one mask"])

@@ -6,19 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-import strategies
-from hypothesis import given
 from mask_checks import check
-from strategies import expression_of
 from tiers import some
-
-
-@given(strategies.expressions())
-def test_arrays_mean_the_expression(drawn):
-    recipe, q_len, kv_len = drawn
-    expression = expression_of(recipe)
-    check(packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len), expression)
-
 
 # Only these cases may need the comparison of the ids of every pair.
 SEGMENT_CHECKED = {

@@ -1,51 +1,11 @@
 """Expressions: `as_array` against the definition, one pair (i, j) at a time."""
 
-import every_kind
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-import strategies
-from hypothesis import given
-from strategies import expression_of
-
-
-def attends(recipe, b, i, j):
-    """The definition for one pair."""
-    args, causal, limits = recipe
-
-    def at(name, index):
-        x = args[name]
-        return int(x[index] if x.ndim == 1 else x[min(b, len(x) - 1), index])
-
-    if limits is not None:
-        lo, hi = (int(x[min(b, len(x) - 1), i]) for x in limits)
-        if not lo <= j < hi:
-            return False
-    if args is not None:
-        q_id = at("segment_ids", i)
-        kv_id = at("kv_segment_ids" if "kv_segment_ids" in args else "segment_ids", j)
-        if q_id == packax.PADDING_SEGMENT_ID or q_id != kv_id:
-            return False
-        if causal and "positions" in args:
-            kv_pos = at("kv_positions" if "kv_positions" in args else "positions", j)
-            return at("positions", i) >= kv_pos
-    return i >= j if causal else True
-
-
-@given(strategies.expressions())
-def test_as_array_is_the_definition(drawn):
-    recipe, q_len, kv_len = drawn
-    got = np.asarray(expression_of(recipe).as_array(q_len, kv_len))
-    assert got.dtype == bool and got.shape[-2:] == (q_len, kv_len)
-    got = got if got.ndim == 3 else got[None]
-    # The definition is slow in Python: all pairs of small masks, a sample for large ones.
-    pairs = list(np.ndindex(q_len, kv_len))
-    if q_len * kv_len > 400:
-        pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (400, 2))
-    for b in range(len(got)):
-        for i, j in pairs:
-            assert got[b, i, j] == attends(recipe, b, i, j), (b, i, j)
+from calls import INTERVALS, LABELS, SELECTORS, Call
+from tiers import some
 
 
 def test_causal_is_aligned_to_the_first_row_and_key():
@@ -113,25 +73,34 @@ def test_ranges_of_any_integer_saturate():
     np.testing.assert_array_equal(unsigned.as_array(2, 3), [[True] * 3, [True, False, False]])
 
 
-@pytest.mark.parametrize("kind", every_kind.KINDS)
-def test_expressions_are_frozen(kind):
+KINDS = [Call(interval=kind) for kind in INTERVALS]
+KINDS += [Call(interval="window", selector=kind) for kind in SELECTORS]
+
+
+@pytest.mark.parametrize("call", KINDS, ids=str)
+def test_expressions_are_frozen(call):
     """They copy the caller's arrays, which may be buffers that a data loader reuses."""
-    arrays = {name: np.array(x) for name, x in every_kind.arrays().items()}
-    expression = every_kind.KINDS[kind](arrays)
-    before = expression.as_array(every_kind.S, every_kind.S)
+    arrays = call.arrays()
+    expression = call.expression(arrays)
+    before = expression.as_array(33, 33)
     for x in arrays.values():
         x[...] = x[::-1].copy()
-    np.testing.assert_array_equal(expression.as_array(every_kind.S, every_kind.S), before)
+    np.testing.assert_array_equal(expression.as_array(33, 33), before)
     with pytest.raises(AttributeError):
         expression.lo = 3
 
 
-@pytest.mark.parametrize("kind", [kind for kind in every_kind.KINDS if kind != "block sparse"])
-@pytest.mark.parametrize("to", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_no_rows_and_no_tokens(kind, to):
+# Of jax, every operation compiles a program.
+@pytest.mark.parametrize("call", [x for x in KINDS if "block" not in x.selector], ids=str)
+@pytest.mark.parametrize("to", some([np.asarray, jnp.asarray], 0), ids=["numpy", "jax"])
+def test_no_rows_and_no_tokens(call, to):
     for batch, length in ((0, 5), (2, 0), (0, 0)):
-        arrays = {name: to(x) for name, x in every_kind.arrays(length, batch).items()}
-        expression = every_kind.KINDS[kind](arrays)
+        sizes = {"b": batch, "q": length, "k": length}
+        arrays = {
+            name: to(x[tuple(slice(sizes.get(at)) for at in LABELS[name])])
+            for name, x in call.arrays().items()
+        }
+        expression = call.expression(arrays)
         dense = expression.as_array(length, length)
         assert dense.dtype == bool and dense.shape[-2:] == (length, length)
         assert dense.ndim == 2 or dense.shape[0] in (1, batch)

@@ -12,7 +12,6 @@ import pytest
 from context import mesh_of
 from jax.sharding import PartitionSpec as P
 from packax.masks import stack_masks
-from tiers import some
 
 LENGTH = 256
 IDS = np.stack([np.repeat([0, 1, -1], [100, 120, 36]), np.repeat([3, 7], [56, 200])])
@@ -60,39 +59,6 @@ def model(x, key, value, mask_of, kinds, *, scan, remat=False, **options):
 LAYERS = (0, 1, 0)
 
 
-@pytest.mark.parametrize("name", some(list(KINDS), 1, 2))
-def test_a_mask_of_the_stack_attends_what_it_did(name):
-    masks = built(name)
-    stack = stack_masks(masks)
-    assert len(stack) == 2
-    for kind, mask in enumerate(masks):
-        got = stack[kind].as_array()  # a mask of batch 1 is broadcast
-        np.testing.assert_array_equal(got, np.broadcast_to(mask.as_array(), got.shape))
-    if name != "ids":
-        return
-    assert stack[0].mask_mode == masks[0].mask_mode  # masks of equal form get nothing added
-
-
-@pytest.mark.parametrize(("name", "remat"), some([(n, r) for n in KINDS for r in (0, 1)], 3))
-def test_scan_equals_a_loop(name, remat):
-    masks = built(name)
-    stack = stack_masks(masks)
-
-    def loss(function, *x):
-        return jnp.sum(jnp.sin(function(*x)))
-
-    loop = functools.partial(model, mask_of=lambda kind: masks[kind], kinds=LAYERS, scan=False)
-    scanned = functools.partial(
-        model, mask_of=lambda kind: stack[kind], kinds=LAYERS, scan=True, remat=bool(remat)
-    )
-    both = [
-        jax.jit(jax.value_and_grad(functools.partial(loss, x), argnums=(0, 1, 2)))(*tensors())
-        for x in (loop, scanned)
-    ]
-    for x, y in zip(*map(jax.tree.leaves, both), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-
-
 def test_the_body_is_compiled_once():
     """A scan over a stack contains the attention of one layer; lax.cond contains both kinds."""
     stack = stack_masks(built("positions"))
@@ -114,31 +80,6 @@ def test_the_body_is_compiled_once():
         jax.make_jaxpr(lambda x: jax.lax.scan(cond, x, jnp.asarray(LAYERS)))(tensors()[0])
     )
     assert branches.count("packax_forward") == 2 * one
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [None, "balanced", "local"])
-def test_under_a_mesh(kind):
-    """Context parallelism: masks with one plan can be stacked, and keep their sharding."""
-    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
-    with jax.set_mesh(mesh):
-        local, whole = expressions("positions" if kind != "local" else "ids")
-        plan = None
-        if kind is not None:
-            plan = packax.context_plan(whole, ranks=2, kind=kind, chunk=None)
-        masks = [
-            packax.create_attention_mask(x, sharding=sharding, plan=plan) for x in (local, whole)
-        ]
-        stack = stack_masks(masks)
-        inputs = tensors() if plan is None else plan.permute(tensors())
-        spec = jax.sharding.NamedSharding(mesh, P("data", "context"))
-        inputs = [jax.device_put(x, spec) for x in inputs]
-        scanned = jax.jit(lambda *x: model(*x, lambda k: stack[k], LAYERS, scan=True))(*inputs)
-    alone = stack_masks(built("positions"))
-    wanted = jax.jit(lambda *x: model(*x, lambda k: alone[k], LAYERS, scan=True))(*tensors())
-    got = scanned if plan is None else plan.unpermute(scanned)
-    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("context", [False, True])

@@ -7,7 +7,6 @@ tree that are none.
 
 from __future__ import annotations
 
-import functools
 import tracemalloc
 
 import jax
@@ -21,39 +20,6 @@ from tiers import some
 LENGTH, SEGMENTS = 149, 12
 
 
-@functools.partial(jax.jit, static_argnames="joined")
-def built(ids, parents, joined):
-    mask = packax.create_attention_mask(trees.expression(trees.Tree(ids, parents), joined))
-    return mask, mask.as_array()
-
-
-@pytest.mark.parametrize("joined", trees.JOINED)
-def test_definition(joined):
-    """as_array, computed by squaring, equals a walk up the tree."""
-    for seed in range(6):
-        tree = trees.random_tree(seed, 41, 9)
-        allowed = trees.meaning(tree, joined)
-        got = trees.expression(tree, joined).as_array(41, 41)
-        assert isinstance(got, np.ndarray)
-        np.testing.assert_array_equal(got, allowed)
-        depth = trees.depths(trees.attended(tree))
-        positions = packax.masks.tree_positions(packax.masks.tree(*tree))
-        assert isinstance(positions, np.ndarray) and positions.dtype == np.int32
-        np.testing.assert_array_equal(positions, depth)
-
-
-def check_masks(seed, joined, batch):
-    tree = trees.batch_of_trees(seed, batch, LENGTH, SEGMENTS)
-    mask, got = built(*tree, joined)
-    np.testing.assert_array_equal(got, trees.meaning(tree, joined))
-    return mask
-
-
-@pytest.mark.parametrize("joined", some(trees.JOINED, 0, 3))
-def test_masks(joined):
-    check_masks(1, joined, 24)
-
-
 @pytest.mark.parametrize("joined", some(["alone", "causal", "wide window"], 2))
 def test_what_kernels_attend(joined):
     """Lists, flags and ranges together, of both passes; lists of whole paths are exact."""
@@ -61,7 +27,7 @@ def test_what_kernels_attend(joined):
     tree = trees.batch_of_trees(2, 12, length, SEGMENTS)
     tree.ids[0] = np.repeat(np.arange(4), 115)  # gives full blocks
     tree.parents[0] = [-1, 0, 1, 0, *range(3, SEGMENTS - 1)]
-    mask, _ = built(*tree, joined)
+    mask = packax.create_attention_mask(trees.expression(tree, joined))
     allowed = trees.meaning(tree, joined)
     for got in trees.as_kernels_see_it(mask):
         np.testing.assert_array_equal(got, allowed)
@@ -115,25 +81,6 @@ def test_shared_prefix(joined):
     depth = trees.depths(trees.attended(tree))
     np.testing.assert_array_equal(packax.masks.tree_positions(expression), depth)
     assert packax.masks.tree_positions(traced).shape == (1, 16)
-
-
-@pytest.mark.exhaustive
-def test_deep_and_wide():
-    """A path of 64 segments, 200 roots, one segment, all padding, and no tokens."""
-    index = np.arange(128)
-    for joined, ids, parents in (
-        ("window", index // 2, np.arange(64) - 1),
-        ("causal", index, np.full(200, -1)),
-        ("window", 0 * index, [-1]),
-        ("causal", 0 * index - 1, [-1, 0]),
-    ):
-        tree = trees.Tree(np.asarray(ids), np.asarray(parents))
-        _, got = built(*tree, joined)
-        np.testing.assert_array_equal(got[0], trees.meaning(tree, joined))
-    nothing = packax.masks.tree(np.zeros((2, 0), int), [-1])
-    assert nothing.as_array(0, 0).shape == (2, 0, 0)
-    assert packax.create_attention_mask(nothing).kv_start.shape == (2, 0)
-    assert packax.masks.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
 
 
 def test_with_documents_ranges_and_block_masks():
@@ -280,10 +227,3 @@ def test_text_and_static_fields():
     assert "built from shared_prefix(int32[3], int32[3])>" in repr(mask)
     assert "built from a tree" in repr(jax.tree.map(lambda x: x, mask))
     assert mask.block_size == (1 << 30, 1 << 30)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("joined", trees.JOINED)
-def test_a_thousand_trees(joined):
-    for seed in range(10, 16):
-        check_masks(seed, joined, 24)

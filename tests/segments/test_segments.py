@@ -134,12 +134,6 @@ def test_positions_count_the_tokens_of_a_document():
     np.testing.assert_array_equal(both(segments.positions, ids[0]), positions[0])
 
 
-def test_positions_and_ids_are_inverse():
-    ids = segments.from_lengths([[4, 1, 3], [8, 0, 0]])
-    back = segments.from_positions(segments.positions(ids), ids >= 0)
-    np.testing.assert_array_equal(back, ids)
-
-
 def test_next_tokens_do_not_cross_a_document():
     rng = np.random.default_rng(1)
     ids, tokens = random_ids(rng), rng.integers(1, 99, (3, 40))
@@ -351,17 +345,6 @@ def test_values_of_jax_arrays_under_debug_checks(function, given, text):
             jax.block_until_ready(jax.jit(function)(jnp.array(given)))
             jax.effects_barrier()
         function(jnp.array([1, 0]))
-
-
-def test_ids_make_a_mask():
-    ids = segments.from_one_based(np.array([[1, 1, 2, 2, 0, 0]]))
-    dense = (packax.causal() & packax.documents(ids)).as_array(6, 6)
-    assert dense.sum() == 6
-
-
-def test_an_empty_list():
-    assert packax.segments.from_lengths([], 4).tolist() == [-1] * 4
-    assert packax.segments.from_lengths([[], []], 3).tolist() == [[-1] * 3] * 2
 
 
 def test_symbolic_sizes():

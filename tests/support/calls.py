@@ -20,7 +20,10 @@ import packax
 import philox
 
 Arrays = dict[str, Any]
-BIASES = {"pairs": "bhqk", "keys": "...k", "rows": "b.qk", "heads": ".h.k", "shared": ".hqk"}
+BIASES = {  # the axes of a bias; "c": one for each two rows of a batch of four
+    "pairs": "bhqk", "keys": "...k", "rows": "b.qk", "heads": ".h.k", "shared": ".hqk",
+    "groups": "chqk",
+}  # fmt: skip
 RATE, CAP, BLOCK = 0.25, 2.0, (3, 5)
 IDS = (-1, 0, 1, 2, 7, 1025, 2**31 - 1, -(2**31))
 
@@ -29,7 +32,7 @@ INTERVALS: dict[str, tuple[Callable[[Arrays], Any], Callable[..., Any]]] = {
     "full": (lambda a: packax.full(), lambda i, j, a: (i == i) & (j == j)),
     "causal": (lambda a: packax.causal(), lambda i, j, a: j <= i),
     "offset": (
-        lambda a: packax.causal(a["offset"]),
+        lambda a: packax.causal(_number(a["offset"])),
         lambda i, j, a: j <= i + a["offset"][:, None, None],
     ),
     "window": (
@@ -42,7 +45,7 @@ INTERVALS: dict[str, tuple[Callable[[Arrays], Any], Callable[..., Any]]] = {
         lambda i, j, a: (j <= i) & (j // 6 == i // 6),
     ),
     "prefix": (
-        lambda a: packax.prefix(a["lengths"]),
+        lambda a: packax.prefix(_number(a["lengths"])),
         lambda i, j, a: (j <= i) | (j < a["lengths"][:, None, None]),
     ),
     "union": (
@@ -54,6 +57,11 @@ INTERVALS: dict[str, tuple[Callable[[Arrays], Any], Callable[..., Any]]] = {
         lambda i, j, a: (i - 4 <= j) & (j <= i) | _same_span(a),
     ),
 }
+
+
+def _number(x: Any) -> Any:
+    """One for the whole batch is given without an axis."""
+    return x[0] if len(x) == 1 else x
 
 
 def _same_span(a: Arrays) -> np.ndarray:
@@ -156,15 +164,16 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "scale": ("default", "negative", "array"),
     "cap": ("none", "soft cap"),
-    "bias": ("none", "alibi", "pairs", "keys", "rows", "heads", "shared"),
+    "bias": ("none", "alibi", *BIASES),
     "sinks": ("none", "sinks"),
     "dropout": ("none", "dropout"),
-    "mask": ("expression", "built"),
+    "mask": ("expression", "built", "stacked"),
     "order": ("any", "deterministic"),
     "ranks": (
         *("2", "4", "data", "keys of all heads", "levels", "levels reversed", "explicit"),
         *("shard_map", "shard_map of a mask", "vmap", "axes of one", "context of one"),
-        *("keys in order", "one device"),
+        *("keys in order", "one device", "shard_batch", "one explicit axis"),
+        "shard_map of some axes",
     ),
 }
 SUBJECT = {name: values[0] for name, values in FEATURES.items()}
@@ -202,6 +211,10 @@ class Call:
     batch: int = 2
 
     features_of = FEATURES
+
+    def __post_init__(self) -> None:
+        if self.bias == "groups":
+            object.__setattr__(self, "batch", {2: 4, 3: 6}.get(self.batch, self.batch))
 
     def __str__(self) -> str:
         fields = dataclasses.asdict(self)
@@ -277,7 +290,7 @@ class Call:
         heads, kv_heads = map(int, self.heads.split("/"))
         qk_dim, v_dim = map(int, self.dims.split("x"))
         sizes = {"b": self.batch, "q": q_len, "k": kv_len, "h": heads, "g": kv_heads}
-        sizes |= {"d": qk_dim, "e": v_dim}
+        sizes |= {"d": qk_dim, "e": v_dim, "c": self.batch // 2}
         batch = 1 if self.rows == "one mask" else self.batch
         longest = max(q_len, kv_len)
         ids, places = _runs(rng, batch, longest), np.cumsum(rng.integers(0, 3, (batch, longest)), 1)
@@ -289,6 +302,8 @@ class Call:
         bias = rng.standard_normal([sizes.get(n, 1) for n in of_bias])
         if of_bias:
             bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
+        if "q" in of_bias:
+            bias[:, :, 5] = -np.inf  # a row without keys
         blocks = [-(-n // m) for n, m in zip((q_len, kv_len), BLOCK, strict=True)]
         own = heads if self.selector == "block mask" else 1
         drawn = {
@@ -332,6 +347,17 @@ class Call:
         selector = SELECTORS[self.selector][0]
         return made if selector is None else made & selector(a)
 
+    def built(self, a: Arrays, **options: Any) -> Any:
+        """The mask, or the second of a stack, whose first has no interval."""
+        build = functools.partial(
+            packax.create_attention_mask, q_len=a["query"].shape[1], kv_len=a["key"].shape[1]
+        )
+        mask = build(self.expression(a), **options)
+        if self.mask != "stacked":
+            return mask
+        other = dataclasses.replace(self, interval="full").expression(a)
+        return packax.masks.stack_masks([build(other, **options), mask])[jnp.int32(1)]
+
     def static(self) -> dict[str, Any]:
         """The keyword arguments that are not arrays."""
         given: dict[str, Any] = {"deterministic": self.order == "deterministic"}
@@ -358,11 +384,8 @@ class Call:
         if "seed" in a:
             given |= {"dropout_rate": RATE, "dropout_key": jax.random.key(a["seed"])}
         if mask is None:
-            mask = self.expression(a)
-            if self.mask == "built" and "sharding" not in more:
-                mask = packax.create_attention_mask(
-                    mask, q_len=a["query"].shape[1], kv_len=a["key"].shape[1]
-                )
+            as_it_is = self.mask == "expression" or "sharding" in more
+            mask = self.expression(a) if as_it_is else self.built(a)
         options = self.static() | given | more
         return packax.flash_attention(
             a["query"], a["key"], a["value"], mask, return_lse=True, return_max_logits=True,

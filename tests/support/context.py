@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -26,8 +24,6 @@ FULL = packax.AttentionSharding(
     query=P(BATCH_AXES, "context", "tensor", None),
     key_value=P(BATCH_AXES, "context", "tensor", None),
 )
-TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
-
 # Documents of very different lengths, padding inside and at the end, an id that reappears.
 ROWS = np.stack(
     [
@@ -158,24 +154,6 @@ def placed(mesh, inputs, sharding):
     """The inputs of `results`, placed on the mesh."""
     pairs = zip(inputs, specs_of(sharding), strict=True)
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
-
-
-def restricted(spec, names):
-    """The spec reduced to the axes in `names`: the axes of a caller's shard_map."""
-
-    def of(axes):
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        left = tuple(axis for axis in axes if axis in names)
-        return left if len(left) > 1 else left[0] if left else None
-
-    return P(*map(of, spec))
-
-
-@functools.cache
-def one_device(kind: str, kv_heads: int = KV_HEADS, heads: int = HEADS, implementation=None):
-    function = jax.jit(functools.partial(results, implementation=implementation))
-    mask = packax.create_attention_mask(expression_of(kind), q_len=LENGTH, kv_len=LENGTH)
-    return function(*tensors(heads=heads, kv_heads=kv_heads), mask)
 
 
 def assert_same(got, expected, tolerance=1e-5):

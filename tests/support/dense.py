@@ -109,6 +109,14 @@ def dense(
     return found
 
 
+def true_of(arrays: Mapping[str, Any], allowed: Any, **options: Any) -> Results:
+    """Results in float64, with gradients in the shapes of the arrays."""
+    found = dense(arrays, allowed, **options)
+    for name in {*OF_ROWS} & {*arrays}:
+        found["d" + name] = found["d" + name].sum((0, 2) if np.shape(arrays[name]) else None)
+    return found
+
+
 def true_and_plain(arrays: Mapping[str, Any], allowed: Any, dtype: Any, **options: Any) -> Any:
     """Results in float64 and in dtype, with gradients in the shapes of the arrays.
 
@@ -117,12 +125,11 @@ def true_and_plain(arrays: Mapping[str, Any], allowed: Any, dtype: Any, **option
     """
     true = dense(arrays, allowed, **options)
     plain = dense(arrays, allowed, dtype=dtype, **options)
-    for name in OF_ROWS:
-        if "d" + name in true:
-            rows, near = (np.asarray(y["d" + name], np.float64) for y in (true, plain))
-            axes = (0, 2) if np.shape(arrays[name]) else None
-            true["d" + name] = rows.sum(axes)
-            plain["d" + name] = rows.sum(axes) + 3 * np.sqrt(((near - rows) ** 2).sum(axes))
+    for name in {*OF_ROWS} & {*arrays}:
+        rows, near = (np.asarray(y["d" + name], np.float64) for y in (true, plain))
+        axes = (0, 2) if np.shape(arrays[name]) else None
+        true["d" + name] = rows.sum(axes)
+        plain["d" + name] = rows.sum(axes) + 3 * np.sqrt(((near - rows) ** 2).sum(axes))
     return true, plain
 
 

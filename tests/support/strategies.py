@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import packax
 from hypothesis import strategies as st
 
 LENGTHS = (1, 5, 64, 130)
@@ -64,29 +63,3 @@ def documents(draw, batch=None):
     if batch == 1 and draw(st.booleans()):
         args = {name: x[0] for name, x in args.items()}
     return args, q_len, kv_len
-
-
-@st.composite
-def expressions(draw):
-    """(recipe for expression_of, q_len, kv_len): with documents, causal and ranges each or not."""
-    args, q_len, kv_len = draw(documents())
-    use_documents = draw(st.booleans())
-    use_causal = draw(st.booleans())
-    limits = draw(st.none() | bounds(q_len, kv_len, draw(st.sampled_from([1, 2]))))
-    if use_documents and limits is not None:
-        ids_batch = args["segment_ids"].shape[0] if args["segment_ids"].ndim == 2 else 1
-        if ids_batch > 1 and limits.shape[1] > 1 and ids_batch != limits.shape[1]:
-            limits = limits[:, :1]
-    return (args if use_documents else None, use_causal, limits), q_len, kv_len
-
-
-def expression_of(recipe):
-    args, causal, limits = recipe
-    expression = packax.full()
-    if causal:
-        expression = expression & packax.causal()
-    if args is not None:
-        expression = expression & packax.documents(**args)
-    if limits is not None:
-        expression = expression & packax.masks.ranges(*limits)
-    return expression

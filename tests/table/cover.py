@@ -1,5 +1,10 @@
-"""Chooses the calls of the table: for each property the fewest random calls that contain every
-feature (`singles`), or every pair of features (`pairs`)."""
+"""Chooses the calls of the table.
+
+Each time (`each_time`), the properties of a group (the meshes, say) share calls: as few random
+calls as contain every feature, the properties taking turns. The properties of values are checked on
+the same programs, and each of them on all calls. The exhaustive tier (`every_pair`) has for each
+property calls that contain every pair of features.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from properties import PROPERTIES, Property
 
 KINDS = (Call, DecodeCall, RaggedCall)
 DRAWS = 50  # per chosen call: of so many, the one with most of what is missing
+Rows = tuple[Property, ...]
 
 
 def singles(call: Any) -> set[Any]:
@@ -40,20 +46,32 @@ def columns(row: Property, kind: Any) -> dict[str, tuple[str, ...]]:
     return {n: of for n, of in kind.features_of.items() if row.ranks or n != "ranks"}
 
 
-def calls_of(row: Property, kind: Any, seed: int, parts: Any = singles) -> Iterator[Any]:
-    """Calls that together have every part that is possible."""
-    rng = random.Random(zlib.crc32(f"{row.calls} {seed}".encode()))
-    if impossible(row, kind, ()):
-        return
-    missing = {part for part in every(row, kind, parts) if not impossible(row, kind, part)}
-    while missing:
-        wanted = dict(_flat(rng.choice(sorted(missing))))
-        drawn = [_draw(rng, row, kind, wanted) for _ in range(DRAWS)]
-        drawn = [call for call in drawn if not reason(row, call)]
-        if drawn:
-            best = max(drawn, key=lambda call: (len(parts(call) & missing), -others(call)))
-            missing -= parts(best)
-            yield best
+def calls_of(rows: Rows, kind: Any, seed: int, parts: Any = singles) -> Iterator[Any]:
+    """(property, call): calls that together have every part that is possible for one of the
+    properties, and one call at least for each of them."""
+    rng = random.Random(zlib.crc32(f"{rows[0].calls} {kind.__name__} {seed}".encode()))
+    possible = {
+        row: {part for part in every(row, kind, parts) if not impossible(row, kind, part)}
+        for row in rng.sample(rows, len(rows))
+        if not impossible(row, kind, ())
+    }
+    missing = set().union(*possible.values())
+    turns = itertools.cycle(possible)
+    unused = {*possible}
+    while missing or unused:
+        row = next(turns)
+        wanted = sorted(missing & possible[row] or ({()} if row in unused else ()))
+        if not wanted:
+            continue
+        for _ in range(9):
+            part = dict(_flat(rng.choice(wanted)))
+            drawn = [_draw(rng, row, kind, part) for _ in range(DRAWS)]
+            if drawn := [call for call in drawn if not reason(row, call)]:
+                best = max(drawn, key=lambda call: (len(parts(call) & missing), -others(call)))
+                missing -= parts(best)
+                unused.discard(row)
+                yield row, best
+                break
 
 
 @functools.cache
@@ -76,11 +94,27 @@ def every(row: Property, kind: Any, parts: Any = singles) -> set[Any]:
     return {(x, y) for x, y in itertools.combinations(one, 2) if x[0] != y[0]}
 
 
-def cells(seed: int, parts: Any = singles) -> Iterator[tuple[str, Any]]:
-    for name, row in PROPERTIES.items():
+def groups() -> dict[str, Rows]:
+    found: dict[str, Rows] = {}
+    for row in PROPERTIES.values():
+        found[row.group] = (*found.get(row.group, ()), row)
+    return found
+
+
+def each_time(seed: int) -> Iterator[tuple[str, Any]]:
+    for name, rows in groups().items():
         for kind in KINDS:
-            for call in calls_of(row, kind, seed, parts):
-                yield name, call
+            if name == "values":
+                for row in rows:
+                    yield from ((row.name, call) for _, call in calls_of((row,), kind, seed))
+            else:
+                yield from ((row.name, call) for row, call in calls_of(rows, kind, seed))
+
+
+def every_pair(seed: int) -> Iterator[tuple[str, Any]]:
+    for row in PROPERTIES.values():
+        for kind in KINDS:
+            yield from ((row.name, call) for _, call in calls_of((row,), kind, seed, pairs))
 
 
 def _draw(rng: random.Random, row: Property, kind: Any, wanted: dict[str, str]) -> Any:

@@ -3,6 +3,7 @@ returns what is wrong with the results; `reason` says where it does not apply.""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -16,12 +17,15 @@ import dense
 import jax
 import jax.export
 import jax.numpy as jnp
+import lowered
 import numpy as np
 import packax
 from calls import Arrays, Call
 from exported import restored
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lowered import Extension
+from packax._src.ops import ffi, lowering, primitives
 from packax.integrations import fallback
 from plain_jit import MOVES, collectives
 from ranks import ALONE, OverRanks, odd, or_zigzag, placed, why_not
@@ -39,6 +43,7 @@ class Property:
     reason: Reason
     multiple: int  # of the lengths
     calls: str  # rows with the same word here get the same calls
+    group: str  # rows with the same word here share calls each time: cover.py
     ranks: bool  # whether the feature "ranks" of a call has a meaning
 
 
@@ -60,12 +65,13 @@ def jax_nn(call: Any) -> str | None:
 
 def row(
     name: str, reason: Reason = lambda call: None, multiple: int = 1, calls: str | None = None,
-    ranks: bool = False,
+    group: str = "", ranks: bool = False,
 ) -> Any:  # fmt: skip
     """Adds a property to the table."""
 
     def add(check: Callable[[Call], list[str]]) -> Callable[[Call], list[str]]:
-        PROPERTIES[name] = Property(name, check, reason, multiple, calls or name, ranks)
+        row = Property(name, check, reason, multiple, calls or name, group or name, ranks)
+        PROPERTIES[name] = row
         return check
 
     return add
@@ -99,7 +105,9 @@ class Program:
 
 
 compiled = functools.lru_cache(maxsize=32)(Program)  # for the rows that only change values
-values = functools.partial(row, calls="values")
+values = functools.partial(row, calls="values", group="values")
+transformed = functools.partial(row, group="transformations")
+sharded = functools.partial(row, group="meshes")
 
 
 def differences(call: Call, got: Any, a: Arrays, where: str = "") -> list[str]:
@@ -116,7 +124,15 @@ def unequal(got: dict[str, Any], want: dict[str, Any], where: str) -> list[str]:
 @values("equals the reference")
 def _(call):
     a = call.arrays(1)
-    return differences(call, compiled(call)(a), a)
+    wrong = differences(call, compiled(call)(a), a)
+    return wrong if decodes(call) else wrong + as_array(call, call.expression(a).as_array, a)
+
+
+def as_array(call: Call, given: Any, a: Arrays) -> list[str]:
+    """The dense array of the expression is its definition."""
+    pairs = dense.four_axes(given(a["query"].shape[1], a["key"].shape[1]))
+    same = np.array_equal(*np.broadcast_arrays(pairs, call.defined(a)))
+    return [] if same else ["as_array is another mask"]
 
 
 @values("same bits twice")
@@ -131,24 +147,53 @@ def _(call):
     lambda call: decodes(call) and "keys that decoding must not read are NaN in every cell",
 )
 def _(call):
-    """The same bits, and the cotangents of idle queries are ignored."""
+    """The same bits, and the cotangents of idle queries are ignored. Then garbage in a few keys and
+    queries: the same numbers in all others that do not attend to these."""
     a = call.arrays(1)
-    shape = (call.batch, a["query"].shape[2], a["query"].shape[1], a["key"].shape[1])
     allowed = call.allowed(a)
     if "bias" in a:
-        allowed = allowed & (a["bias"] != -np.inf)
-    allowed = np.broadcast_to(allowed, shape)
-    group = shape[1] // a["key"].shape[2]
+        bias = a["bias"] != -np.inf
+        allowed = allowed & np.repeat(bias, call.batch // len(bias), 0)
+    heads, kv_heads = a["query"].shape[2], a["key"].shape[2]
+    allowed = np.broadcast_to(
+        allowed, (call.batch, heads, a["query"].shape[1], a["key"].shape[1])
+    )  # fmt: skip
     queries = ~allowed.any(-1).swapaxes(1, 2)  # (B, Sq, H)
-    keys = ~allowed.any(2).reshape(shape[0], -1, group, shape[3]).any(2).swapaxes(1, 2)
-    dirty = dict(a)
-    for name, idle in (("query", queries), ("dout", queries), ("key", keys), ("value", keys)):
-        nan = name == "dout" and "bias" in a  # docs/guide/numerics.md
-        dirty[name] = np.where(idle[..., None], np.nan if nan else GARBAGE, a[name])
-        dirty[name] = dirty[name].astype(a[name].dtype)
+    keys = ~of_groups(allowed.any(2), kv_heads)  # (B, Skv, Hkv)
+    dirty = with_garbage(a, queries, keys)
     dirty["dlse"] = np.where(queries.swapaxes(1, 2), -GARBAGE, a["dlse"])
+    if "bias" in a:
+        dirty["dout"] = np.where(queries[..., None], np.nan, a["dout"]).astype(a["dout"].dtype)
     got, want = compiled(call)(dirty), compiled(call)(a)
-    return differences(call, got, a) + unequal(got, want, "other bits: ")
+    wrong = differences(call, got, a) + unequal(got, want, "other bits: ")
+
+    rng = np.random.default_rng(2)
+    some = [rng.permutation(np.arange(n) < 3) for n in allowed.shape[2:]]
+    queries, keys = (
+        np.broadcast_to(x[:, None], y.shape) for x, y in zip(some, (queries, keys), strict=True)
+    )
+    got = compiled(call)(with_garbage(a, queries, keys))
+    rows = allowed[..., some[1]].any(-1) | some[0]  # (B, H, Sq)
+    reached = of_groups((allowed & rows[..., None]).any(2), kv_heads) | keys
+    of_rows, of_keys = {"out", "dquery"}, {"dkey", "dvalue"}
+    for name in of_rows | of_keys:
+        others = ~(rows.swapaxes(1, 2) if name in of_rows else reached)
+        same = np.array_equal(np.asarray(got[name])[others], np.asarray(want[name])[others])
+        wrong += [] if same else [f"{name} depends on what is not attended"]
+    return wrong
+
+
+def of_groups(x: np.ndarray, kv_heads: int) -> np.ndarray:
+    """(B, H, S) to (B, S, Hkv): whether it holds in any head of a group."""
+    return x.reshape(len(x), kv_heads, -1, x.shape[2]).any(2).swapaxes(1, 2)
+
+
+def with_garbage(a: Arrays, queries: np.ndarray, keys: np.ndarray) -> Arrays:
+    places = {"query": queries, "dout": queries, "key": keys, "value": keys}
+    return a | {
+        name: np.where(place[..., None], GARBAGE, a[name]).astype(a[name].dtype)
+        for name, place in places.items()
+    }
 
 
 @values(
@@ -207,7 +252,7 @@ def mapped(call: Call) -> tuple[list[Arrays], Arrays]:
     return both, {name: np.stack([a[name] for a in both]) for name in both[0]}
 
 
-@row("vmap")
+@transformed("vmap")
 def _(call):
     """Of every array, or with arrays that the mapped calls share: the tensors or the others."""
     both, stacked = mapped(call)
@@ -242,7 +287,7 @@ def _each(call: Call, got: Any, both: list[Arrays]) -> list[str]:
     return [line for n, a in enumerate(both) for line in differences(call, parts[n], a, f"{n}: ")]
 
 
-@row("gradients in scan, with remat")
+@transformed("gradients in scan, with remat")
 def _(call):
     both, stacked = mapped(call)
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
@@ -254,7 +299,7 @@ def _(call):
     return _each(call, jax.jit(lambda a: jax.lax.scan(layer, 0, a)[1])(stacked), both)
 
 
-@row(
+@transformed(
     "forward mode and second derivatives",
     lambda call: decodes(call) or (call.dtype != "float32" and "computed in float64") or None,
 )
@@ -323,7 +368,7 @@ def _(call):
 
 def _reference(call: Call, a: Arrays) -> Any:
     a = a | {name: np.asarray(a[name], np.float64) for name in (*call.differentiable(), "dout")}
-    return dense.true_and_plain(call.operands(a), call.allowed(a), np.float64, **call.options(a))[0]
+    return dense.true_of(call.operands(a), call.allowed(a), **call.options(a))
 
 
 def _slope(x: Any, y: Any) -> Any:
@@ -333,7 +378,8 @@ def _slope(x: Any, y: Any) -> Any:
 
 @row("strict dtypes and ranks")
 def _(call):
-    """Strict promotion, and 64-bit types where jax has them, change no dtype. Not compiled."""
+    """Strict promotion, and 64-bit types where jax has them, change no dtype. Not compiled, but for
+    the dense array of the expression, which has the pairs of its definition also when traced."""
     a = call.arrays(1)
     wanted = jax.eval_shape(call.step, a)
     wrong = []
@@ -342,8 +388,17 @@ def _(call):
             step = jax.jit(call.step).trace(a)  # the rules of primitives run in lower()
             found = step.out_info
             step.lower()
+            jax.jit(jax.vmap(call.step)).lower({name: x[None] for name, x in a.items()})
+            if not decodes(call):
+                jax.eval_shape(lambda a: traced_array(call, a), a)
         wrong += [f"{name}: {n} {found[n]}" for n in wanted if found[n].dtype != wanted[n].dtype]
-    return wrong
+    if decodes(call):
+        return wrong
+    return wrong + as_array(call, lambda *_: jax.jit(lambda a: traced_array(call, a))(a), a)
+
+
+def traced_array(call: Call, a: Arrays) -> Any:
+    return jnp.asarray(call.expression(a).as_array(a["query"].shape[1], a["key"].shape[1]))
 
 
 MODES = {
@@ -353,9 +408,14 @@ MODES = {
 }
 
 
-@row(
+@transformed(
     "export of symbolic sizes",
-    lambda call: ragged(call) or (decodes(call) and call.shared and "groups of a symbolic batch"),
+    lambda call: (
+        ragged(call)
+        or (decodes(call) and call.shared and "groups of a symbolic batch")
+        or (not decodes(call) and call.bias == "groups" and "groups of a symbolic batch")
+        or None
+    ),
 )
 def _(call):
     """The program of unknown batch and lengths, after serialization, with other sizes."""
@@ -419,73 +479,80 @@ def other_types(call: Call, got: Any, placed: Any) -> list[str]:
     return wrong
 
 
-@row("plain jit on a mesh")
+@sharded("plain jit on a mesh")
 def _(call):
     return on_mesh(call, "Auto", {"b": "data", "h": "tensor"}, ("data", "tensor"))
 
 
-@row("explicit mesh")
+@sharded("explicit mesh")
 def _(call):
     return on_mesh(call, "Explicit", {"b": "data", "h": "tensor"}, ("data", "tensor"))
 
 
-@row(
+@sharded(
     "derivatives on an explicit mesh",
     lambda call: decodes(call) or (call.dtype != "float32" and "of float32") or None,
 )
 def _(call):
-    """A jvp and the jvp of a gradient along one direction, each as one number: the cotangents'
-    product with the first is that of the gradients with the direction."""
-    a = call.arrays(1)
-    names = call.differentiable()
-    rng = np.random.default_rng(3)
-    along = {n: rng.standard_normal(np.shape(a[n])).astype(np.float32) for n in names}
-    mesh = mesh_of("Explicit", ("data", "tensor"))
+    a, mesh = call.arrays(1), mesh_of("Explicit", ("data", "tensor"))
     of = specs(call, {"b": "data", "h": "tensor"})
-
-    @jax.jit
-    def derivatives(a, along):
-        operands = {name: a[name] for name in names}
-
-        def function(x):
-            out, *others = call.attend(a | x)
-            return out, [jnp.where(jnp.isfinite(lse), lse, 0) for lse in others[:1]]
-
-        def gradients(x):
-            found = call.step(a | x)
-            return {name: found["d" + name] for name in names}
-
-        first = jax.jvp(function, (operands,), (along,))[1]
-        return first, jax.jvp(gradients, (operands,), (along,))[1]
-
     with jax.set_mesh(mesh):
-        placed = (
+        placed = [
             {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in given.items()}
-            for given in (a, along)
-        )
-        (out, lse), second = jax.tree.map(np.asarray, derivatives(*placed))
-    along = {n: np.where(np.isfinite(a[n]), x, 0) for n, x in along.items()}
-    exact = {n: np.asarray(a[n], np.float64) for n in names}
-    moved = ({n: exact[n] + s * along[n] for n in names} for s in (0, STEP, -STEP))
+            for given in (a, direction(call, a))
+        ]
+        found = jax.jit(lambda a, along: directional(call, a, call.attend, along))(*placed)
+    return of_direction(call, a, found)
+
+
+def direction(call: Call, a: Arrays) -> Arrays:
+    rng = np.random.default_rng(3)
+    return {n: rng.standard_normal(np.shape(a[n])).astype("float32") for n in call.differentiable()}
+
+
+def directional(call: Call, a: Arrays, attend: Any, along: Arrays) -> Any:
+    """The jvp of the results and that of the gradients, each as one number: the product of the
+    cotangents with the first is that of the gradients with the direction."""
+    along = {n: jnp.where(jnp.isfinite(a[n]), x, 0) for n, x in along.items()}
+    operands = {name: a[name] for name in along}
+
+    def function(x):
+        out, *others = attend(a | x)
+        return out, [jnp.where(jnp.isfinite(lse), lse, 0) for lse in others[:1]]
+
+    def gradients(x):
+        found = call.step(a | x, attend)
+        return {name: found["d" + name] for name in along}
+
+    out, lse = jax.jvp(function, (operands,), (along,))[1]
+    second = jax.jvp(gradients, (operands,), (along,))[1]
+    first = (out * a["dout"]).sum() + sum((x * a["dlse"]).sum() for x in lse)
+    return first, sum((second[n] * along[n]).sum() for n in along)
+
+
+def of_direction(call: Call, a: Arrays, found: Any) -> list[str]:
+    """What is wrong with the numbers of `directional`, in float32."""
+    along = {n: np.where(np.isfinite(a[n]), x, 0) for n, x in direction(call, a).items()}
+    moved = (
+        {n: np.asarray(a[n], np.float64) + s * along[n] for n in along} for s in (0, STEP, -STEP)
+    )
     near = [_reference(call, a | x) for x in moved]
-    found = [(out * a["dout"]).sum() + sum((x * a["dlse"]).sum() for x in lse)]
-    found.append(sum((second[n] * along[n]).sum() for n in names))
-    sums = [sum((x["d" + n] * along[n]).sum() for n in names) for x in near]
+    sums = [sum((x["d" + n] * along[n]).sum() for n in along) for x in near]
     wanted = sums[0], (sums[1] - sums[2]) / (2 * STEP)
     wrong = []
     for order, x, y in zip(("first", "second"), found, wanted, strict=True):
-        if not abs(x - y) <= 1e-3 * max(abs(y), 5):
-            wrong.append(f"{order} derivative {x:.5g}, not {y:.5g}")
+        if not abs(float(x) - y) <= 1e-3 * max(abs(y), 5):
+            wrong.append(f"{order} derivative {float(x):.5g}, not {y:.5g}")
     return wrong
 
 
-@row(
+@sharded(
     "explicit mesh, sharded sequence",
     lambda call: (
         jax_nn(call)
         or (decodes(call) and call.paged and "pages are gathered")
         or (ragged(call) and "the sequences of dense caches are gathered, like pages")
-        or (not decodes(call) and call.mask == "built" and "its ids would be sharded too")
+        or (not decodes(call) and call.mask != "expression" and "its ids would be sharded too")
         or None
     ),
     multiple=2,
@@ -508,7 +575,7 @@ def _(call):
     return differences(call, got, a) + other_types(call, *tensors)
 
 
-@row(
+@sharded(
     "shard_map over batch and heads",
     lambda call: (
         not decodes(call) and call.dropout != "none" and "each device counts rows and heads from 0"
@@ -532,7 +599,7 @@ def _(call):
 def no_plan(call: Call) -> str | None:
     if jax_nn(call) or decodes(call):
         return jax_nn(call) or decodes(call)
-    if call.bias == "shared" and call.rows == "own masks":
+    if call.bias in ("shared", "groups") and call.rows == "own masks":
         return "a plan for each row needs a bias for each row"
     return "a plan permutes queries and keys alike" if len(set(call.sizes())) > 1 else None
 
@@ -545,7 +612,7 @@ def no_local_plan(call: Call) -> str | None:
     return no_plan(call)
 
 
-over_ranks = functools.partial(row, ranks=True)
+over_ranks = functools.partial(row, group="ranks", ranks=True)
 
 
 @over_ranks("context plan", lambda x: no_plan(x) or why_not(x, "plan"), multiple=512)
@@ -588,3 +655,87 @@ def no_halos(call: Call) -> str | None:
 def _(call):
     program = OverRanks(call, or_zigzag(call, None))
     return program.wrong() + ([] if program.built.halo is not None else ["no halo"])
+
+
+def kinds_of(call: Call) -> dict[str | None, str | None]:
+    """Why each kind of plan does not apply."""
+    return {
+        "plan": no_plan(call) or why_not(call, "plan"),
+        "local": no_local_plan(call) or why_not(call, "local"),
+        "halos": no_halos(call),
+        None: jax_nn(call) or decodes(call) or why_not(call, None),
+    }
+
+
+@over_ranks(
+    "derivatives over ranks",
+    lambda call: (
+        decodes(call)
+        or (call.dtype != "float32" and "of float32")
+        or (all((whys := kinds_of(call)).values()) and whys[None])
+        or None
+    ),
+    multiple=512,
+)
+def _(call):
+    kinds = [kind for kind, why in kinds_of(call).items() if not why]
+    kind = kinds[zlib.crc32(str(call).encode()) % len(kinds)]
+    program = OverRanks(call, {"plan": "balanced", "halos": None}.get(kind, kind))
+    a = program.arrays
+    found, _ = program.run(functools.partial(directional, call), direction(call, a))
+    return of_direction(call, a, found)
+
+
+@transformed(
+    "program for CUDA",
+    lambda call: (
+        decodes(call)
+        or (call.dims == "8x12" and "kernels have multiples of 8")
+        or (call.dtype == "float32" and call.function == "jax.nn" and "a dense mask in float32")
+        or None
+    ),
+)
+def _(call):
+    """Both passes are kernels, in the text that a machine without a GPU lowers."""
+    jax.clear_caches()
+    with mock.patch.object(ffi, "ext", Extension):
+        found = [target for target, *_ in lowered.calls(lowered.text_of(call.step, call.arrays(1)))]
+    passes = [name for name in found if "ward" in name]
+    return [] if passes == ["packax_forward_v1", "packax_backward_v1"] else [f"calls {found}"]
+
+
+@transformed("rewrites for the kernels", decodes)
+def _(call):
+    """The forms into which `lowering` rewrites calls for CUDA, all that apply at once, in XLA."""
+    a = call.arrays(1)
+    q_len, kv_len = call.sizes()
+    kv_heads, group = a["key"].shape[2], a["query"].shape[2] // a["key"].shape[2]
+    dims, applied = (24, 32), set()
+
+    def rewritten(direction, spec, x):
+        rewrites = {
+            "padded": (x.query.shape[3] < dims[0], dims),
+            "in_parts": (direction == "backward" and x.key.shape[2] == kv_heads, group),
+            "with_keys": (x.bias is not None and x.key.shape[1] == kv_len, kv_len + 5),
+            "packed": (packable(spec, x), None),
+        }
+        for name, (applies, argument) in rewrites.items():
+            if applies and not (name == "in_parts" and group == 1):
+                applied.add(name)
+                return getattr(lowering, name)(direction, spec, x, argument)
+        return bind[direction](spec, x)
+
+    def packable(spec, x):
+        sizes = max(q_len, kv_len) <= 64 and x.query.shape[0] > 1
+        return sizes and not x.optional_operands and not spec.block_size
+
+    bind = {name: getattr(primitives, name) for name in ("forward", "backward")}
+    jax.clear_caches()  # of traces without and with the rewrites
+    compiled.cache_clear()
+    with contextlib.ExitStack() as patches:
+        for name in bind:
+            new = functools.partial(rewritten, name)
+            patches.enter_context(mock.patch.object(primitives, name, new))
+        got = jax.jit(call.step)(a)
+    jax.clear_caches()
+    return differences(call, got, a) + ([] if "padded" in applied else ["nothing is rewritten"])

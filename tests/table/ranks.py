@@ -39,12 +39,12 @@ RANKS = {  # one for each feature "ranks" of a call
     "4": Ranks({"context": 4}, groups=1),
     "data": Ranks(ROWS, run="scan"),
     "keys of all heads": Ranks(HEADS, heads=("tensor", None), groups=1),
-    "levels": Ranks({"host": 2, "gpu": 2}, ("host", "gpu"), groups=2),
+    "levels": Ranks({"host": 2, "gpu": 2}, ("host", "gpu"), groups=4),
     "levels reversed": Ranks({"gpu": 2, "host": 2}, ("host", "gpu")),
     "explicit": Ranks(HEADS, heads=("tensor", "tensor"), run="explicit"),
     "shard_map": Ranks(ROWS, run="shard_map"),
     "shard_map of a mask": Ranks(HEADS, heads=("tensor", "tensor"), run="shard_map of a mask"),
-    "vmap": Ranks({"context": 2}, run="vmap"),
+    "vmap": Ranks({"context": 2}, run="vmap", groups=2),
     "axes of one": Ranks(
         {"data": 1, "context": 2, "sequence": 1, "tensor": 2},
         ("context", "sequence"),
@@ -55,6 +55,11 @@ RANKS = {  # one for each feature "ranks" of a call
     ),
     "keys in order": Ranks({"context": 2}, run="keys in order"),
     "one device": Ranks({"context": 2}, run="one device"),
+    "shard_batch": Ranks(ROWS, run="shard_batch"),
+    "one explicit axis": Ranks(ROWS, run="one explicit axis"),
+    "shard_map of some axes": Ranks(
+        HEADS, heads=("tensor", "tensor"), run="shard_map of some axes", groups=1
+    ),
 }
 ALONE = "context of one", "one device"
 KEEP = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
@@ -66,10 +71,16 @@ def why_not(call: Call, kind: str | None) -> str | None:
     run = RANKS[call.ranks].run
     if run == "keys in order" and kind != "plan":
         return "its keys are in order, or stay where their documents are"
+    if run == "shard_batch" and kind not in ("plan", "local"):
+        return "shard_batch makes a plan"
     if run == "one device" and kind is None:
         return "one device in order is the first property"
     if call.ranks in ALONE and kind == "halos":
         return "one rank has all keys"
+    if run == "shard_map of some axes" and jax.__version_info__ < (0, 10):
+        return "a shard_map inside another hangs on CPUs in jax 0.7, does not compile in jax 0.8"
+    if call.bias == "groups" and run == "vmap":
+        return "mapped rows have a bias of their own"
     if "seed" in call.names() and run in ("keys in order", "vmap"):
         return "dropout counts keys in the order of the plan, and mapped rows from 0"
     return None
@@ -85,11 +96,11 @@ class OverRanks:
             heads = heads[0], None
         batch = "data" if "data" in at.mesh else None
         self.axes = {"b": batch, "q": at.context, "k": at.context, "h": heads[0], "g": heads[1]}
-        explicit = at.run == "explicit"
-        types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(at.mesh)
+        explicit = {"explicit": len(at.mesh), "one explicit axis": 1}.get(at.run, 0)
+        types = [AxisType.Explicit if n < explicit else AxisType.Auto for n in range(len(at.mesh))]
         devices = jax.devices("cpu")[: math.prod(at.mesh.values())]
         self.mesh = jax.make_mesh(
-            (*at.mesh.values(),), (*at.mesh,), devices=devices, axis_types=types
+            (*at.mesh.values(),), (*at.mesh,), devices=devices, axis_types=tuple(types)
         )
         specs = (self.spec("bqh."), self.spec("bkg."))
         self.sharding = None if at.run == "one device" else packax.AttentionSharding(*specs)
@@ -144,12 +155,10 @@ class OverRanks:
 
     def mask(self, a: Arrays, plan: Any) -> Any:
         order = {"permuted_keys": False} if self.at.run == "keys in order" else {}
-        mask = packax.create_attention_mask(
-            self.call.expression(a), q_len=self.lengths[0], kv_len=self.lengths[1],
-            sharding=self.sharding, plan=plan, **order,
-        )  # fmt: skip
-        self.built = mask
-        return mask
+        # In a shard_map, the tensors have the rows of one rank.
+        whole = a | {name: self.arrays[name] for name in ("query", "key")}
+        self.built = self.call.built(whole, sharding=self.sharding, plan=plan, **order)
+        return self.built
 
     def attend(self, a: Arrays, mask: Any, **more: Any) -> Any:
         places = (a["q_places"], a["kv_places"]) if "q_places" in a else None
@@ -158,10 +167,13 @@ class OverRanks:
         return self.call.attend(a, mask, places, **more)
 
     def mapped(self, a: Arrays, plan: Any) -> Any:
-        """In a shard_map of the caller, which builds the mask or gets it."""
+        """In a shard_map of the caller, which builds the mask or gets it. It may map only the
+        sequence, and packax the heads."""
+        if self.at.run == "shard_map of some axes":
+            self.axes = {label: axes for label, axes in self.axes.items() if label in "qk"}
         of = {name: self.spec_of(name) for name in a}
         results = self.spec("bqh."), self.spec("bhq"), self.spec("bh")
-        if self.at.run == "shard_map":
+        if self.at.run != "shard_map of a mask":
             of_plan = jax.tree.map(lambda x: self.spec("b") if len(x) > 1 else P(), plan)
             return jax.shard_map(
                 lambda a, plan: self.attend(a, self.mask(a, plan)),
@@ -198,24 +210,43 @@ class OverRanks:
             return self.attend(a, None, sharding=self.sharding)
         return self.attend(a, mask)
 
+    def of_batch(self, a: Arrays, plan: Any) -> Any:
+        """shard_batch permutes the tensors, with a plan that it makes if it can."""
+        batch = {name: self.moved(name, a[name], back=True) for name in ("query", "key", "value")}
+        how = {"plan": plan} if self.plan.kind == "local" else {"kind": self.plan.kind}
+        batch, self.built, _ = packax.context.shard_batch(
+            batch, self.call.expression(a), sharding=self.sharding, **how
+        )
+        return self.attend(a | batch, self.built)
+
     def results(self) -> dict[str, Any]:
         """In the order of the sequence."""
-        runs = {"vmap": self.of_rows, "scan": self.scanned}
-        runs |= dict.fromkeys(("shard_map", "shard_map of a mask"), self.mapped)
+        got, _ = self.run(lambda a, attend, _: self.call.step(a, attend))
+        return {name: self.moved(name, np.asarray(x), back=True) for name, x in got.items()}
+
+    def run(self, function: Any, along: Any = ()) -> Any:
+        """A jitted function of the operands, the attention, and more arrays like operands; and the
+        operands in the order of the plan."""
+        runs = {"vmap": self.of_rows, "scan": self.scanned, "shard_batch": self.of_batch}
+        runs |= {name: self.mapped for name in RANKS if name.startswith("shard_map")}
         run = runs.get(self.at.run, self.plain)
         a = {name: self.moved(name, x) for name, x in self.arrays.items()}
+        along = {name: self.moved(name, x) for name, x in dict(along).items()}
         alone = self.sharding is None
         with (
             contextlib.nullcontext() if alone else jax.set_mesh(self.mesh),
             size_one(odd(self.call)),
         ):
-            if self.at.run == "explicit":
+            if "explicit" in self.at.run:
                 specs = {name: self.spec_of(name) if name in calls.TENSORS else P() for name in a}
                 place = lambda n, x: jax.device_put(x, NamedSharding(self.mesh, specs[n]))  # noqa: E731
                 a = {name: place(name, x) for name, x in a.items()}
-            step = jax.jit(lambda a, plan: self.call.step(a, functools.partial(run, plan=plan)))
-            got = jax.block_until_ready(step(a, jax.tree.map(np.asarray, self.plan)))
-        return {name: self.moved(name, np.asarray(x), back=True) for name, x in got.items()}
+                along = {name: place(name, x) for name, x in dict(along).items()}
+            step = jax.jit(
+                lambda a, plan, along: function(a, functools.partial(run, plan=plan), along)
+            )
+            plan = jax.tree.map(np.asarray, self.plan)
+            return jax.block_until_ready(step(a, plan, along)), a
 
     def wrong(self) -> list[str]:
         return self.call.wrong(self.results(), self.arrays)

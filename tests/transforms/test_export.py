@@ -8,7 +8,6 @@ to do.
 import contextlib
 import importlib.util
 import itertools
-import pickle
 
 import context
 import jax
@@ -18,7 +17,6 @@ import numpy as np
 import packax
 import pytest
 from exported import restored
-from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
@@ -172,24 +170,6 @@ def test_masks_of_a_sharding_as_arguments():
         mask = jax.block_until_ready(packax.create_attention_mask(expression, sharding=sharding))
         with pytest.raises(NotImplementedError, match=r"leave mesh= out of AttentionSharding"):
             export(query, key, value, mask).serialize()
-
-
-def test_a_compiled_program_is_stored():
-    """serialize_executable, with a built mask among the arguments."""
-    tensors = random(1)[:3]
-    mask = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
-
-    @jax.jit
-    def gradients(tensors, mask):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(packax.flash_attention(*x, mask))))(tensors)
-
-    compiled = gradients.lower(tensors, mask).compile()
-    stored = pickle.dumps(serialize_executable.serialize(compiled))
-    loaded = serialize_executable.deserialize_and_load(
-        *pickle.loads(stored), execution_devices=jax.devices()[:1]
-    )
-    for x, y in zip(loaded(tensors, mask), compiled(tensors, mask), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.filterwarnings("ignore:attention in an exported program")

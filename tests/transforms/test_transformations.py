@@ -20,28 +20,15 @@ from jaxprs import count
 from lowered import Extension, abstract, by_name, calls, text_of
 from packax._src.ops import ffi
 from tiers import once_each, some
-from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
+from transformed import EXPRESSION, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-ALLOWED = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))
 
 
 @pytest.fixture
 def x64():
     with X64(True):
         yield
-
-
-def dense(query, key, value, sinks):
-    """The same function in plain jax.numpy; rows of padding have lse 0."""
-    group = HEADS // KV_HEADS
-    key, value = jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)
-    s = jnp.einsum("bihd,bjhd->bhij", query, key) * DIM**-0.5
-    terms = jnp.where(ALLOWED, jnp.exp(jnp.where(ALLOWED, s, 0)), 0)
-    some = ALLOWED.any(-1)
-    total = jnp.where(some, terms.sum(-1) + jnp.exp(sinks)[:, None], 1)
-    out = jnp.einsum("bhij,bjhd->bihd", terms / total[..., None], value)
-    return out, jnp.log(total)
 
 
 def ours(query, key, value, sinks, **kwargs):
@@ -71,114 +58,6 @@ def gradient_of_gradient(attention, argnums=(0, 1, 2, 3)):
         return sum(jnp.sum(jnp.sin(x)) for x in gradient(attention, argnums)(*operands))
 
     return jax.grad(penalty, (0, 1, 2, 3))
-
-
-def assert_same(make, *operands):
-    """Compares `make` of flash_attention and of the dense function, in float64."""
-    got, expected = (jax.jit(make(attention))(*operands) for attention in (ours, dense))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.abs(y).max() > 1e-3
-        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives_under_vmap(x64):
-    """vmap inside and outside of both gradients, over some operands, along axes other than 0."""
-    query, key, value, sinks = random(4, 3)
-    operands = (query, key[0], jnp.moveaxis(value, 0, 2), sinks)
-    axes = (0, None, 2, 0)
-    assert_same(lambda f: jax.vmap(gradient_of_gradient(f), in_axes=axes), *operands)
-    assert_same(lambda f: gradient_of_gradient(jax.vmap(f, in_axes=axes)), *operands)
-
-
-def layers(attention, policy=None):
-    """Two checkpointed layers in a scan."""
-
-    @functools.partial(jax.checkpoint, policy=policy)
-    def layer(query, weight, key, value, sinks):
-        out, lse = attention(query, key * weight, value, sinks)
-        return query.at[..., :V_DIM].add(out), lse
-
-    def scanned(query, key, value, sinks):
-        weights = jnp.asarray([0.5, 1.5])
-        return jax.lax.scan(lambda q, w: layer(q, w, key, value, sinks), query, weights)
-
-    return scanned
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives_under_scan_and_checkpoint(x64):
-    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
-    assert_same(lambda f: gradient_of_gradient(layers(f, keep)), *random(5))
-
-
-def loss_of_tangents(attention, stopped):
-    """A loss that contains a jvp, like MeanFlow's; the direction itself depends on the operands."""
-
-    def loss(operands, along):
-        along = jax.tree.map(lambda x, u: jnp.sin(x) * u, operands, along)
-        primals, tangents = jax.jvp(attention, operands, along)
-        tangents = jax.lax.stop_gradient(tangents) if stopped else tangents
-        pairs = zip(primals, tangents, strict=True)
-        return sum(jnp.sum((jnp.sin(x) + y) ** 2) for x, y in pairs)
-
-    return loss
-
-
-@pytest.mark.exhaustive
-def test_reverse_over_forward_under_vmap_scan_and_checkpoint(x64):
-    operands, along = random(12, 3), random(13, 3)
-    for inside in (True, False):
-
-        def mapped(f, inside=inside):
-            if inside:
-                return jax.grad(loss_of_tangents(jax.vmap(f), False), (0, 1))
-            return jax.vmap(jax.grad(loss_of_tangents(f, False), (0, 1)))
-
-        assert_same(mapped, operands, along)
-
-    assert_same(lambda f: jax.grad(loss_of_tangents(layers(f), False)), random(12), random(13))
-
-
-ORDERS = {
-    "forward over reverse": lambda f, x, u: jax.jvp(gradient(f), x, u),
-    "reverse over reverse": lambda f, x, u: gradient_of_gradient(f)(*x),
-    "reverse over forward": lambda f, x, u: jax.grad(loss_of_tangents(f, False))(x, u),
-}
-
-
-@pytest.mark.parametrize("order", some(ORDERS))
-def test_second_derivatives_in_context_parallel(x64, order):
-    """Query rows on two ranks, heads on two: keys are gathered, gradients summed."""
-    devices = jax.devices("cpu")[:4]
-    mesh = jax.make_mesh(
-        (2, 2), ("context", "heads"), devices=devices, axis_types=(AxisType.Auto,) * 2
-    )
-    spec = P(None, "context", "heads", None)
-    sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    ids = cases.ids_of((3, 5), (-1, 1), (5, 3), (3, 2), (-1, 1))
-    expression = packax.causal() & packax.documents(ids)
-    operands, along = ([x if x.ndim == 1 else x[:, :12] for x in random(seed)] for seed in (6, 7))
-
-    def attention(sharding):
-        def call(*operands):
-            mask = packax.create_attention_mask(expression, sharding=sharding)
-            *tensors, sinks = operands
-            out, lse = packax.flash_attention(
-                *tensors, mask, sinks=sinks, return_lse=True, sharding=sharding
-            )
-            return out, jnp.where(jnp.isfinite(lse), lse, 0)
-
-        return call
-
-    def derivatives(sharding):
-        return jax.jit(functools.partial(ORDERS[order], attention(sharding)))
-
-    expected = derivatives(None)(tuple(operands), tuple(along))
-    with jax.set_mesh(mesh):
-        got = derivatives(sharding)(tuple(operands), tuple(along))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
 
 
 PADDED = packax.causal() & packax.documents(cases.ids_of((0, 20), (-1, 12)))
@@ -345,62 +224,6 @@ def test_absent_tangents_are_absent_operands(monkeypatch, argnums):
 
 
 # vmap
-
-POSITIONS = np.arange(LENGTH)[::-1].copy() % 5
-
-
-def attend(query, key, value, sinks, ids, positions):
-    """Results and all gradients, with the mask built inside."""
-    mask = packax.create_attention_mask(
-        packax.causal() & packax.documents(ids, positions=positions)
-    )
-
-    def loss(*operands):
-        *tensors, sinks = operands
-        out, lse = packax.flash_attention(*tensors, mask, sinks=sinks, return_lse=True)
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0)), out
-
-    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(query, key, value, sinks)
-
-
-attend_once = jax.jit(attend)
-
-
-def mapped_operands(axes, size=3):
-    """Operands of `attend`, mapped along the given axes, and a function that returns those of one
-    call."""
-    rng = np.random.default_rng(11)
-    shapes = (LENGTH, HEADS, DIM), (LENGTH, KV_HEADS, DIM), (LENGTH, KV_HEADS, V_DIM)
-    base = [rng.standard_normal((2, *shape)).astype(np.float32) for shape in shapes]
-    base += [rng.standard_normal(HEADS).astype(np.float32)]
-    base += [np.stack([IDS, np.roll(IDS, 3)]), np.stack([POSITIONS, POSITIONS])]
-    every = [
-        x if axis is None else np.stack([np.roll(x, n, axis=-1) for n in range(size)], axis)
-        for x, axis in zip(base, axes, strict=True)
-    ]
-    return every, lambda n: [
-        x if axis is None else np.take(x, n, axis) for x, axis in zip(every, axes, strict=True)
-    ]
-
-
-def test_vmap_in_vmap_and_of_a_built_mask():
-    """Queries mapped over one axis and masks, built outside, over another: every pair."""
-    every, one = mapped_operands((0, None, None, None, 0, 0))
-    query, key, value, sinks, ids, positions = every
-    masks = jax.vmap(
-        lambda i, p: packax.create_attention_mask(
-            packax.causal() & packax.documents(i, positions=p)
-        )
-    )(ids, positions)
-
-    def out(query, mask):
-        return packax.flash_attention(query, key, value, mask, sinks=sinks)
-
-    pairs = jax.jit(jax.vmap(jax.vmap(out, in_axes=(None, 0)), in_axes=(0, None)))(query, masks)
-    assert pairs.shape[:2] == (3, 3)
-    for n, m in ((0, 0), (1, 2), (2, 1)):
-        operands = [*one(n)[:4], *one(m)[4:]]
-        np.testing.assert_allclose(pairs[n, m], attend_once(*operands)[0][1], rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_over_stages_of_a_pipeline():
