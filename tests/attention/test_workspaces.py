@@ -42,21 +42,102 @@ def backward_workspace(
     return int(elements)
 
 
+APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+SOFT_CAP = tuple(f"{kernel}_soft_cap" for kernel in APART)
+ALIBI = ("backward_sm90_alibi",)
+BLOCK_SPARSE = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
+SLOPES = np.ones(8)
+SLOPED = {"bias": packax.alibi(SLOPES)}
+PLACED = {"bias": packax.alibi(SLOPES, positions=np.arange(300))}
+CAPPED = {"soft_cap": 30.0}
+OF_ARRAY = {"scale": jnp.float32(0.1)}
+EXACT = {"deterministic": True}
+
+
+def block_sparse_mask(size=(64, 64)):
+    block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
+    return packax.create_attention_mask(
+        packax.masks.block_sparse(block_mask, size), q_len=300, kv_len=300
+    )
+
+
+FOR_90 = [  # kernels for Hopper in the build, options, and the elements of the workspace on Hopper
+    (("backward_sm90",), {}, LARGE),
+    (("backward_sm90",), EXACT, SMALL),
+    (("backward_sm90",), {"deterministic": np.bool_(True)}, SMALL),
+    (SOFT_CAP[:1], CAPPED, LARGE),
+    (SOFT_CAP[:1], CAPPED | EXACT, SMALL),
+    (SOFT_CAP, CAPPED, LARGE),
+    (SOFT_CAP, CAPPED | EXACT, MIDDLE),
+    (SOFT_CAP[1:], CAPPED, MIDDLE),  # as for head dim 256
+    (APART, CAPPED, SMALL),  # as for 192/128: kernels without a cap do not count
+    (SOFT_CAP, {}, SMALL),  # nor do those with a cap for a call without one
+    (APART + SOFT_CAP, CAPPED | SLOPED, SMALL),
+    (APART + SOFT_CAP, CAPPED | OF_ARRAY, SMALL),
+    (APART + SOFT_CAP, SLOPED, SMALL),  # kernels without a bias do not count
+    (ALIBI, SLOPED, LARGE),
+    (ALIBI, SLOPED | {"scale": -0.5}, LARGE),  # the sign goes into the query
+    (ALIBI, SLOPED | EXACT, SMALL),
+    (ALIBI, PLACED, SMALL),
+    (ALIBI + SOFT_CAP, SLOPED | CAPPED, SMALL),
+    (ALIBI, SLOPED | OF_ARRAY, SMALL),
+]
+OF_MAPS = [  # the same with a block mask; block sizes are left to the handler
+    (BLOCK_SPARSE, {}, MIDDLE),  # there is no fused kernel
+    (BLOCK_SPARSE, EXACT, MIDDLE),
+    (BLOCK_SPARSE, {"scale": -0.5}, MIDDLE),
+    (APART + SOFT_CAP, {}, SMALL),  # kernels without block lists do not count
+    (APART + SOFT_CAP + BLOCK_SPARSE, CAPPED, SMALL),
+    (APART + SOFT_CAP + BLOCK_SPARSE, SLOPED, SMALL),
+    (APART + SOFT_CAP + BLOCK_SPARSE, OF_ARRAY, SMALL),
+]
+WIDE = abstract(dim=192, v_dim=128)
+DIMS = [  # kernels and their head dims, tensors, and the elements of the workspace on Hopper
+    (with_sm90(dims=[(128, 128)]), {}, LARGE + 64 * SMALL),
+    (with_sm90(), {"tensors": abstract(jnp.float16)}, SMALL),
+    (with_sm90(), {"tensors": abstract(dim=128, v_dim=128)}, LARGE + 64 * SMALL),
+    (with_sm90(), {"tensors": WIDE}, LARGE + 128 * SMALL),  # dQ has the query's head dim
+    (with_sm90(), {"tensors": abstract(dim=256, v_dim=256)}, SMALL),
+    (with_sm90(dims=[(192, 128)], kernels=APART[1:]), {"tensors": WIDE}, MIDDLE),
+    (with_sm90(dims=[(192, 128)], kernels=APART[1:]), {"tensors": WIDE} | EXACT, MIDDLE),
+    (with_sm90(kernels=BLOCK_SPARSE), {}, SMALL),
+    (with_sm90(kernels=BLOCK_SPARSE), CAPPED, SMALL),
+]
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+def test_workspace_by_kernels_and_options(monkeypatch, capability):
+    """Hopper's kernels, where they serve the call; elsewhere the portable ones."""
+    tables = [(with_sm90(kernels=kernels), *row) for kernels, *row in FOR_90]
+    of_map = {"mask": block_sparse_mask()}
+    tables += [(with_sm90(kernels=kernels), x | of_map, n) for kernels, x, n in OF_MAPS]
+    for rows, options, elements in [*tables, *DIMS]:
+        got = backward_workspace(monkeypatch, rows, {capability}, **options)
+        assert got == (elements if capability == 90 else SMALL), (rows[-1], options)
+        if got in (SMALL, LARGE, MIDDLE):
+            of = {SMALL: "portable", LARGE: "sm90_fused", MIDDLE: "sm90_separate"}
+            assert algorithms[-1] == of[got]
+
+
 @pytest.mark.parametrize(
     "capabilities,large",
-    [(None, True), ({90}, True), ({80, 90}, True), ({80}, False), ({100, 120}, False)],
+    [(None, True), ({80, 90}, True), ({100, 120}, False)],
 )
 def test_workspace_by_device(monkeypatch, capabilities, large):
     """Without a local GPU, the program may be compiled for any."""
     elements = backward_workspace(monkeypatch, with_sm90(), capabilities)
     assert elements == (LARGE if large else SMALL)
-    assert algorithms[-1] == ("sm90_fused" if large else "portable")
+    assert backward_workspace(monkeypatch, PORTABLE) == SMALL
 
 
 def test_workspace_where_a_kernel_does_not_fit(monkeypatch):
-    """A kernel for 8.0 may need more shared memory than 8.6 and 8.9 have."""
+    """A kernel for 8.0 may need more shared memory than 8.6 and 8.9 have, and one for 8.6, unlike
+    sm_90a, runs on later minor versions."""
     rows = [row | {"shared": 102_400} for row in with_sm90(80, arch_specific=False)]
     for cc, elements in ((80, LARGE), (86, SMALL), (89, SMALL)):
+        assert backward_workspace(monkeypatch, rows, {cc}) == elements
+    rows = with_sm90(cc=86, arch_specific=False)
+    for cc, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {cc}) == elements
 
 
@@ -77,15 +158,6 @@ def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, determ
     (_, (_, attributes, _, results)) = calls(text)
     algorithm, elements = ("sm90_separate", MIDDLE) if deterministic else ("sm90_fused", LARGE)
     assert attributes["algorithm"] == f'"{algorithm}"' and results[-1] == f"{elements}xf32"
-
-
-def test_workspace_by_request(monkeypatch):
-    for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
-        assert backward_workspace(monkeypatch, with_sm90(), deterministic=flag) == elements
-        assert algorithms[-1] == ("portable" if flag else "sm90_fused")
-
-
-APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 
 
 @pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
@@ -111,86 +183,6 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
     assert results == [QUERY, "0xbf16", "0xbf16", *["0xf32"] * 3, f"{sums}xf32"]
 
 
-def test_workspace_of_kernels_apart_alone(monkeypatch):
-    """Without a fused kernel the separate kernels compute all gradients, deterministic or not."""
-    rows = with_sm90(dims=[(192, 128)], kernels=APART[1:])
-    wide = abstract(dim=192, v_dim=128)
-    for capability, elements in ((90, 2 * SMALL + 2 * 2 * PADDED + 1), (80, SMALL)):
-        for flag in (False, True):
-            got = backward_workspace(monkeypatch, rows, {capability}, wide, deterministic=flag)
-            assert got == elements
-
-
-def test_workspace_by_build(monkeypatch):
-    assert backward_workspace(monkeypatch, PORTABLE) == SMALL
-    assert backward_workspace(monkeypatch, with_sm90(dims=[(128, 128)])) == LARGE + 64 * SMALL
-    assert backward_workspace(monkeypatch, with_sm90(), tensors=abstract(jnp.float16)) == SMALL
-    large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=128, v_dim=128))
-    assert large == LARGE + 64 * SMALL
-    large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=192, v_dim=128))
-    assert large == LARGE + 128 * SMALL  # dQ has the query's head dim
-    wide = abstract(dim=256, v_dim=256)
-    assert backward_workspace(monkeypatch, with_sm90(), tensors=wide) == SMALL
-    rows = with_sm90(cc=86, arch_specific=False)  # unlike sm_90a, also matches later minor versions
-    for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
-        assert backward_workspace(monkeypatch, rows, {capability}) == elements
-
-
-SOFT_CAP = tuple(f"{kernel}_soft_cap" for kernel in APART)
-
-
-@pytest.mark.parametrize(
-    "kernels,options,elements",
-    [
-        (SOFT_CAP[:1], {"soft_cap": 30.0}, LARGE),
-        (SOFT_CAP[:1], {"soft_cap": 30.0, "deterministic": True}, SMALL),
-        (SOFT_CAP, {"soft_cap": 30.0}, LARGE),
-        (SOFT_CAP, {"soft_cap": 30.0, "deterministic": True}, MIDDLE),
-        (SOFT_CAP[1:], {"soft_cap": 30.0}, MIDDLE),  # as for head dim 256
-        (APART, {"soft_cap": 30.0}, SMALL),  # as for 192/128: kernels without a cap do not count
-        (APART + SOFT_CAP, {"soft_cap": 30.0, "bias": packax.alibi(np.ones(8))}, SMALL),
-        (APART + SOFT_CAP, {"soft_cap": 30.0, "scale": jnp.float32(0.1)}, SMALL),
-        (APART + SOFT_CAP, {"bias": packax.alibi(np.ones(8))}, SMALL),
-    ],
-)
-@pytest.mark.parametrize("capability", [90, 80])
-def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elements):
-    """Hopper's kernels with a soft cap, where no other option is used."""
-    rows = with_sm90(kernels=kernels)
-    got = backward_workspace(monkeypatch, rows, {capability}, **options)
-    assert got == (elements if capability == 90 else SMALL)
-
-
-def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
-    """Kernels with a cap do not serve a call without one."""
-    assert backward_workspace(monkeypatch, with_sm90(kernels=SOFT_CAP)) == SMALL
-
-
-ALIBI = ("backward_sm90_alibi",)
-SLOPES = np.ones(8)
-
-
-@pytest.mark.parametrize(
-    "kernels,options,elements",
-    [
-        (ALIBI, {}, LARGE),
-        (ALIBI, {"scale": -0.5}, LARGE),  # the sign goes into the query
-        (ALIBI, {"deterministic": True}, SMALL),
-        (APART + SOFT_CAP, {}, SMALL),  # kernels without a bias do not count
-        (ALIBI, {"bias": packax.alibi(SLOPES, positions=np.arange(300))}, SMALL),
-        (ALIBI + SOFT_CAP, {"soft_cap": 30.0}, SMALL),
-        (ALIBI, {"scale": jnp.float32(0.1)}, SMALL),
-    ],
-)
-@pytest.mark.parametrize("capability", [90, 80])
-def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements):
-    """Hopper's kernels with slopes over indices, where no other option is used."""
-    options = {"bias": packax.alibi(SLOPES), **options}
-    rows = with_sm90(kernels=kernels)
-    got = backward_workspace(monkeypatch, rows, {capability}, **options)
-    assert got == (elements if capability == 90 else SMALL)
-
-
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
     """Only the fallback kernels compute it, and then all other gradients too."""
     rows = with_sm90(kernels=ALIBI)
@@ -200,44 +192,6 @@ def test_workspace_of_the_gradient_of_slopes(monkeypatch):
         slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
         (_, (_, _, _, results)) = calls(text_of(gradient, *abstract(), slopes))
         assert results[-1] == f"{workspace}xf32"
-
-
-BLOCK_SPARSE = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
-
-
-def block_sparse_mask(size=(64, 64)):
-    block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
-    return packax.create_attention_mask(
-        packax.masks.block_sparse(block_mask, size), q_len=300, kv_len=300
-    )
-
-
-@pytest.mark.parametrize(
-    "kernels,options,elements",
-    [
-        (BLOCK_SPARSE, {}, MIDDLE),  # there is no fused kernel
-        (BLOCK_SPARSE, {"deterministic": True}, MIDDLE),
-        (BLOCK_SPARSE, {"scale": -0.5}, MIDDLE),  # the sign goes into the query
-        (APART + SOFT_CAP, {}, SMALL),  # kernels without block lists do not count
-        (APART + SOFT_CAP + BLOCK_SPARSE, {"soft_cap": 30.0}, SMALL),
-        (APART + SOFT_CAP + BLOCK_SPARSE, {"bias": packax.alibi(np.ones(8))}, SMALL),
-        (APART + SOFT_CAP + BLOCK_SPARSE, {"scale": jnp.float32(0.1)}, SMALL),
-    ],
-)
-@pytest.mark.parametrize("capability", [90, 80])
-def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements):
-    """Hopper's kernels with block lists, where no other option is used; block sizes are left to the
-    handler."""
-    rows, mask = with_sm90(kernels=kernels), block_sparse_mask()
-    got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, **options)
-    assert got == (elements if capability == 90 else SMALL)
-
-
-def test_workspace_of_a_map_without_a_map(monkeypatch):
-    """Kernels with block lists serve no call without a block mask, and no call with a soft cap."""
-    assert backward_workspace(monkeypatch, with_sm90(kernels=BLOCK_SPARSE)) == SMALL
-    rows = with_sm90(kernels=BLOCK_SPARSE)
-    assert backward_workspace(monkeypatch, rows, soft_cap=30.0) == SMALL
 
 
 def test_some_gradients_of_a_map(monkeypatch):

@@ -13,8 +13,7 @@ import packax
 import pytest
 from context import BATCH, DIM, KV_HEADS, LENGTH, mesh_of, placed, results, tensors
 from jax.sharding import PartitionSpec as P
-from local_cases import ROWS, expression_of
-from local_packings import ids_of, lognormal, random_row
+from local_packings import EXPRESSION, ROWS, ids_of, lognormal, random_row
 from local_plans import check_local, greedy
 from tiers import some
 
@@ -87,9 +86,7 @@ def test_collectives_move_what_the_plan_says(ranks):
     assert 0 < plan.shared[0] < plan.shared[1]
     mesh = mesh_of(*ranks, axes=("host", "gpu"))
     with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(
-            expression_of("documents"), sharding=SHARDING, plan=plan
-        )
+        mask = packax.create_attention_mask(EXPRESSION, sharding=SHARDING, plan=plan)
         inputs = placed(mesh, tensors(), SHARDING)
         function = functools.partial(results, gather_head_groups=1)
         text = jax.jit(function).lower(*inputs, mask).compile().as_text()
@@ -137,5 +134,5 @@ def test_levels_of_another_mesh_are_refused():
         jax.set_mesh(mesh_of(4, axes=("context",))),
         pytest.raises(ValueError, match=r"levels of \(2, 2\) ranks.*have sizes \(4,\)"),
     ):
-        packax.create_attention_mask(expression_of("documents"), sharding=sharding, plan=plan)
+        packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
     assert LENGTH // 4 > plan.shared[0] > 0

@@ -11,7 +11,7 @@ import packax
 import pytest
 from context import CONTEXT, LENGTH, mesh_of
 from jax.sharding import PartitionSpec as P
-from local_cases import ROWS
+from local_packings import ROWS
 from local_plans import greedy
 from packax._src.context.load_balance import checksum
 

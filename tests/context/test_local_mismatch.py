@@ -13,7 +13,7 @@ import numpy as np
 import packax
 import pytest
 from context import CONTEXT, LENGTH, assert_same, in_order, mesh_of, moved, results, tensors
-from local_cases import ROWS, expression_of
+from local_packings import EXPRESSION, ROWS
 from local_plans import greedy
 from tiers import some
 
@@ -22,7 +22,7 @@ OTHER = np.broadcast_to(np.repeat(np.arange(16), 64), ROWS.shape)  # 4 ranks sha
 
 @functools.cache
 def one_device():
-    return jax.jit(results)(*tensors(), packax.create_attention_mask(expression_of("documents")))
+    return jax.jit(results)(*tensors(), packax.create_attention_mask(EXPRESSION))
 
 
 def run(plan, ids, *inputs):
@@ -85,9 +85,7 @@ def test_a_plan_that_is_known_to_be_right_is_not_checked():
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = jax.eval_shape(
-            lambda: packax.create_attention_mask(
-                expression_of("documents"), sharding=CONTEXT, plan=plan
-            )
+            lambda: packax.create_attention_mask(EXPRESSION, sharding=CONTEXT, plan=plan)
         )
     assert mask.private_part is not None and mask.plan_mismatch is None
 

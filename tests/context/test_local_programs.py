@@ -24,7 +24,7 @@ from context import (
     tensors,
 )
 from jax.sharding import PartitionSpec as P
-from local_cases import ROWS, expression_of
+from local_packings import EXPRESSION, ROWS
 from local_plans import greedy
 from lowered import calls
 from rank_programs import Program, of_ranks
@@ -57,7 +57,7 @@ def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
     scatter."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = mask_of(expression_of("documents"), plan)
+        mask = mask_of(EXPRESSION, plan)
         function = functools.partial(results, gather_head_groups=1)
         inputs = tensors(heads=heads, kv_heads=kv_heads)
         forward, backward = of_rank(function, *inputs, mask)
@@ -102,7 +102,7 @@ def test_no_result_is_updated_at_a_place_that_xla_knows():
     the kernel's result, and fails: "DUS target must be a fusion parameter"."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = mask_of(expression_of("documents"), plan)
+        mask = mask_of(EXPRESSION, plan)
         programs = of_rank(results, *tensors(), mask)
     for program, way in zip(programs, ("forward", "backward"), strict=True):
         found = program.updates_wait([ALL.format(way), SOME.format(way)])
@@ -129,7 +129,7 @@ def test_gathers_over_hosts_and_inside_a_host_overlap():
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     assert 0 < plan.shared[0] < plan.shared[1]
     with jax.set_mesh(mesh_of(2, 2, axes=("host", "gpu"))):
-        mask = mask_of(expression_of("documents"), plan, sharding)
+        mask = mask_of(EXPRESSION, plan, sharding)
         function = functools.partial(results, gather_head_groups=1)
         forward, backward = of_rank(function, *tensors(), mask)
     name = ALL.format("forward")
@@ -163,7 +163,7 @@ def test_collectives_move_what_the_plan_says(groups):
     plan = greedy(ROWS, 4)
     mesh = mesh_of(4, axes=("context",))
     with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        mask = packax.create_attention_mask(EXPRESSION, sharding=CONTEXT, plan=plan)
         inputs = placed(mesh, tensors(), CONTEXT)
         function = functools.partial(results, gather_head_groups=groups)
         lowered = jax.jit(function).lower(*inputs, mask)
@@ -187,7 +187,7 @@ def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
     plan = greedy(ROWS, 4)
     shapes = [jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     with jax.set_mesh(mesh_of(4, axes=("context",))):
-        mask = mask_of(expression_of("documents"), plan)
+        mask = mask_of(EXPRESSION, plan)
 
         def loss(*x):
             out = packax.flash_attention(*x, gather_head_groups=1)

@@ -69,39 +69,17 @@ def tensors(
     )
 
 
-def of_ids_alone(ids: Any) -> Any:
-    """A mask with two position limits, spans and element-checked rows, all computed from the ids,
-    which may be the whole batch or a part of it."""
-    positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
-    spans = jnp.where(ids % 2 == 0, ids, -1)
-    window = packax.masks.spans(spans, packax.sliding_window(100))
-    return window & packax.documents(ids, positions=positions)
-
-
-def expression_of(kind: str, ids: np.ndarray = ROWS) -> Any:
-    index = np.arange(LENGTH)
+def expression_of(kind: str) -> Any:
+    positions = np.stack([positions_of(row) for row in ROWS])
+    backwards = np.stack([positions_of(row[::-1]) for row in ROWS])
     return {
-        "full": packax.full,
         "causal": packax.causal,
-        "documents": lambda: packax.causal() & packax.documents(ids),
-        "one mask for all": lambda: packax.causal() & packax.documents(ids[1]),
-        "both ways": lambda: packax.documents(ids),
-        "ranges": lambda: packax.masks.ranges(index - 70, index + 1) & packax.documents(ids),
-        "spans": lambda: (
-            packax.masks.spans(
-                np.stack([np.roll(row, 37) for row in ids]), packax.sliding_window(100)
-            )
-            & packax.documents(ids)
-        ),
+        "documents": lambda: packax.causal() & packax.documents(ROWS),
+        "one mask for all": lambda: packax.causal() & packax.documents(ROWS[1]),
+        "positions": lambda: packax.causal() & packax.documents(ROWS, positions=positions),
         "spans of positions": lambda: (
-            packax.masks.spans(np.roll(ids[1], 50), packax.causal() & packax.chunked(96))
-            & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ids]))
-        ),
-        "of ids alone": lambda: of_ids_alone(jnp.asarray(ids)),
-        "offsets": lambda: packax.causal(offset=np.array([0, -30, 200, 2000])),
-        "positions": lambda: (
-            packax.causal()
-            & packax.documents(ids, positions=np.stack([positions_of(row) for row in ids]))
+            packax.masks.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
+            & packax.documents(ROWS, positions=backwards)
         ),
     }[kind]()
 

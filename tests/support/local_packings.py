@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import cases
 import numpy as np
+import packax
 
 LENGTH = 2048
+
+# Long and short documents, documents of one token, padding anywhere, ids that reappear.
+PACKED = [
+    ((0, 300), *((n, 23 + 3 * n) for n in range(1, 12)), (12, 221), (-1, 52)),
+    ((3, 200), (1, 20), (-1, 9), (2, 400), *((n, 1) for n in range(10, 110)), (-1, 295)),
+    (
+        *((5, 40), (6, 100), (5, 61), (-2, 200), (7, 60), (6, 7), (8, 93), (9, 180), (4, 120)),
+        *((10, 40), (11, 30), (12, 31), (13, 62)),
+    ),
+    tuple((n, 32) for n in range(32)),
+]
+ROWS = np.stack([cases.ids_of(*pieces) for pieces in PACKED])
+EXPRESSION = packax.causal() & packax.documents(ROWS)
 
 
 def ids_of(lengths, length=LENGTH, padding_between=False):

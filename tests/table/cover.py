@@ -77,6 +77,8 @@ def calls_of(rows: Rows, kind: Any, seed: int, parts: Any = singles) -> Iterator
 @functools.cache
 def impossible(row: Property, kind: Any, part: Any) -> str | None:
     """Why no call with these features has the property: a reason in each of many draws."""
+    if part and (why := impossible(row, kind, ())):
+        return why
     rng = random.Random(0)
     found = ""
     for _ in range(600):

@@ -376,7 +376,7 @@ def _slope(x: Any, y: Any) -> Any:
     return np.where(finite, np.where(finite, x, 0) - np.where(finite, y, 0), 0) / (2 * STEP)
 
 
-@row("strict dtypes and ranks")
+@transformed("strict dtypes and ranks")
 def _(call):
     """Strict promotion, and 64-bit types where jax has them, change no dtype. Not compiled, but for
     the dense array of the expression, which has the pairs of its definition also when traced."""
