@@ -9,12 +9,12 @@ padded head dim, and results that keep the padding.
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import packax
 import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi
-from tiers import some
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 PARTS = ("backward_dkdv_sm90_parts", "backward_dq_sm90_parts")
@@ -120,15 +120,49 @@ def test_a_backward_in_parts(hopper, monkeypatch):
         assert algorithm in of["packax_backward_v1"]["algorithm"]
 
 
-@pytest.mark.parametrize("function", (step, jax.grad(loss)))
-def test_of_an_option(hopper, function):
-    assert dims_of(function, (40, 40), soft_cap=30.0) == (64, 64)
-    # No Hopper kernel has such an option at that head dim, or at all.
-    assert dims_of(function, (136, 128), soft_cap=30.0) == (136, 128)
-    assert dims_of(function, (40, 40), sinks=jnp.ones(8)) == (64, 64)
-    assert dims_of(function, (40, 40), scale=jnp.ones(())) == (40, 40)
-    slopes = packax.alibi(jnp.ones(8))
-    assert dims_of(function, (40, 40), bias=slopes) == (40, 40)
+CAP, EXACT = {"soft_cap": 30.0}, {"deterministic": True}
+ROW_OF_GPUS = [({80}, 128), ({100}, 96), ({90}, 96), ({80, 90}, 128), (None, 128)]
+# For each build: GPUs (None: any), head dims, options, and the head dims of the kernels.
+KERNELS = {
+    "hopper": [
+        (None, 40, CAP, 64),
+        (None, (136, 128), CAP, (136, 128)),  # no Hopper kernel has the option at that head dim
+        (None, 40, {"sinks": np.ones(8)}, 64),
+        (None, 40, {"scale": np.ones((), np.float32)}, 40),  # or at all
+        (None, 40, {"bias": packax.alibi(np.ones(8))}, 40),
+        *((gpus, 96, {}, expected) for gpus, expected in ROW_OF_GPUS),
+    ],
+    "extension": [({80}, dim, {}, 64 * 2 ** (dim > 64) * 2 ** (dim > 128)) for dim in (8, 96, 136)],
+    "every_gpu": [
+        *((gpus, dim, {}, 96 * 2 ** (dim > 96)) for gpus in ({80}, {86}) for dim in (72, 96, 192)),
+        *(({90}, dim, {}, dim) for dim in (72, 96, 192)),
+        *((gpus, 96, {}, 128) for gpus in ({80, 90}, None)),  # what all of them have
+        *((gpus, 192, {}, 192) for gpus in ({80, 90}, None)),
+        ({80}, 40, CAP, 64),
+        ({80}, 96, CAP, 128),
+        ({80}, 192, CAP, 192),
+    ],
+}
+
+
+@pytest.mark.parametrize("build", KERNELS)
+def test_head_dims_of_the_kernels(build, request, monkeypatch):
+    """Of the forward, and of all gradients."""
+    request.getfixturevalue(build)
+    for gpus, dims, options, expected in KERNELS[build]:
+        dims, expected = (x if isinstance(x, tuple) else (x, x) for x in (dims, expected))
+        monkeypatch.setattr(ffi, "local_capabilities", lambda gpus=gpus: gpus)
+        for function in (step, every_gradient):
+            assert dims_of(function, dims, **options) == expected, (gpus, dims, options)
+
+
+def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):
+    """Deterministic, or only some gradients: 96 and 192 exist only for the kernel that accumulates
+    dQ."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
+    assert dims_of(every_gradient, (96, 96), **EXACT) == (128, 128)
+    assert dims_of(jax.grad(loss), (72, 72)) == (128, 128)
+    assert dims_of(every_gradient, (40, 40), **CAP | EXACT) == (40, 40)
 
 
 def test_largest_logits(hopper, monkeypatch):
@@ -152,62 +186,6 @@ def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
     )
     assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (40, 40)
     assert dims_of(step, (40, 40)) == (64, 64)
-
-
-@pytest.mark.parametrize(
-    "capabilities,expected", (({80}, 128), ({100}, 96), ({90}, 96), ({80, 90}, 128), (None, 128))
-)
-def test_of_other_gpus(hopper, monkeypatch, capabilities, expected):
-    """None means no local GPU: the program may run on any. The build has no kernels for 10.0."""
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
-    assert dims_of(step, (96, 96))[0] == expected
-    assert dims_of(jax.grad(loss), (96, 96))[0] == expected
-
-
-@pytest.mark.parametrize("dim", some(range(8, 257, 8), 0, 11, 16, 23))
-def test_every_head_dim_on_a_gpu_without_kernels_of_hopper(extension, monkeypatch, dim):
-    """Forward and backward, with the kernels that every GPU has."""
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
-    expected = next(wide for wide in (64, 128, 256) if wide >= dim)
-    for function, options in ((step, {}), (jax.grad(loss), {"deterministic": dim % 16 == 0})):
-        assert dims_of(function, (dim, dim), **options) == (expected, expected)
-
-
-@pytest.mark.parametrize(
-    "capabilities,expected",
-    (({80}, (96, 96, 192)), ({86}, (96, 96, 192)), ({90}, (72, 96, 192))),
-)
-def test_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch, capabilities, expected):
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
-    for dim, wide in zip((72, 96, 192), expected, strict=True):
-        assert dims_of(step, (dim, dim)) == (wide, wide)
-        assert dims_of(every_gradient, (dim, dim)) == (wide, wide)
-
-
-@pytest.mark.parametrize("capabilities", ({80, 90}, None))
-def test_a_program_for_several_gpus_takes_what_all_of_them_have(
-    every_gpu, monkeypatch, capabilities
-):
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
-    assert dims_of(step, (96, 96)) == dims_of(every_gradient, (96, 96)) == (128, 128)
-    assert dims_of(step, (192, 192)) == dims_of(every_gradient, (136, 136)) == (192, 192)
-
-
-def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):
-    """Deterministic, or only some gradients: 96 and 192 exist only for the kernel that accumulates
-    dQ."""
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
-    assert dims_of(every_gradient, (96, 96), deterministic=True) == (128, 128)
-    assert dims_of(jax.grad(loss), (72, 72)) == (128, 128)
-
-
-def test_a_soft_cap_elsewhere(every_gpu, monkeypatch):
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
-    for function in (step, every_gradient):
-        assert dims_of(function, (40, 40), soft_cap=30.0) == (64, 64)
-        assert dims_of(function, (96, 96), soft_cap=30.0) == (128, 128)
-        assert dims_of(function, (192, 192), soft_cap=30.0) == (192, 192)
-    assert dims_of(every_gradient, (40, 40), soft_cap=30.0, deterministic=True) == (40, 40)
 
 
 def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
@@ -249,11 +227,6 @@ def test_lowering_says_whether_it_exports(extension, monkeypatch):
     checks = packax.export_checks()
     jax.export.export(typed, platforms=["cuda"], disabled_checks=checks)(*abstract())
     assert asked == [False, True]
-
-
-def test_of_other_dtypes(hopper):
-    assert dims_of(step, (96, 96), jnp.float32) == (96, 96)
-    assert dims_of(step, (96, 96), jnp.float16) == (128, 128)  # the portable kernels
 
 
 def test_the_scale_is_that_of_the_head_dim(hopper):

@@ -148,10 +148,3 @@ def test_with_decoding_and_sinks():
     got = packax.merge_attention(halves)
     for x, y in zip(got, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
-
-
-def test_one_part_is_itself():
-    ((out, lse),) = parts_of([[0.5, -2]])
-    merged = packax.merge_attention([(out, lse)])
-    np.testing.assert_array_equal(merged[0], out)
-    np.testing.assert_array_equal(merged[1], lse)

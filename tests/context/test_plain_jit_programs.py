@@ -110,11 +110,6 @@ def test_an_exported_program_with_sharding_is_divided(recwarn):
     assert_equal(compiled(*args), expected("documents", 2)[1])
 
 
-def test_one_device_is_exported_without_a_warning(recwarn):
-    exported(CASES["documents"], *tensors())
-    assert not [w for w in recwarn if "exported" in str(w.message)]
-
-
 def test_the_program_says_what_is_computed():
     """The text is more than a pointer, which a persistent cache may leave out of its key."""
     mesh = mesh_of()
@@ -144,11 +139,6 @@ def test_a_shard_map_over_all_axes_is_left_alone():
     )
     lowered = jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cpu",))
     assert "CustomSPMDPartitioning" not in lowered.as_text()
-
-
-def test_rules_in_letters():
-    dims = partitioning.Dims(("bsh.", "bkg.", "b."), ("b.h.", "bh."))
-    assert partitioning.shardy_rule(dims) == "b x0 h x1, b x2 g x3, b x4 -> b x5 h x6, b h x7"
 
 
 def test_gspmd():

@@ -148,28 +148,6 @@ def test_unions_keep_their_offsets_equal():
         packax.chunked(4, offset=short) | packax.sliding_window(1, offset=short)
 
 
-def test_vmap_takes_the_batch_of_every_array():
-    """Also lengths for every row, and block masks with heads, whose rank defines their axes."""
-    lengths = np.array([[1, 2, 5, 0, 3, 7, 1, 1]] * 2) + np.arange(2)[:, None]
-    block_masks = np.random.default_rng(0).random((2, 2, 4, 4)) < 0.6
-    for expression in (
-        packax.prefix(lengths),
-        packax.masks.block_sparse(block_masks, 2) & packax.causal(),
-    ):
-        whole = packax.create_attention_mask(expression, q_len=8, kv_len=8)
-
-        def one(expression):
-            return packax.create_attention_mask(expression, q_len=8, kv_len=8)
-
-        each = jax.vmap(one)(expression)
-        for x, y in zip(jax.tree.leaves(each), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_array_equal(x[:, 0], y)
-        first = jax.tree.map(lambda x: x[0], expression).as_array(8, 8)
-        np.testing.assert_array_equal(
-            np.squeeze(first, 0) if first.ndim > 3 else first, expression.as_array(8, 8)[0]
-        )
-
-
 LENGTHS = np.array([[2, 2, 2, 2, 2, 2, 0, 0], [3] * 8])  # of each row's document
 
 

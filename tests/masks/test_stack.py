@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import mesh_of
-from jax.sharding import PartitionSpec as P
 from packax.masks import stack_masks
 
 LENGTH = 256
@@ -82,31 +80,6 @@ def test_the_body_is_compiled_once():
     assert branches.count("packax_forward") == 2 * one
 
 
-@pytest.mark.parametrize("context", [False, True])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_mask_for_all_rows_on_a_mesh(kind, context):
-    """Stacked with a mask whose batch is sharded; the types of Explicit axes say so."""
-    mesh = mesh_of(2, 2, kind=kind, axes=("data", "context"))
-    spec = P("data", "context") if context else P("data")
-    sharding = packax.AttentionSharding(spec, spec) if context else None
-    ids = np.repeat([[0, 1], [2, 3]], LENGTH // 2, axis=1).astype(np.int32)
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 2, 8)).astype(np.float32)
-
-    def attend(x, ids, sharding=None):
-        kinds = packax.causal() & packax.documents(ids), packax.sliding_window(15)
-        options = {"sharding": sharding, "q_len": LENGTH, "kv_len": LENGTH}
-        masks = [packax.create_attention_mask(y, **options) for y in kinds]
-        stack = stack_masks(masks)
-        return [packax.flash_attention(x, x, x, stack[n]) for n in range(2)]
-
-    with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(attend, sharding=sharding))(
-            jax.device_put(x, spec), jax.device_put(ids, P("data"))
-        )
-    for y, z in zip(got, jax.jit(attend)(x, ids), strict=True):
-        np.testing.assert_allclose(np.asarray(y), np.asarray(z), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", [True, np.True_, np.int8(1), -1], ids=repr)
 def test_what_selects_a_mask(kind):
     masks = [
@@ -121,20 +94,3 @@ def test_what_selects_a_mask(kind):
             ValueError, match="kind must be the index of a mask, an integer or bool"
         ):
             stack[wrong]
-
-
-def test_symbolic_sizes():
-    """One exported program for any batch and length, with a traced index."""
-
-    def dense(ids, kind):
-        document = packax.documents(ids)
-        kinds = packax.sliding_window(2) & document, packax.causal() & document
-        stack = stack_masks([packax.create_attention_mask(x) for x in kinds])
-        return stack[kind].as_array()
-
-    batch, length = jax.export.symbolic_shape("b, s")
-    types = jax.ShapeDtypeStruct((batch, length), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    exported = jax.export.export(jax.jit(dense), platforms=["cpu"])(*types)
-    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (3, 70)), axis=1).astype(np.int32)
-    for kind in (0, 1):
-        np.testing.assert_array_equal(exported.call(ids, np.int32(kind)), dense(ids, kind))

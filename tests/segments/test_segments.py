@@ -45,20 +45,39 @@ def both(function, *arrays, **sizes):
     return ours
 
 
-def test_from_lengths():
-    lengths = np.array([[3, 0, 2, 0], [1, 1, 1, 5]])
-    ids = both(segments.from_lengths, lengths, length=9)
-    assert ids.dtype == np.int32
-    np.testing.assert_array_equal(ids, [of_lengths(row, 9) for row in lengths])
-    np.testing.assert_array_equal(both(segments.from_lengths, lengths[0], length=6), ids[0, :6])
+LENGTHS = np.array([[3, 0, 2, 0], [1, 1, 1, 5]])
+NO_ROWS = np.zeros((0, 3), int)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0, 0], [5, 6, 0, 1, 2, 3, 0, 0]])
+VALID = np.array([[1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0]])
+ABSENT = np.array([[0, 3, 7, -1, -1], [0, -1, -1, -1, -1], [0, 2, 3, 5, 9]])  # as in cuDNN's calls
+KNOWN = [  # a function, its arrays, the length, and the ids
+    (segments.from_lengths, [LENGTHS], 9, [of_lengths(row, 9) for row in LENGTHS]),
+    (segments.from_lengths, [LENGTHS[0]], 6, of_lengths(LENGTHS[0], 6)),
+    (segments.from_lengths, [NO_ROWS], 9, np.zeros((0, 9))),
+    (segments.from_lengths, [np.zeros((2, 0), int)], 3, [[-1] * 3] * 2),
+    (segments.from_cu_seqlens, [NO_ROWS], 9, np.zeros((0, 9))),
+    (segments.from_cu_seqlens, [np.array([0, 3, 3, 7, 7, 7])], 10, of_lengths([3, 0, 4], 10)),
+    (segments.from_cu_seqlens, [ABSENT], 10,
+     [of_lengths(x, 10) for x in ([3, 4], [0], [2, 1, 2, 4])]),
+    (segments.from_attention_mask, [np.array([[0, 1, 1, 1], [1, 1, 0, 0]])], None,
+     [[-1, 0, 0, 0], [0, 0, -1, -1]]),
+    (segments.from_attention_mask, [np.array([[False, True, True]])], None, [[-1, 0, 0]]),
+    (segments.from_one_based, [np.array([[1, 1, 2, 0]])], None, [[0, 0, 1, -1]]),
+    (segments.from_positions, [POSITIONS], None,
+     [[0, 0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1, 1, 2, 3]]),
+    (segments.from_positions, [POSITIONS, VALID], None,
+     [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 1, 1, 1, 1, -1, -1]]),
+]  # fmt: skip
+
+
+def test_ids_from_what_other_projects_have():
+    for function, arrays, length, wanted in KNOWN:
+        ids = both(function, *arrays, **({} if length is None else {"length": length}))
+        assert ids.dtype == np.int32
+        np.testing.assert_array_equal(ids, wanted, err_msg=function.__name__)
     assert segments.from_lengths([3, 2]).tolist() == [0, 0, 0, 1, 1]
     assert segments.from_lengths(np.zeros(0, int)).shape == (0,)
-
-
-def test_a_batch_of_no_rows():
-    assert both(segments.from_lengths, np.zeros((0, 3), int), length=9).shape == (0, 9)
-    assert both(segments.from_cu_seqlens, np.zeros((0, 3), int), length=9).shape == (0, 9)
-    assert segments.from_lengths(np.zeros((0, 3), int)).shape == (0, 0)
+    assert segments.from_lengths(NO_ROWS).shape == (0, 0)
 
 
 def test_lengths_whose_sum_does_not_fit_int32():
@@ -69,40 +88,6 @@ def test_lengths_whose_sum_does_not_fit_int32():
     assert ids.tolist() == [0, 0, 0, 1, 1]
     many = segments.from_lengths(jnp.full(1 << 17, 1 << 16), length=1 << 16)
     assert not many.any()
-
-
-def test_from_cu_seqlens_is_from_lengths():
-    ends = np.array([0, 3, 3, 7, 7, 7])
-    ids = both(segments.from_cu_seqlens, ends, length=10)
-    np.testing.assert_array_equal(ids, of_lengths([3, 0, 4], 10))
-
-
-def test_absent_documents_of_cu_seqlens():
-    """As in the offsets of JAX's cuDNN attention."""
-    ends = np.array([[0, 3, 7, -1, -1], [0, -1, -1, -1, -1], [0, 2, 3, 5, 9]])
-    ids = both(segments.from_cu_seqlens, ends, length=10)
-    np.testing.assert_array_equal(ids, [of_lengths(x, 10) for x in ([3, 4], [0], [2, 1, 2, 4])])
-
-
-def test_from_attention_mask():
-    mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0]])
-    ids = both(segments.from_attention_mask, mask)
-    np.testing.assert_array_equal(ids, [[-1, 0, 0, 0], [0, 0, -1, -1]])
-    np.testing.assert_array_equal(segments.from_attention_mask(mask == 1), ids)
-
-
-def test_from_one_based():
-    ids = both(segments.from_one_based, np.array([[1, 1, 2, 0]]))
-    np.testing.assert_array_equal(ids, [[0, 0, 1, -1]])
-
-
-def test_from_positions():
-    positions = np.array([[0, 1, 2, 0, 1, 0, 0, 0], [5, 6, 0, 1, 2, 3, 0, 0]])
-    ids = both(segments.from_positions, positions)
-    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1, 1, 2, 3]])
-    valid = np.array([[1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0]])
-    ids = both(segments.from_positions, positions, valid)
-    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 1, 1, 1, 1, -1, -1]])
 
 
 def test_from_positions_after_padding():
@@ -167,14 +152,6 @@ def test_cu_seqlens_count_what_is_not_padding():
         assert filled.tolist() == offsets.tolist() + [len(kept)] * (21 - len(offsets))
         few = jax.jit(segments.cu_seqlens, static_argnums=1)(jnp.asarray(ids), 2)
         assert few.tolist() == offsets[:3].tolist()
-
-
-def test_cu_seqlens_is_the_reverse():
-    ends = np.array([0, 4, 5, 9], np.int32)
-    ids = segments.from_cu_seqlens(ends, length=12)
-    np.testing.assert_array_equal(segments.cu_seqlens(ids), ends)
-    assert segments.cu_seqlens(np.full((2, 3), -1)).tolist() == [0]
-    assert segments.cu_seqlens(np.zeros((0,), int)).tolist() == [0]
 
 
 def first_fit(sizes, length):
@@ -347,6 +324,7 @@ def test_values_of_jax_arrays_under_debug_checks(function, given, text):
         function(jnp.array([1, 0]))
 
 
+@pytest.mark.exhaustive
 def test_symbolic_sizes():
     """One exported program for any number of rows, tokens and documents."""
     batch, length, number = jax.export.symbolic_shape("b, s, n")

@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi
-from packax.integrations import flash_attention_jax
 from tiers import some
 from transformed import HEADS, IDS, KV_HEADS, random
 
@@ -60,49 +59,6 @@ def test_export_for_cuda(monkeypatch):
     assert "@packax_forward_v1" in text and "@packax_backward_v1" in text
     assert program.platforms == ("cuda", "cpu")
     assert [str(x.shape) for x in program.out_avals] == [str(x.shape) for x in shapes[:3]]
-
-
-@pytest.mark.parametrize("batch,length,kv_length", some([(1, 2, 1), (3, 130, 261)], 1))
-def test_other_calls_with_symbolic_sizes(batch, length, kv_length):
-    """Calls in the style of jax.nn and flash-attention-jax, and decoding, with different query and
-    key lengths."""
-
-    def run(query, key, value, lengths):
-        nn = packax.dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            local_window_size=(40, 3),
-            key_value_seq_lengths=lengths,
-        )
-        keys = jnp.arange(key.shape[1]) < lengths[:, None]
-        masked = packax.dot_product_attention(query, key, value, mask=keys[:, None, None])
-        heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
-        last = flash_attention_jax.causal_flash_attention(*heads_first)
-        some = flash_attention_jax.flash_attention(*heads_first, keys)
-        behind = packax.causal(key.shape[1] - query.shape[1]) & packax.prefix(key.shape[1] // 2)
-        own = packax.flash_attention(query, key, value, behind)
-        new = packax.decode_attention(query[:, :2], key, value, lengths, soft_cap=2.0)
-        pages = jnp.arange(lengths.shape[0])[:, None]  # one page per sequence
-        paged = packax.decode_attention(query[:, :1], key, value, lengths, block_table=pages)
-        return nn, masked, last, some, own, new, paged
-
-    shapes = list(symbolic(jnp.float32, 8, "t")[:3])
-    shapes[0] = jax.ShapeDtypeStruct(
-        (shapes[0].shape[0], shapes[0].shape[1] + 1, HEADS, 8), jnp.float32
-    )
-    shapes.append(jax.ShapeDtypeStruct(shapes[0].shape[:1], jnp.int32))
-    program = restored(jax.export.export(jax.jit(run), platforms=["cpu"])(*shapes))
-    rng = np.random.default_rng()
-    lengths = rng.integers(0, kv_length + 1, batch).astype(np.int32)
-    tensors = [
-        rng.standard_normal((batch, n, heads, 8)).astype(np.float32)
-        for n, heads in ((length, HEADS), (kv_length, KV_HEADS), (kv_length, KV_HEADS))
-    ]
-    got, expected = program.call(*tensors, lengths), jax.jit(run)(*tensors, lengths)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 def test_masks_as_arguments_of_exported_programs():
