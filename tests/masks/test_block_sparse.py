@@ -147,9 +147,6 @@ def test_bits():
         np.testing.assert_array_equal(got, chosen)
 
 
-CHOSEN, _ = cases.random_map(3, SIZE, 0.3, (2, 4), (70, 140))
-
-
 def test_memory_is_that_of_the_blocks():
     """Four times the tokens and key blocks take four times the memory, apart from the mask
     itself."""
