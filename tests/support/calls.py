@@ -348,14 +348,17 @@ class Call:
         return made if selector is None else made & selector(a)
 
     def built(self, a: Arrays, **options: Any) -> Any:
-        """The mask, or the second of a stack, whose first has no interval."""
+        """The mask, or the second of a stack, whose first has other arrays if it may."""
         build = functools.partial(
             packax.create_attention_mask, q_len=a["query"].shape[1], kv_len=a["key"].shape[1]
         )
         mask = build(self.expression(a), **options)
         if self.mask != "stacked":
             return mask
-        other = dataclasses.replace(self, interval="full").expression(a)
+        alike = "block" in self.selector or self.selector in TREES or options.get("plan")
+        other = dataclasses.replace(self, interval="full").expression(a) if alike else packax.full()
+        if "ids" in a and not alike:
+            other = packax.documents(a["ids"], kv_segment_ids=a.get("kv_ids", a["ids"]))
         return packax.masks.stack_masks([build(other, **options), mask])[jnp.int32(1)]
 
     def static(self) -> dict[str, Any]:
