@@ -155,9 +155,7 @@ def _(call):
         bias = a["bias"] != -np.inf
         allowed = allowed & np.repeat(bias, call.batch // len(bias), 0)
     heads, kv_heads = a["query"].shape[2], a["key"].shape[2]
-    allowed = np.broadcast_to(
-        allowed, (call.batch, heads, a["query"].shape[1], a["key"].shape[1])
-    )  # fmt: skip
+    allowed = np.broadcast_to(allowed, (call.batch, heads, *allowed.shape[2:]))
     queries = ~allowed.any(-1).swapaxes(1, 2)  # (B, Sq, H)
     keys = ~of_groups(allowed.any(2), kv_heads)  # (B, Skv, Hkv)
     dirty = with_garbage(a, queries, keys)
