@@ -79,6 +79,8 @@ def why_not(call: Call, kind: str | None) -> str | None:
         return "one rank has all keys"
     if run == "shard_map of some axes" and jax.__version_info__ < (0, 10):
         return "a shard_map inside another hangs on CPUs in jax 0.7, does not compile in jax 0.8"
+    if run == "shard_map of some axes" and "seed" in call.names():
+        return "a fault: the results' types vary over the axes that the caller does not map"
     if call.bias == "groups" and run == "vmap":
         return "mapped rows have a bias of their own"
     if "seed" in call.names() and run in ("keys in order", "vmap"):
