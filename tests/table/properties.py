@@ -93,7 +93,8 @@ class Program:
 
     def __call__(self, a: Arrays) -> dict[str, Any]:
         call = self.call
-        mask = None if decodes(call) else call.expression(a)
+        inside = decodes(call) or call.mask == "stacked"  # the step builds the mask
+        mask = None if inside else call.expression(a)
         if mask is not None and call.mask == "built":
             lengths = {"q_len": a["query"].shape[1], "kv_len": a["key"].shape[1]}
             mask = packax.create_attention_mask(mask, **lengths)
