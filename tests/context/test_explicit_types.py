@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from packax.masks import ranges
 from plain_jit import mesh_of
+from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 128, 4, 2, 8
 NAMES = ("data", "context", "tensor")
@@ -184,7 +185,10 @@ def placed(x, *dims):
     return jax.device_put(x, NamedSharding(mesh(), P(*dims)))
 
 
-@pytest.mark.parametrize("dims", [("data",), (None, "context"), ("data", "context")], ids=str)
+DIMS = ("data",), (None, "context"), ("data", "context")
+
+
+@pytest.mark.parametrize("dims", some([(dims,) for dims in DIMS], 2), ids=str)
 def test_functions_of_sharded_tokens(dims):
     """Results are sharded as the ids are; lengths become rows that are sharded by batch only."""
     ids, parents, words = tokens()

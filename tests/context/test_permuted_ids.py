@@ -9,6 +9,7 @@ import packax
 import pytest
 from context import ROWS, mesh_of, run_to_end
 from jax.sharding import PartitionSpec as P
+from tiers import some
 
 SHARDING = packax.AttentionSharding(P("data", "context"), P("data", "context"))
 CAUSAL, WINDOW = packax.causal(), packax.sliding_window(100)
@@ -23,7 +24,7 @@ def _mesh():
         yield
 
 
-@pytest.mark.parametrize("of", [tuple, list, dict])
+@pytest.mark.parametrize("of", some([tuple, list, dict], 2))
 def test_a_mask_for_each_expression(of):
     """Equal to the masks of the separate steps, with the plan of the first expression."""
     both = {"global": EXPRESSION, "a window": WINDOW & packax.documents(ROWS)}
