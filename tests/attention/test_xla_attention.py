@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
+from calls import Call
 from decode_calls import parse
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import xla_attention, xla_tiles
@@ -104,6 +105,22 @@ def test_short_rows_are_computed_together(batch, length, heads, biases, together
     tiles = xla_tiles.tiles_of(Operands(*[query] * 3, bias=bias), on_gpu=False)
     assert tiles.together == together
     assert tiles.rows == tiles.keys == (length if length <= 256 else 128)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"interval": "causal", "selector": "positions", "bias": "alibi"},
+        {"bias": "pairs", "dropout": "dropout", "scale": "array", "heads": "4/4"},
+        {"bias": "shared", "selector": "kv ids", "sinks": "sinks"},
+    ],
+    ids=str,
+)
+def test_several_steps_of_several_rows(features, monkeypatch):
+    call = Call(batch=4, **features)
+    monkeypatch.setattr(xla_tiles, "SCORES", 2 * 4 * 33**2)  # the other tests have one step
+    a = call.arrays(1)
+    assert not call.wrong(jax.jit(call.step)(a), a)
 
 
 def test_rows_without_keys_are_zero_beside_nan():
