@@ -88,3 +88,23 @@ def test_under_vmap_every_batch_row_has_its_streams(batch, way):
         and extra.aval.dtype == jnp.uint32
     ]
     assert shapes and all(x == ((3 * batch, 40, 2, 8), (3 * batch, 2, 4)) for x in shapes), shapes
+
+
+def test_heads_that_a_shard_map_does_not_cut():
+    """`sharding=` names an axis of the caller's shard_map along which the tensors are equal: every
+    device has all heads."""
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices("cpu")[:2])
+    spec = jax.sharding.PartitionSpec(None, None, "tensor")
+    x = np.random.default_rng(0).standard_normal((1, 32, 4, 8)).astype(np.float32)
+
+    def attend(x, **more):
+        return packax.flash_attention(
+            x, x, x, packax.causal(), dropout_rate=0.3, dropout_key=KEY, **more
+        )
+
+    whole = jax.sharding.PartitionSpec()
+    sharding = packax.AttentionSharding(spec, spec)
+    mapped = jax.shard_map(
+        lambda x: attend(x, sharding=sharding), mesh=mesh, in_specs=whole, out_specs=whole
+    )
+    np.testing.assert_array_equal(jax.jit(mapped)(x), jax.jit(attend)(x))

@@ -79,8 +79,6 @@ def why_not(call: Call, kind: str | None) -> str | None:
         return "one rank has all keys"
     if run == "shard_map of some axes" and jax.__version_info__ < (0, 10):
         return "a shard_map inside another hangs on CPUs in jax 0.7, does not compile in jax 0.8"
-    if run == "shard_map of some axes" and "seed" in call.names():
-        return "a fault: the results' types vary over the axes that the caller does not map"
     if call.bias == "groups" and run == "vmap":
         return "mapped rows have a bias of their own"
     if "seed" in call.names() and run in ("keys in order", "vmap"):
@@ -171,15 +169,17 @@ class OverRanks:
     def mapped(self, a: Arrays, plan: Any) -> Any:
         """In a shard_map of the caller, which builds the mask or gets it. It may map only the
         sequence, and packax the heads."""
+        own = {*self.mesh.axis_names}
         if self.at.run == "shard_map of some axes":
             self.axes = {label: axes for label, axes in self.axes.items() if label in "qk"}
+            own = {*self.at.context}
         of = {name: self.spec_of(name) for name in a}
         results = self.spec("bqh."), self.spec("bhq"), self.spec("bh")
         if self.at.run != "shard_map of a mask":
             of_plan = jax.tree.map(lambda x: self.spec("b") if len(x) > 1 else P(), plan)
             return jax.shard_map(
                 lambda a, plan: self.attend(a, self.mask(a, plan)),
-                mesh=self.mesh, in_specs=(of, of_plan), out_specs=results,
+                mesh=self.mesh, in_specs=(of, of_plan), out_specs=results, axis_names=own,
             )(a, plan)  # fmt: skip
         mask = self.mask(a, plan)
         return jax.shard_map(

@@ -229,9 +229,7 @@ def place(
     fixed = request.fixed
     if spec.dropout_threshold:
         streams = streams_of(request.dropout_key, query, layout)
-        fixed = fixed._replace(
-            dropout_streams=streams, dropout_rows=rows_of(mask, query.shape[1], layout)
-        )
+        fixed = fixed._replace(dropout_streams=streams, dropout_rows=rows_of(mask, query, layout))
     operands = (query, key, value, scores), mask, fixed
     if layout is not None:
         spec, operands = place_operands(spec, layout, *operands)

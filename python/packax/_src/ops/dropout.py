@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.context_mask import ContextMask
+from packax._src.core.jax_compat import checks_vma
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import Axes, Layout
+from packax._src.core.sharding import Axes, Layout, varying_axes
 
 WORDS = 2**32
 _MULTIPLIERS = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
@@ -64,7 +65,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     batch, _, heads, _ = query.shape
     axes = ((), ()) if layout is None else (layout.batch, layout.heads)
     index = [
-        _indices(size, layout, of).astype(jnp.uint32)
+        _indices(query, size, layout, of).astype(jnp.uint32)
         for size, of in zip((batch, heads), axes, strict=True)
     ]
     if one_for_all:
@@ -73,10 +74,10 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
 
 
-def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
+def rows_of(mask: AttentionMask, query: jax.Array, layout: Layout | None) -> jax.Array:
     """(1 or B, Sq) int32: the sequence index of every query row."""
     context: Axes = () if layout is None else layout.context
-    numbers = _indices(rows, layout, context)[None]
+    numbers = _indices(query, query.shape[1], layout, context)[None]
     if isinstance(mask, ContextMask) and mask.kv_plan is not None:
         chunk = mask.q_len // mask.kv_plan.shape[2]
         order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)
@@ -84,10 +85,14 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     return numbers
 
 
-def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
-    """Indices into the global array, even if the caller's shard_map covers some of `axes`."""
+def _indices(query: jax.Array, size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
+    """Indices into the global array, even if the caller's shard_map covers some of `axes`. Over an
+    axis along which the query is known to be equal, it is not cut."""
     index = jnp.arange(size, dtype=jnp.int32)
-    manual = () if layout is None else tuple(axis for axis in axes if axis in layout.manual)
+    cut = frozenset() if layout is None else layout.manual
+    if checks_vma():
+        cut &= varying_axes(jax.typeof(query))
+    manual = tuple(axis for axis in axes if axis in cut)
     if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
         return index
     return index + jax.lax.axis_index(manual) * jnp.int32(size)
