@@ -342,8 +342,6 @@ def _dots(precision, real):
     """A product batched over axis 0 (`Tiles.products`) that contracts a_axis and b_axis."""
 
     def dot(a, b, a_axis, b_axis):
-        if a_axis == 1:  # XLA's library for products on CPUs takes no other order of the first
-            a, a_axis = lax.transpose(a, (0, 2, 1)), 2
         dims = ((a_axis,), (b_axis,)), ((0,), (0,))
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=real)
 
