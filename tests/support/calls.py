@@ -302,7 +302,7 @@ class Call:
         bias = rng.standard_normal([sizes.get(n, 1) for n in of_bias])
         if of_bias:
             bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
-        if "q" in of_bias:
+        if "q" in of_bias and q_len > 5:
             bias[:, :, 5] = -np.inf  # a row without keys
         blocks = [-(-n // m) for n, m in zip((q_len, kv_len), BLOCK, strict=True)]
         own = heads if self.selector == "block mask" else 1
