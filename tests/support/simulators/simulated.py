@@ -241,7 +241,9 @@ class Simulation:
         assert "dquery" not in found or not found["dquery"][empty].any()
 
     def check(self, found: dict[str, Any]) -> None:
-        wrong = dense.close(found, self.true, self.plain, self.call.factor)
+        # In float32, exp2 of logits in units of log 2 has up to four times the error of exp.
+        factor = self.call.factor if self.call.dtype == "float32" else 2
+        wrong = dense.close(found, self.true, self.plain, factor)
         assert not wrong, wrong
 
     def score_grads(self) -> dict[str, Any]:
