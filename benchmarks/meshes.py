@@ -27,7 +27,7 @@ import numpy as np
 from lib.cases import document_lengths
 from lib.output import Report, arguments_of, say
 
-DOCUMENTS, LIMIT = 12, 1e-2
+DOCUMENTS, LIMIT = 12, 2e-2  # shard_map averages gradients in bfloat16
 LAUNCHES = 6  # per burst; equal in all processes, as each step waits for all gradients
 SHAPES = {"width": 4096, "heads": 32, "kv_heads": 8, "dim": 128}
 QUICK = {"width": 64, "heads": 4, "kv_heads": 2, "dim": 16}

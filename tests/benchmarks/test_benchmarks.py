@@ -75,7 +75,7 @@ def test_plain_jit_and_shard_map_agree_in_one_process_and_in_two(tmp_path):
     for rows in report["cases"].values():
         assert list(rows) == ["shard_map", "jit"]
         for row in rows.values():
-            assert row["ms"] > 0 and row["mib"] > 0 and row["differs"] < 1e-2
+            assert row["ms"] > 0 and row["mib"] > 0 and row["differs"] < 2e-2
 
 
 @pytest.mark.exhaustive
