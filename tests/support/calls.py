@@ -61,7 +61,7 @@ INTERVALS: dict[str, tuple[Callable[[Arrays], Any], Callable[..., Any]]] = {
 
 def _number(x: Any) -> Any:
     """One for the whole batch is given without an axis."""
-    return x[0] if len(x) == 1 else x
+    return x[0] if x.shape[0] == 1 else x
 
 
 def _same_span(a: Arrays) -> np.ndarray:
