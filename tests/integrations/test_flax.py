@@ -6,7 +6,6 @@ counted from another row, and a silent use of Flax's quadratic path.
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import packax
 import pytest
 from packax.integrations import fallback
 from tiers import marked
+from unwarned import unwarned  # noqa: F401, a fixture
 
 ours = pytest.importorskip("packax.integrations.flax")
 nn = pytest.importorskip("flax.linen")
@@ -29,16 +29,6 @@ DENSE = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))[:, None]
 REAL = (IDS != -1)[..., None]  # rows of padding are the mean of all values in Flax, 0 here
 PADDED = nn.make_attention_mask(IDS != -1, IDS != -1)  # under which padding has no key
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch):
-    """No warning was given before, and PACKAX_FALLBACK is unset. A warning is an error."""
-    monkeypatch.setattr(fallback, "_said", set())
-    monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fallback.FallbackWarning)
-        yield
 
 
 def same(x, y):

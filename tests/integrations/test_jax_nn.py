@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ import pytest
 from dot_products import DENSE, DIM, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
 from packax.integrations import fallback
 from tiers import some
+from unwarned import unwarned  # noqa: F401, a fixture
 
 BIAS = np.random.default_rng(3).standard_normal((2, HEADS, T, S)).astype(np.float32)
 attend = packax.dot_product_attention
@@ -27,16 +27,6 @@ attend = packax.dot_product_attention
 
 def close(x, y):
     np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch):
-    """No warning was given before, and PACKAX_FALLBACK is unset. A warning is an error."""
-    monkeypatch.setattr(fallback, "_said", set())
-    monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fallback.FallbackWarning)
-        yield
 
 
 @pytest.fixture
