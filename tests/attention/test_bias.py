@@ -1,9 +1,5 @@
-"""A bias array: output, log-sum-exp and every gradient against float64, for every axis that may be
-1; a row of -inf; transformations; and what is rejected.
-
-Guards against a tile of another head or row, a sum over the wrong axes, a gradient where the mask
-allows no key, and a bias expanded over its broadcast axes.
-"""
+"""A bias array beyond the table's calls: masks of large negative numbers, -inf and the least finite
+numbers, a sink above them, what `vmap` repeats, and that broadcast axes are not expanded."""
 
 from __future__ import annotations
 
@@ -21,24 +17,14 @@ import score_oracle
 from cases import Case
 from tiers import some
 
-SMALL = Case(
-    "bias", "odd lengths, groups", lambda: packax.sliding_window(40, 9), 150, 187, batch=2, heads=4,
-    kv_heads=2,
-)  # fmt: skip
 
-
-def random_bias(shape, keys, dtype=jnp.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.standard_normal((*shape, keys)), dtype)
-
-
-def attention_of(case, **static):
+def attention_of(case):
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
     def attention(arrays):
         tensors = [arrays[name] for name in ("query", "key", "value")]
         return packax.flash_attention(
-            *tensors, mask, scale=arrays["scale"], bias=arrays["bias"], return_lse=True, **static
+            *tensors, mask, scale=arrays["scale"], bias=arrays["bias"], return_lse=True
         )
 
     return attention
