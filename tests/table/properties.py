@@ -623,6 +623,8 @@ def _(call):
 def _(call):
     program = OverRanks(call, "local")
     local = call.selector in ("documents", "positions") and call.ranks not in ALONE
+    ranks = int(np.prod([program.at.mesh[axis] for axis in program.at.context]))
+    local &= int(np.sum(program.plan.shared)) * ranks < call.sizes()[0]  # not all rows are shared
     wrong = program.wrong()
     return wrong + (["no private part"] if local and program.built.private_part is None else [])
 

@@ -87,7 +87,8 @@ def local_parts(
         my_ids = take_each(ids, mine)
         for n, _, rows, starts in parts:
             of_group, ends = (
-                piece(x, context[: starts[0]], layout) for x in (order[..., :rows], begin)
+                piece(x, context[: starts[0]] if starts else context, layout)
+                for x in (order[..., :rows], begin)
             )
             inside = (ends[..., n, None] <= place[:rows]) & (place[:rows] < ends[..., n + 1, None])
             of_group, inside = (as_gathered(x, layout, starts) for x in (of_group, inside))
