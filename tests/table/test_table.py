@@ -1,4 +1,4 @@
-"""Every property (properties.py) of every feature (tests/support/calls.py) of attention.
+"""Every property (properties/) of every feature (tests/support/calls.py) of attention.
 
 Each time, every feature runs with every property of values, and with one of the properties of each
 group of others (cover.py), in calls that a seed chooses (PACKAX_TABLE_SEED). With `-m exhaustive`,

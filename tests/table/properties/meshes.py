@@ -1,0 +1,147 @@
+"""Properties of calls on meshes that shard the batch, the heads or the sequence."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+import calls
+import jax
+from calls import Call
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from plain_jit import MOVES, collectives
+from ranks import odd, placed
+
+from properties.rows import (
+    decodes,
+    differences,
+    direction,
+    directional,
+    jax_nn,
+    of_direction,
+    ragged,
+    row,
+)
+
+sharded = functools.partial(row, group="meshes")
+
+
+def mesh_of(kind: str, names: tuple[str, str]) -> Any:
+    types = (getattr(AxisType, kind),) * 2
+    return jax.make_mesh((2, 2), names, devices=jax.devices("cpu")[:4], axis_types=types)
+
+
+def specs(call: Call, axes: dict[str, str]) -> dict[str, P]:
+    """The spec of each array. `axes`: the mesh axis of each label."""
+    kv_heads = int(call.heads.split("/")[1])
+    axes = dict(axes)
+    if "h" in axes and kv_heads % 2 == 0:
+        axes["g"] = axes["h"]
+    labels = call.labels()
+    if zlib.crc32(str(call).encode()) % 2:  # the arrays of options arrive unsharded
+        labels |= {name: "" for name in ("sinks", "slopes") if name in labels}
+    return {name: P(*(axes.get(at) for at in axes_of)) for name, axes_of in labels.items()}
+
+
+def on_mesh(call: Call, kind: str, axes: dict[str, str], names: tuple[str, str]) -> list[str]:
+    a = call.arrays(1)
+    mesh = mesh_of(kind, names)
+    of = specs(call, axes)
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
+        compiled = jax.jit(call.step).lower(placed).compile()
+        got = compiled(placed)
+    wrong = differences(call, got, a)
+    if kind == "Auto" and not decodes(call):  # gradients may be summed, and nothing else moves
+        wrong += [f"{what} in the program" for what in {*collectives(compiled)} & {*MOVES}]
+    return wrong + (other_types(call, got, placed) if kind == "Explicit" else [])
+
+
+def other_types(call: Call, got: Any, placed: Any) -> list[str]:
+    """Results that are not sharded as the operands are."""
+    pairs = {"out": "dout", "lse": "dlse"} | {"d" + n: n for n in call.differentiable()}
+    pairs = {"out": "query"} if decodes(call) else pairs
+    wrong = []
+    for name, like in [(n, like) for n, like in pairs.items() if n in got]:
+        x, y = (jax.typeof(z).sharding.spec for z in (got[name], placed[like]))
+        if x != y:
+            wrong.append(f"{name} is sharded as {x}, not as {like}, {y}")
+    return wrong
+
+
+@sharded("plain jit on a mesh")
+def _(call):
+    return on_mesh(call, "Auto", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+
+
+@sharded("explicit mesh")
+def _(call):
+    return on_mesh(call, "Explicit", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+
+
+@sharded(
+    "derivatives on an explicit mesh",
+    lambda call: decodes(call) or (call.dtype != "float32" and "of float32") or None,
+)
+def _(call):
+    a, mesh = call.arrays(1), mesh_of("Explicit", ("data", "tensor"))
+    of = specs(call, {"b": "data", "h": "tensor"})
+    with jax.set_mesh(mesh):
+        placed = [
+            {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in given.items()}
+            for given in (a, direction(call, a))
+        ]
+        found = jax.jit(lambda a, along: directional(call, a, call.attend, along))(*placed)
+    return of_direction(call, a, found)
+
+
+@sharded(
+    "explicit mesh, sharded sequence",
+    lambda call: (
+        jax_nn(call)
+        or (decodes(call) and call.paged and "pages are gathered")
+        or (ragged(call) and "the sequences of dense caches are gathered, like pages")
+        or (not decodes(call) and call.mask != "expression" and "its ids would be sharded too")
+        or None
+    ),
+    multiple=2,
+)
+def _(call):
+    axes = {"b": "data", "q": "context", "k": "context"}
+    a = call.arrays(1)
+    mesh = mesh_of("Explicit", ("data", "context"))
+    tensors = {*calls.TENSORS, "bias"}
+    of = specs(call, axes)
+    of = {n: s if n in tensors else specs(call, {})[n] for n, s in of.items()}
+    if odd(call) and not decodes(call):  # every device has all keys
+        of |= {n: P("data", *[None] * 3) for n in ("key", "value")}
+    if "bias" in of:  # as query: keys whole
+        of["bias"] = P(*of["bias"][:3])
+    with jax.set_mesh(mesh):
+        on_devices = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
+        got = jax.jit(functools.partial(call.step, places=placed(call, a)))(on_devices)
+    tensors = ({n: got[n] for n in ("out", "dquery", "dkey", "dvalue") if n in got}, on_devices)
+    return differences(call, got, a) + other_types(call, *tensors)
+
+
+@sharded(
+    "shard_map over batch and heads",
+    lambda call: (
+        not decodes(call) and call.dropout != "none" and "each device counts rows and heads from 0"
+    ),
+)
+def _(call):
+    a = call.arrays(1)
+    mesh = mesh_of("Auto", ("data", "tensor"))
+    if int(call.heads.split("/")[1]) % 2:
+        return on_mesh(call, "Auto", {"b": "data"}, ("data", "tensor"))
+    of = specs(call, {"b": "data", "h": "tensor"})
+    of |= {name: P("tensor") for name in ("sinks", "slopes") if name in of}
+    results = P("data", None, "tensor"), P("data", "tensor"), P("data", "tensor")
+    results = results[: {"jax.nn": 1, "decode": 2}.get(call.function, 3)]
+    if ragged(call):
+        results = P(None, "tensor"), P("tensor")
+    mapped = jax.shard_map(call.attend, mesh=mesh, in_specs=(of,), out_specs=results)
+    return differences(call, jax.jit(lambda a: call.step(a, mapped))(a), a)
