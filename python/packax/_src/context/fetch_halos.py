@@ -20,6 +20,7 @@ import numpy as np
 from packax._src.context.all_gather_kv import update_at
 from packax._src.context.halo import Halo, Place, Stretch
 from packax._src.core.sharding import Layout, vary_together
+from packax._src.core.spec import common_batch
 
 
 def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
@@ -201,7 +202,7 @@ def _by_slot(places: Iterable[Place]) -> dict[int, list[Place]]:
 
 def take_each(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
     """x[b, index[b]]; both have batch 1 or B. unique: no index occurs twice in a batch row."""
-    batch = max(x.shape[0], index.shape[0])
+    batch = common_batch((x.shape[0], index.shape[0]))
     x, index = vary_together(x, index)
     x, index = (jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, index))
 

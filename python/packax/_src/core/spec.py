@@ -44,6 +44,11 @@ def is_symbolic(size: Any) -> bool:
     return not isinstance(size, int)
 
 
+def common_batch(sizes: Iterable[Any]) -> Any:
+    """The batch size of arrays for B rows or for all: that which is not 1. It may be symbolic."""
+    return next((size for size in sizes if size != 1), 1)
+
+
 def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
     """x padded with `value` at the end of the axis, to the given size."""
     missing = size - x.shape[axis]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from packax._src.core.arguments import INT32, Array, ArrayLike, as_int32, described, numpy_of, shown
+from packax._src.core.spec import common_batch
 from packax._src.masks.expressions import (
     And,
     Interval,
@@ -118,7 +119,7 @@ def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
         following = jax.lax.cummin(following, axis=1, reverse=True)
         ends = xp.concatenate([following[:, 1:], xp.full_like(following[:, :1], length)], axis=1)
         return first, ends - 1
-    batch = max(begins.shape[0], positions.shape[0])
+    batch = common_batch((begins.shape[0], positions.shape[0]))
     begins, positions = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, positions))
     run = xp.cumsum(begins, axis=1, dtype=np.int32) - 1
     first, last = (xp.full_like(positions, x) for x in (INT32.max, INT32.min))

@@ -16,7 +16,7 @@ import numpy as np
 
 from packax._src.core.arguments import Array, ArrayLike, as_int32, numpy_of, shown
 from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
-from packax._src.core.spec import PADDING_SEGMENT_ID, is_symbolic
+from packax._src.core.spec import PADDING_SEGMENT_ID, common_batch, is_symbolic
 from packax._src.masks.expressions import (
     And,
     Limits,
@@ -315,7 +315,7 @@ def tree_rows(operands: tuple[Tree, Array | None], interval: And) -> tuple[Array
     low, high = position_limits(nodes, ids, interval)
     xp = numpy_of(nodes.position, low, high)
     causal = high is nodes.position
-    batch = max(x.shape[0] for x in (nodes.position, low, high) if x is not None)
+    batch = common_batch(x.shape[0] for x in (nodes.position, low, high) if x is not None)
     nodes, low, high = jax.tree.map(
         lambda x: xp.broadcast_to(x, (batch, *x.shape[1:])), (nodes, low, high)
     )
@@ -549,7 +549,7 @@ def _nodes_of_row(levels: int, ids: Any, parents: Any, xp: ModuleType) -> Nodes:
 def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
     """Maps function(*arrays of one row, np or jnp) over the batch; arrays: (B or 1, ...)."""
     xp = numpy_of(*arrays)
-    batch = next((x.shape[0] for x in arrays if x.shape[0] != 1), 1)  # may be symbolic
+    batch = common_batch(x.shape[0] for x in arrays)
     arrays = tuple(xp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays)
     if xp is jnp:
         return jax.vmap(lambda *row: function(*row, jnp))(*vary_together(*arrays))

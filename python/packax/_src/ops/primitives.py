@@ -37,6 +37,7 @@ from packax._src.core.spec import (
     Operands,
     accumulator,
     ceil_div,
+    common_batch,
 )
 from packax._src.ops import packed_rows
 from packax._src.ops.batching_rules import (
@@ -250,10 +251,10 @@ def score_operands(
         operands["scales"] = jnp.full((1,), spec.scale, scores.slopes.dtype)
     for name, x in operands.items():  # of equal batch, if they are folded together
         fold = ROWS[name].fold
-        batch = max(
-            (y.shape[0] for n, y in operands.items() if fold == ROWS[n].fold != ""), default=1
+        batch = common_batch(
+            y.shape[0] for n, y in operands.items() if fold == ROWS[n].fold != ""
         )
-        if batch > x.shape[0]:
+        if x.shape[0] == 1 != batch:
             operands[name] = jnp.broadcast_to(x, (batch, *x.shape[1:]))
     return operands
 
