@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import packax
 import pytest
-from decode_calls import DecodeCall
+from decode_calls import IMPOSSIBLE, DecodeCall, impossible
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from packax import kv_cache
@@ -29,57 +29,27 @@ EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(call, a):
-    return call.attend(a)
+    return call.step(a)
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():
-    """A length beyond the capacity, or a table entry that is no page, gives NaN only in the
-    affected rows; all others keep their values."""
-    call = DecodeCall(cache="pages", rows="3")
-    a = call.arrays(1) | {"lengths": np.array([36, 20, 9, 3], np.int32)}
-    a["table"] = np.arange(36, dtype=np.int32).reshape(4, 9)
-    a |= {name: np.nan_to_num(a[name], nan=1.0) for name in ("key", "value")}
-    good, good_lse = run(call, a)
-    # The last row of sequence 0 is at position 36, outside the cache; its others before it.
-    out, lse = run(call, a | {"lengths": a["lengths"] + np.array([1, 0, 0, 0], np.int32)})
-    assert np.isnan(out[0, 2]).all() and np.isnan(lse[0, :, 2]).all()
-    np.testing.assert_array_equal(out[1:], good[1:])
-    for entry in (-1, len(a["key"]), 2**31 - 1, -(2**31)):
-        table = a["table"].copy()
-        table[1, 4] = entry  # keys 16 to 19; the rows are at 17 to 19
-        out, lse = run(call, a | {"table": table})
-        assert np.isnan(out[1]).all() and np.isnan(lse[1]).all()
-        for b in (0, 2, 3):
-            np.testing.assert_array_equal(out[b], good[b])
-            np.testing.assert_array_equal(lse[b], good_lse[b])
-
-
-@pytest.mark.parametrize("entry", some([-1, 3], 0))
-def test_a_missing_page_reads_no_other(entry):
-    """NaN and infinity in the first and last page do not reach rows that do not attend to the
-    missing page."""
-    key_cache = jnp.asarray([jnp.nan, 1.0, jnp.inf])[:, None, None, None] * jnp.ones((1, 1, 8))
-    out, lse = packax.decode_attention(
-        jnp.ones((1, 2, 1, 8)), key_cache, key_cache, jnp.array([2]),
-        block_table=jnp.array([[1, entry]]), return_lse=True,
-    )  # fmt: skip
-    np.testing.assert_allclose(out[0, 0], 1, rtol=1e-6)
-    np.testing.assert_allclose(lse[0, 0, 0], np.sqrt(8), rtol=1e-6)
-    assert np.isnan(out[0, 1]).all() and np.isnan(lse[0, 0, 1])
+    """A length beyond the capacity, or a table entry that is no page. All other pages are NaN."""
+    for entry in IMPOSSIBLE:
+        call, a, lost = impossible(entry)
+        assert not call.wrong(run(call, a), a, lost=lost)
 
 
 def test_lengths_of_other_integer_types():
+    """Numbers that int32 does not hold must not wrap."""
     call = DecodeCall()
-    a = call.arrays(1)
-    want, _ = run(call, a)
-    lengths = a["lengths"]
-    np.testing.assert_array_equal(run(call, a | {"lengths": lengths.astype(np.uint16)})[0], want)
-    far = np.array([2**32 - 1, *lengths[1:]], np.uint32)  # must not become -1
-    out, _ = run(call, a | {"lengths": far})
-    assert np.isnan(out[0]).all()
-    np.testing.assert_array_equal(out[1:], want[1:])
-    out, lse = run(call, a | {"lengths": np.array([-(2**31), -1, 0, -9], np.int32)})
-    assert not out.any() and np.isneginf(lse).all()
+    for lengths, dtype in (
+        ([36, 20, 9, 3], np.uint16),
+        ([2**32 - 1, 20, 9, 3], np.uint32),
+        ([-(2**31), -1, 0, -9], np.int32),
+    ):
+        a = call.arrays(lengths=np.array(lengths, dtype))
+        lost = a["lengths"][:, None] > 36
+        assert not call.wrong(run(call, a), a, lost=lost)
 
 
 def test_a_loop_over_a_paged_cache():
@@ -122,31 +92,25 @@ def test_no_gradient():
     np.testing.assert_array_equal(stopped, 1)
 
 
-@pytest.mark.parametrize("cache,mapped", once_each(["dense", "pages"], [["query"], ["lengths"]]))
+@pytest.mark.parametrize("cache,mapped", once_each(["dense", "pages"], ["query", "lengths"]))
 def test_vmap_with_a_batch_that_is_sharded_in_its_type(cache, mapped):
     """Mapped twice; the mapped axes are placed after a sharded batch axis."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],
         axis_types=(AxisType.Explicit,))  # fmt: skip
     call = DecodeCall(cache=cache)
-    a = call.arrays(1) | {"lengths": np.array([36, 1, 30, 17], np.int32)}
-    a |= {name: np.nan_to_num(a[name]) for name in ("key", "value")}
-    if cache == "pages":
-        a["table"] = np.arange(36, dtype=np.int32).reshape(4, 9)
-    changes = {"query": jnp.arange(1.0, 7).reshape(2, 3), "lengths": jnp.arange(6).reshape(2, 3)}
+    a = call.arrays(1, lengths=np.int32([36, 6, 30, 17]))
 
-    def attend(change, a):
-        name = mapped[0]
-        moved = a[name] * change if name == "query" else a[name] - change
-        return call.attend(a | {name: moved})[0]
+    def changed(n, a):
+        return a | {mapped: a[mapped] * (1.0 + n) if mapped == "query" else a[mapped] - n}
 
-    one = jax.jit(attend)
-    expected = [one(x, a) for x in changes[mapped[0]].ravel()]
     with jax.set_mesh(mesh):
         whole = ("table",) if cache == "dense" else ("key", "value", "table")
         b = {n: jax.device_put(x, P() if n in whole else P("data")) for n, x in a.items()}
-        got = jax.vmap(jax.vmap(attend, (0, None)), (0, None))(changes[mapped[0]], b)
-    got = np.asarray(got).reshape(6, *got.shape[2:])
-    np.testing.assert_allclose(got, np.stack(expected), rtol=1e-6, atol=1e-6)
+        step = jax.vmap(lambda n, a: call.step(changed(n, a)), (0, None))
+        got = jax.vmap(step, (0, None))(jnp.arange(6).reshape(2, 3), b)
+    for n in range(6):
+        each = {name: x.reshape(6, *x.shape[2:])[n] for name, x in got.items()}
+        assert not call.wrong(each, changed(n, a))
 
 
 # --- A prefix that sequences share.
@@ -156,24 +120,15 @@ def test_prefixes_that_cannot_be():
     """An empty prefix, one that reaches into the new rows, a negative one, and values beyond int32,
     which saturate and never wrap: such a long prefix does not end before the new rows."""
     call = DecodeCall(cache="prefix of pairs", batch=6)
-    a = call.arrays(1) | {"lengths": np.array([0, 21, 20, 30, 21, 9], np.int32)}
-    a["table"] = np.arange(54, dtype=np.int32).reshape(6, 9)
-    a["table"][1::2, :5] = a["table"][::2, :5]
-    a |= {name: np.nan_to_num(a[name], nan=1.0) for name in ("key", "value")}
-    alone = DecodeCall(cache="pages", batch=6)
-    want, want_lse = run(alone, {name: x for name, x in a.items() if name != "prefixes"})
-    for dtype, large, last in (
-        (np.int32, 20, -3),
-        (np.int64, 2**32 + 4, 8),
-        (np.uint64, 2**64 - 1, 8),
+    lengths, prefixes = np.int32([0, 21, 20, 30, 21, 9]), np.int32([0, 20, 8])
+    a = call.arrays(lengths=lengths, prefixes=prefixes)
+    for large, last, dtype, lost in (
+        (20, -3, np.int32, [2]),  # the new row of sequence 2 is in the prefix
+        (2**32 + 4, 8, np.int64, [2, 3]),
+        (2**64 - 1, 8, np.uint64, [2, 3]),
     ):
-        out, lse = call.attend(a | {"prefixes": np.array([0, large, last], dtype)})
-        lost = [2, 3] if large > 30 else [2]  # the new row of sequence 2 is in the prefix
-        assert np.isnan(out[np.array(lost)]).all() and np.isnan(lse[np.array(lost)]).all()
-        assert not out[0].any() and np.isneginf(lse[0]).all()
-        others = np.array([b for b in range(1, 6) if b not in lost])
-        np.testing.assert_allclose(out[others], want[others], atol=2e-6)
-        np.testing.assert_allclose(lse[others], want_lse[others], rtol=2e-5)
+        got = call.step(a | {"prefixes": np.array([0, large, last], dtype)})
+        assert not call.wrong(got, a, lost=np.isin(np.arange(6), lost)[:, None])
 
 
 @pytest.mark.parametrize(

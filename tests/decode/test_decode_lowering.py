@@ -10,14 +10,10 @@ import jax
 import jax.numpy as jnp
 import packax
 import pytest
-from decoding import Extension
-from lowered import calls, text_of
+from lowered import Extension, calls, text_of
 from packax._src.ops import ffi
 
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    monkeypatch.setattr(ffi, "ext", Extension)
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
@@ -195,44 +191,28 @@ def test_a_cache_in_fp8(scales):
     assert results[0] == "2x1x8x64xbf16"
 
 
-def test_kernels_over_fp8_that_are_not_there():
-    for dims, dtype in (
-        ((136, 64), jnp.bfloat16),
-        ((64, 72), jnp.float16),
-        ((64, 64), jnp.float32),
-    ):
-        query, *cache, lengths = shapes(dims=dims, dtype=dtype)
-        cache = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in cache]
-        with pytest.raises(NotImplementedError) as error:
-            text_of(packax.decode_attention, query, *cache, lengths)
-        assert str(error.value) == (
-            f"no decode kernel for {jnp.dtype(dtype)} over a float8_e4m3fn cache with head dims "
-            f"{dims[0]}/{dims[1]} (query and key / value); available, for multiples of 16 up to "
-            "these, and queries in bfloat16 or float16: float8_e4m3fn 128/128. "
-            'implementation="xla" takes any head dim, and float64'
-        )
-        xla = functools.partial(packax.decode_attention, implementation="xla")
-        assert calls(text_of(xla, query, *cache, lengths)) == []
-
-
 def test_kernels_that_are_not_there(monkeypatch):
-    dtypes = ("bfloat16", "float16", "float32")
-    listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
-    for dims, dtype in (
-        ((200, 64), jnp.bfloat16),
-        ((64, 136), jnp.bfloat16),
-        ((60, 64), jnp.bfloat16),
-        ((200, 64), jnp.float32),
-    ):
+    dims = "64/64", "192/128"
+    listed = ", ".join(f"{dtype} {x}" for x in dims for dtype in ("bfloat16", "float16", "float32"))
+    of_fp8 = " up to these, and queries in bfloat16 or float16: float8_e4m3fn 128/128"
+    xla = functools.partial(packax.decode_attention, implementation="xla")
+    for (qk_dim, v_dim), dtype, fp8 in (
+        ((200, 64), "bfloat16", False), ((64, 136), "bfloat16", False),
+        ((60, 64), "bfloat16", False), ((200, 64), "float32", False),
+        ((136, 64), "bfloat16", True), ((64, 72), "float16", True), ((64, 64), "float32", True),
+    ):  # fmt: skip
+        query, *cache, lengths = shapes(dims=(qk_dim, v_dim), dtype=dtype)
+        cache_dtype = "float8_e4m3fn" if fp8 else dtype
+        call = query, *(jax.ShapeDtypeStruct(x.shape, cache_dtype) for x in cache), lengths
         with pytest.raises(NotImplementedError) as error:
-            text_of(packax.decode_attention, *shapes(dims=dims, dtype=dtype))
+            text_of(packax.decode_attention, *call)
         assert str(error.value) == (
-            f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query "
-            f"and key / value); available, for multiples of 8 up to these: {listed}. "
+            f"no decode kernel for {dtype}{' over a float8_e4m3fn cache' * fp8} with head dims "
+            f"{qk_dim}/{v_dim} (query and key / value); available, for multiples of "
+            f"{f'16{of_fp8}' if fp8 else f'8 up to these: {listed}'}. "
             'implementation="xla" takes any head dim, and float64'
         )
-        xla = functools.partial(packax.decode_attention, implementation="xla")
-        assert calls(text_of(xla, *shapes(dims=dims, dtype=dtype))) == []
+        assert calls(text_of(xla, *call)) == []
     cuda = functools.partial(packax.decode_attention, implementation="cuda")
     with pytest.raises(NotImplementedError, match='implementation="cuda" needs a CUDA device'):
         text_of(cuda, *shapes(), platforms=("cpu",))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import packax
 import pytest
 from jax.sharding import PartitionSpec as P
 from packax import kv_cache, segments
-
-LENGTHS = [5, 1, 9]
 
 
 def prompts():
@@ -110,22 +107,6 @@ def test_one_token_of_each_sequence_keeps_the_dtype():
     got = kv_cache.write(cache, jnp.ones((2, 1, 1, 8)), [[0], [1]], [[3], [0]])
     assert got.dtype == jnp.bfloat16
     assert got[:, :, 0, 0].tolist() == [[0, 0, 0, 1], [1, 0, 0, 0]]
-
-
-def test_decoding_from_pages_is_attention_of_the_prompt():
-    new, sequences, positions = prompts()
-    key, value = new, np.random.default_rng(1).standard_normal(new.shape).astype(np.float32)
-    query = np.random.default_rng(2).standard_normal((2, 10, 4, 4)).astype(np.float32)
-    whole = packax.flash_attention(query, key, value, packax.causal() & packax.documents(sequences))
-    table = np.arange(9).reshape(3, 3)
-    pages = [
-        kv_cache.write(jnp.zeros((9, 4, 2, 4)), x, sequences, positions, block_table=table)
-        for x in (key, value)
-    ]
-    last = [(0, 4), (0, 5), (1, 8)]  # token of each prompt
-    rows = np.stack([query[at] for at in last])[:, None]
-    out = packax.decode_attention(rows, *pages, np.array(LENGTHS), block_table=table)
-    np.testing.assert_allclose(out[:, 0], np.stack([whole[at] for at in last]), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,147 +1,115 @@
-"""The decoding cubins on a GPU: `pytest -m gpu tests/gpu/test_gpu_decode.py`."""
+"""Decoding on a GPU, of sequences and of packed rows: `pytest -m gpu tests/gpu/test_gpu_decode.py`.
+
+What no row attends, and the queries of rows without keys, are NaN.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
-import decoding
+import decode_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import packax
 import pytest
-from decoding import CASES, Case
+from decode_calls import IMPOSSIBLE, RaggedCall, impossible, parse
+from decode_calls import RAGGED_MIXES as MIXES
+from packax._src.ops import packed_rows
 
 pytestmark = pytest.mark.gpu
-SCALE = 0.15
-DTYPES = (jnp.bfloat16, jnp.float16)
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 200), (512, 512), (320, 264))
-KINDS = itertools.cycle(itertools.product(DIMS, DTYPES))
-
-LONG = {
-    "one long row": Case((20011,), capacity=20224, heads=8, kv_heads=2),
-    "long and short": Case((9000, 3, 0, 700), capacity=9216, heads=8, kv_heads=8),
-    "tall tiles": Case((5003, 66), capacity=5120, q_len=16, heads=8, kv_heads=1),
-    "two tiles and a part": Case((2001,), capacity=2048, q_len=13, heads=22, kv_heads=2),
-    "long pages": Case((5003, 66), capacity=5120, q_len=3, heads=8, kv_heads=2, page_size=16,
-        sinks=True),
-    "pages and tall tiles": Case((1500, 66), capacity=1536, q_len=16, heads=8, kv_heads=1,
-        page_size=256, soft_cap=3.0),
-    "long, left": Case((8000, 200), capacity=8192, q_len=2, heads=8, kv_heads=2,
-        window=(1023, 0)),
-}  # fmt: skip
-
-
-def check(case: Case, dtype, tf32: bool = False) -> None:
-    x = decoding.cast(decoding.tensors(case), dtype)
-    got = decoding.run(case, x, SCALE, "cuda")
-    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE, tf32))
-
-
-@pytest.mark.parametrize("dims,dtype", list(zip(DIMS, DTYPES * 4, strict=True)), ids=str)
-@pytest.mark.parametrize("name", ["soft cap and sinks", "16 rows", "pages longer than a block"])
-def test_head_dims(name, dims, dtype):
-    check(CASES[name]._replace(dims=dims), dtype)
-
-
-@pytest.mark.parametrize(
-    "name,kind", [pytest.param(n, k, id=n) for n, k in zip(CASES, KINDS, strict=False)]
+DTYPES = ("bfloat16", "float16")
+DIMS = ("64x64", "128x128", "192x128", "256x256", "72x40", "8x200", "512x512", "320x264")
+FP8_DIMS = ("64x64", "128x128", "256x256", "80x48")
+FP8 = [f"numbers={x}," for x in reversed(decode_calls.FEATURES["numbers"][1:])]
+SHORT = (
+    "blocks=75",
+    "blocks=75,rows=16",
+    "blocks=75,rows=3,window=all",
+    "blocks=75,rows=2,heads=3/3",
+    "blocks=75,rows=5,heads=8/1",
+    "blocks=75,rows=2,starts=of sequences",
+    "blocks=75,rows=2,starts=of rows",
+    "blocks=75,rows=3,window=31",
+    "blocks=75,rows=4,window=both",
+    "blocks=75,rows=4,window=right",
+    "blocks=75,rows=4,window=huge",
+    "blocks=75,rows=2,cap=soft cap,sinks=sinks",
+    "cache=pages,page=16,blocks=20",
+    "cache=pages,page=1,blocks=150,rows=2,window=left",
+    "cache=pages,page=201,blocks=2,rows=4,sinks=sinks,starts=of sequences",
 )
-def test_cases(name, kind):
-    check(CASES[name]._replace(dims=kind[0]), kind[1])
-
-
-@pytest.mark.parametrize("dims", DIMS[:2], ids=str)
-@pytest.mark.parametrize("name", LONG)
-def test_split_over_the_gpu(name, dims):
-    check(LONG[name]._replace(dims=dims), jnp.bfloat16)
-
-
-@pytest.mark.parametrize("dims", (*DIMS[2:4], (512, 512)), ids=str)
-@pytest.mark.parametrize("name", ["one long row", "pages and tall tiles"])
-def test_wide_heads_split_over_the_gpu(name, dims):
-    check(LONG[name]._replace(dims=dims), jnp.float16)
-
-
-LENGTHS = {
-    "64 sequences": (3000, 0, 1, *[17 * n for n in range(61)]),
-    "65 sequences": (3000, 0, 1, *[17 * n for n in range(62)]),
-    "long ones last": (0, 17, 640, 2100, 3072),
+EVERY_DIM = (SHORT[11], SHORT[1], SHORT[-1])
+LONG = {
+    "row": "batch=1,blocks=5003,heads=8/2",
+    "heads": "blocks=2251,heads=8/8",
+    "tall tiles": "batch=2,blocks=1251,rows=16,heads=8/1",
+    "pages": "batch=2,cache=pages,page=16,blocks=313,rows=3,heads=8/2,sinks=sinks",
+    "pages and tall tiles": (
+        "batch=2,cache=pages,page=256,blocks=6,rows=16,heads=8/1,cap=soft cap"
+    ),
+    "window": "batch=2,blocks=2001,rows=2,heads=8/2,window=1023",
 }
+TILES = "batch=1,blocks=501,rows=13,heads=22/2"  # two tiles and a part
+WIDE = (LONG["row"], LONG["pages and tall tiles"])
+DEALT = [  # 64 sequences are the most to which shares are dealt by length
+    f"batch={batch},page=16,blocks=192,cache={cache}"
+    for batch in (64, 65, 5) for cache in ("dense", "pages")
+]  # fmt: skip
+ROWS = [
+    *zip(SHORT, [""] * 15, DIMS * 2, DTYPES * 8, strict=False),
+    *((text, "", *kind) for text in EVERY_DIM for kind in zip(DIMS, DTYPES[::-1] * 4, strict=True)),
+    *itertools.product([*LONG.values(), TILES], [""], DIMS[:2], DTYPES[:1]),
+    *itertools.product(WIDE, [""], (DIMS[2], DIMS[3], DIMS[6]), DTYPES[1:]),
+    *itertools.product(DEALT, [""], DIMS[:1], DTYPES[:1]),
+    *zip(SHORT, FP8 * 4, FP8_DIMS * 4, (*DTYPES, *DTYPES[::-1]) * 4, strict=False),
+    *itertools.product(LONG.values(), FP8[:1], FP8_DIMS, DTYPES[1:]),
+]
 
 
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_shares_dealt_out_by_length(name, page_size):
-    lengths = LENGTHS[name]
-    case = Case(lengths, capacity=3072, heads=4, kv_heads=2, dims=(64, 64), page_size=page_size)
-    check(case, jnp.bfloat16)
+def check(text: str, tf32: bool = False) -> None:
+    call = parse(f"decode,{text}")
+    a = call.arrays()
+    idle = ~call.allowed(a).any((1, 3))[..., None, None]
+    dirty = a | {"query": np.where(idle, np.nan, a["query"]).astype(a["query"].dtype)}
+    got = jax.jit(call.step)(dirty)
+    assert got["out"].dtype == call.dtype and got["lse"].dtype == jnp.float32
+    assert not call.wrong(got, a, 0 if call.dtype == "float32" and not tf32 else 2, tf32)
 
 
-@pytest.mark.parametrize("dims,q_len", [((128, 128), 1), ((64, 64), 16)], ids=str)
-def test_scores_beyond_31_bits(dims, q_len):
-    """One key has all the weight. Powers of 2 overflow if a fused multiply-add keeps the part that
-    rounding removed from the maximum."""
-    case = Case((3000, 700), q_len=q_len, capacity=3008, heads=8, kv_heads=2, dims=dims)
-    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
-    x = x._replace(query=x.query * 2.0**20, key_cache=x.key_cache * 2.0**20, key=x.key * 2.0**20)
-    got, want = decoding.run(case, x, SCALE, "cuda"), decoding.exact(case, x, SCALE)
-    np.testing.assert_allclose(np.asarray(got.out, np.float64), want.out, atol=1e-2, rtol=1e-2)
-    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5)
+@pytest.mark.parametrize("text,numbers,dims,dtype", ROWS)
+def test_equals_the_reference(text, numbers, dims, dtype):
+    check(f"{numbers}{text},dims={dims},dtype={dtype}")
 
 
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 @pytest.mark.parametrize(
-    "name,dims",
+    "text,dims",
     [
-        ("soft cap and sinks", (64, 64)),
-        ("16 rows", (128, 128)),
-        ("pages longer than a block", (192, 128)),
-        ("multi-query", (256, 256)),
-        ("pages of 1, left", (72, 40)),
-        ("one long row", (128, 128)),
-        ("tall tiles", (64, 64)),
-        ("pages and tall tiles", (256, 256)),
+        *zip((SHORT[11], SHORT[1], SHORT[-1], SHORT[4], SHORT[-2]), DIMS[:5], strict=True),
+        (LONG["row"], DIMS[1]),
+        (LONG["tall tiles"], DIMS[0]),
+        (LONG["pages and tall tiles"], DIMS[3]),
     ],
 )
-def test_float32(name, dims, precision):
-    """The yardstick is plain jax.numpy in float32; for TF32 with equally rounded operands."""
-    case = (CASES | LONG)[name]._replace(dims=dims)
+def test_float32(text, dims, precision):
+    """For TF32, the yardstick rounds the operands of its products."""
     with jax.default_matmul_precision(precision):
-        check(case, jnp.float32, tf32=precision == "tensorfloat32")
+        check(f"{text},dims={dims}", precision == "tensorfloat32")
 
 
-FP8_DIMS = ((64, 64), (128, 128), (256, 256), (80, 48))
-FP8_LONG = {name: case for name, case in LONG.items() if name != "two tiles and a part"}
-
-
-def check_fp8(case, kind, dtype):
-    """The yardstick is plain attention on the dequantized caches, in the query's dtype."""
-    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
-    got = decoding.run(case, x, SCALE, "cuda")
-    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
-
-
-FP8_KINDS = itertools.cycle(itertools.product(FP8_DIMS, DTYPES, reversed(decoding.SCALES)))
-
-
-@pytest.mark.parametrize(
-    "name,kind", [pytest.param(n, k, id=n) for n, k in zip(CASES, FP8_KINDS, strict=False)]
-)
-def test_fp8_cases(name, kind):
-    dims, dtype, scales = kind
-    check_fp8(CASES[name]._replace(dims=dims), scales, dtype)
-
-
-@pytest.mark.parametrize("dims", FP8_DIMS, ids=str)
-@pytest.mark.parametrize("name", FP8_LONG)
-def test_fp8_split_over_the_gpu(name, dims):
-    """With scales per sequence or page; what no row attends is NaN."""
-    check_fp8(FP8_LONG[name]._replace(dims=dims), "rows", jnp.float16)
+@pytest.mark.parametrize("text", ["dims=128x128", "rows=16,dims=64x64"])
+def test_scores_beyond_31_bits(text):
+    """One key has all the weight. Powers of 2 overflow if a fused multiply-add keeps the part that
+    rounding removed from the maximum."""
+    call = parse(f"decode,batch=2,blocks=752,heads=8/2,scale=0.15,dtype=bfloat16,{text}")
+    a = call.arrays()
+    a |= {n: a[n] * a[n].dtype.type(2.0**20) for n in ("query", "key")}
+    got, (want, _) = jax.jit(call.step)(a), call.references(a)
+    np.testing.assert_allclose(np.float32(got["out"]), want["out"], atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(got["lse"], want["lse"], rtol=1e-5)
 
 
 def test_every_byte_of_fp8():
@@ -149,43 +117,29 @@ def test_every_byte_of_fp8():
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
     value = jnp.asarray(np.repeat(every, 64).reshape(256, 1, 1, 64))
     for q_len in (1, 16):  # both query tiles
-        out = jax.jit(functools.partial(packax.decode_attention, implementation="cuda"))(
-            jnp.ones((256, q_len, 2, 64), jnp.float16),
-            jnp.zeros_like(value),
-            value,
-            np.ones(256, int),
-        )
+        query = jnp.ones((256, q_len, 2, 64), jnp.float16)
+        lengths = np.ones(256, int)
+        out = jax.jit(packax.decode_attention)(query, jnp.zeros_like(value), value, lengths)
         want = np.broadcast_to(every.astype(np.float32)[:, None, None], (256, 2, 64))
         np.testing.assert_array_equal(np.asarray(out[:, -1], np.float32), want)
 
 
-def test_invalid_pages_and_lengths_give_nan_only_in_their_row():
-    case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8, dims=(64, 64))
-    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
-    good = decoding.run(case, x, SCALE, "cuda")
-    table = x.block_table.copy()
-    for entry in (-1, x.key_cache.shape[0], 2**31 - 1, -(2**31)):
-        table[1, 2] = entry
-        lengths = x.lengths + np.array([1, 0, 0], np.int32)
-        got = decoding.run(case, x._replace(block_table=table, lengths=lengths), SCALE, "cuda")
-        lost = np.array([[False, True], [True, True], [False, False]])
-        np.testing.assert_array_equal(np.isnan(np.asarray(got.out, np.float32)).all((2, 3)), lost)
-        np.testing.assert_array_equal(np.isnan(got.lse).all(1), lost)
-        np.testing.assert_array_equal(got.out[2], good.out[2])
+@pytest.mark.parametrize("entry", IMPOSSIBLE)
+def test_what_cannot_be(entry):
+    """NaN in the rows that attend to it alone."""
+    call, a, lost = impossible(entry, dims="64x64", dtype="bfloat16")
+    assert not call.wrong(jax.jit(call.step)(a), a, 2, lost=lost)
 
 
 def test_the_same_bits_every_run_and_under_a_graph():
     """A loop of steps, which XLA records as one CUDA graph, equals the steps one by one."""
-    case = Case((4000, 70), capacity=4096, heads=8, kv_heads=2, dims=(128, 128))
-    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
+    call = parse("decode,batch=2,blocks=1024,heads=8/2,dims=128x128,dtype=bfloat16")
+    a = call.arrays(lengths=np.int32([4000, 70]))
 
     def step(lengths, _):
-        out = packax.decode_attention(
-            x.query, x.key_cache, x.value_cache, lengths, implementation="cuda"
-        )
-        return lengths - 7, out
+        return lengths - 7, call.step(a | {"lengths": lengths})["out"]
 
-    lengths = jnp.asarray(x.lengths)
+    lengths = jnp.asarray(a["lengths"])
     loop = jax.jit(lambda n: jax.lax.scan(step, n, None, length=9)[1])
     first, again = loop(lengths), loop(lengths)
     np.testing.assert_array_equal(first, again)
@@ -194,13 +148,103 @@ def test_the_same_bits_every_run_and_under_a_graph():
 
 
 def test_vmap_of_queries_over_one_cache():
-    case = Case((300, 77), capacity=320, dims=(64, 64))
-    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
-    lengths = jnp.stack([jnp.asarray(x.lengths) - i for i in range(3)])
-    f = lambda n: packax.decode_attention(  # noqa: E731
-        x.query, x.key_cache, x.value_cache, n, implementation="cuda"
+    call = parse("decode,batch=2,blocks=80,dims=64x64,dtype=bfloat16")
+    a = call.arrays(lengths=np.int32([300, 77]))
+    shared = dict.fromkeys(a) | {"lengths": 0}
+    lengths = a["lengths"] - np.arange(3, dtype=np.int32)[:, None]
+    got = jax.jit(jax.vmap(call.step, (shared,)))(a | {"lengths": lengths})
+    for i, x in enumerate(lengths):
+        assert not call.wrong({n: y[i] for n, y in got.items()}, a | {"lengths": x}, 2)
+
+
+# --- Packed rows
+
+
+def in_16_bits(n: int, **more: int) -> RaggedCall:
+    """The call in a dtype of the kernels, with other head dims."""
+    call = parse(MIXES[n])
+    dims = ("64x64", "128x128", "16x48", "192x128")[n % (3 if call.numbers != "as query" else 4)]
+    dtype = call.dtype if call.dtype != "float32" else DTYPES[n % 2]
+    return dataclasses.replace(call, dims=dims, dtype=dtype, **more)
+
+
+def check_25_mixes(call: RaggedCall) -> int:
+    """One program for all of them. How many have a chunk."""
+    step = jax.jit(call.step)
+    chunks, wrong = 0, []
+    for seed in range(25):
+        a = call.arrays(seed)
+        wrong += [f"{seed}: {line}" for line in call.wrong(step(a), a)]
+        chunks += int((np.diff(a["cu_q_lens"]) >= packed_rows.CHUNK).any())
+    assert not wrong
+    assert step._cache_size() == 1
+    return chunks
+
+
+@pytest.mark.parametrize("n", range(len(MIXES)), ids=MIXES.__getitem__)
+def test_25_random_mixes(n):
+    """36 keys at most, one share of each tile; or 2,800, several shares."""
+    check_25_mixes(in_16_bits(n, blocks=(9, 700)[n // 2 % 2]))
+
+
+CHUNKS = {"mixed": (600, 3), "decoding": (4, 0), "chunk": (800, 1), "more sequences": (130, 1)}
+
+
+@pytest.mark.parametrize("n", range(len(MIXES)), ids=MIXES.__getitem__)
+def test_25_random_mixes_with_chunks(n, monkeypatch):
+    """Chunks of hundreds of tokens, which Hopper has a kernel for, with decoding sequences, over
+    pages of 16 and 32."""
+    for mix, size in CHUNKS.items():
+        monkeypatch.setitem(decode_calls.MIXES, mix, size)
+    monkeypatch.setattr(packed_rows, "CHUNK_PROGRAMS", 1)
+    call = in_16_bits(n, page=(16, 32)[n // 2 % 2], blocks=40)
+    assert check_25_mixes(call) > 5 or call.mix in ("decoding", "more sequences")
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (64, 1)], ids=str)
+@pytest.mark.parametrize("page_size", [0, 1, 16, 256])
+def test_a_step_of_a_server(page_size, heads):
+    """A chunk of hundreds of tokens, many decoding sequences, one with a long cache, and padding:
+    the results of blockwise XLA in float32."""
+    rng = np.random.default_rng(page_size)
+    room, tokens, dim = 4096, 700, 128
+    lengths = np.array([1500, 4096, *rng.integers(1, 900, 38), 0, 0], np.int32)
+    counts = np.array([600, *[1] * 20, *[3] * 5, *[0] * 16], np.int32)
+    cu = np.cumsum([2, *counts]).astype(np.int32)
+    n, cache, table = len(lengths), (len(lengths), room), None
+    if page_size:
+        cache = (n * room // page_size, page_size)
+        table = jnp.asarray(rng.permutation(cache[0]).reshape(n, -1), jnp.int32)
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    query = jax.random.normal(next(keys), (tokens, heads[0], dim), "bfloat16")
+    key, value = (
+        jax.random.normal(next(keys), (*cache, heads[1], dim), "bfloat16") for _ in range(2)
     )
-    got = jax.jit(jax.vmap(f))(lengths)
-    for i in range(3):
-        error = jnp.abs((got[i] - jax.jit(f)(lengths[i])).astype(jnp.float32)).max()
-        assert error < 0.02
+    attend = functools.partial(packax.ragged_paged_attention, return_lse=True)
+    got = jax.jit(attend)(query, key, value, lengths, table, cu)
+    exact = functools.partial(attend, implementation="xla", precision="highest")
+    want = jax.jit(exact)(*(x.astype("float32") for x in (query, key, value)), lengths, table, cu)
+    np.testing.assert_allclose(np.float32(got[0]), want[0], atol=2e-2)
+    np.testing.assert_allclose(got[1], want[1], atol=2e-3, rtol=1e-3)
+    used = np.arange(tokens)
+    used = (used < 2) | (used >= cu[-1])
+    assert not np.asarray(got[0], np.float32)[used].any()
+
+
+@pytest.mark.parametrize("wrong", ["page", "length"])
+@pytest.mark.parametrize("tokens", [150, 20])
+def test_what_cannot_be_in_packed_rows(tokens, wrong, monkeypatch):
+    """NaN in the rows that read it, not in those before them or of another sequence; in a chunk,
+    and in fewer rows."""
+    monkeypatch.setattr(packed_rows, "CHUNK_PROGRAMS", 1)
+    monkeypatch.setitem(decode_calls.MIXES, "mixed", (2 * tokens + 5, 2))
+    call = parse("ragged,batch=2,page=16,blocks=20,heads=8/2,dims=64x64,dtype=bfloat16")
+    lengths = np.int32([310 + 20 * (wrong == "length"), 300])
+    bounds = np.int32([1, 1 + tokens, 1 + 2 * tokens])
+    a = call.arrays(lengths=lengths, cu_q_lens=bounds, num_seqs=np.int32(2))
+    lost = np.zeros(len(a["query"]), bool)
+    if wrong == "page":
+        a["table"][0, 19], lost[tokens - 5 : 1 + tokens] = 42, True  # keys from 304
+    else:
+        lost[tokens - 9 : 1 + tokens] = True  # the last ten are beyond 320 keys
+    assert not call.wrong(jax.jit(call.step)(a), a, lost=lost)

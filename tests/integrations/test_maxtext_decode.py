@@ -12,7 +12,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from decoding import Extension
 from jaxprs import count
 from lowered import calls, text_of
 from maxtext_reference import (
@@ -27,7 +26,6 @@ from maxtext_reference import (
     reference,
     tensors,
 )
-from packax._src.ops import ffi
 from tiers import some
 
 
@@ -111,10 +109,9 @@ def test_autoregressive_other_calls():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kernels_where_there_are(monkeypatch, dtype):
+def test_kernels_where_there_are(extension, dtype):
     """Also float32, where `matmul_precision` selects the precision, as for MaxText's own
     products."""
-    monkeypatch.setattr(ffi, "ext", Extension)
     shape = jax.ShapeDtypeStruct((B, 20, 2, 64), dtype), jax.ShapeDtypeStruct((B, 20), np.int32)
     query = jax.ShapeDtypeStruct((B, 1, 2, 64), dtype)
 

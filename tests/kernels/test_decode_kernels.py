@@ -1,207 +1,268 @@
-"""The decoding kernels in the interpreter, against the definition of decoding in float64.
+"""The decoding kernels in the interpreter, on sequences and on packed rows of several sequences.
 
-Guards against shares that overlap, miss keys or have none, tile columns beyond the head dim, and
-reads of what no row attends: its values are 1e30 or its block table entry is invalid.
+Guards against shares that overlap, miss keys or have none, tile columns beyond the head dim, rows
+of another sequence in a tile, an item that both kernels or neither computes, a list of work that is
+too short, and reads of what no row attends: it is NaN, or its block table entry is invalid.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import decoding
-import jax.numpy as jnp
+import decode_calls
+import dense
+import jax
 import numpy as np
-import oracle
 import pytest
 import triton_interpreter as interpreter
-from decoding import CASES, Case
-from packax._src import decode
+from decode_calls import IMPOSSIBLE, DecodeCall, impossible, parse
+from gluon_language import launch
+from gluon_threads import TensorMap
+from packax._src.core.spec import Operands
+from packax._src.ops import packed_rows
+from packax._src.ops.primitives import decode_p
 from tiers import marked, once_each, some
 
-SCALE = 0.4
-SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
-TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64), "v_parts": 2}
-SMALL = {"room": (64, 64), "tile": (16, 16)}  # for float32
+KERNELS: dict[str, dict[str, Any]] = {
+    "short": {"kernels": {"decode": (16, 16)}},
+    "tall": {"kernels": {"decode_tall": (32, 32)}},
+    "halves": {"kernels": {"decode_tall": (32, 32)}, "v_parts": 2},
+    "both": {"kernels": {"decode_tall": (32, 16), "decode": (16, 16)}},
+    "float32": {"kernels": {"decode": (16, 16)}, "exact": 1},
+    "tall float32": {"kernels": {"decode_tall": (32, 16)}, "exact": 1},
+    "fp8": {"kernels": {"decode_fp8": (16, 32)}},
+    "tall fp8": {"kernels": {"decode_tall_fp8": (32, 32)}},
+    "both fp8": {"kernels": {"decode_tall_fp8": (32, 32), "decode_fp8": (16, 32)}},
+}
 
 
-def run(
-    case: Case, x: decoding.Tensors, splits: int, scale: float = SCALE, **kernel
-) -> decoding.Results:
-    lo, hi = decode._ranges(
-        x.lengths, x.starts, *(case.window or (None, None)), case.causal, case.q_len
-    )
-    sinks = None if x.sinks is None else x.sinks[None]
-    tensors = [np.ascontiguousarray(y, np.float32) for y in x[:3]]
-    if x.key_cache.dtype == jnp.float8_e4m3fn:
-        tensors = [np.ascontiguousarray(y) for y in x[:3]]
-        rows, _, heads, _ = tensors[1].shape
-        scales = [np.float32(1 if s is None else s) for s in (x.key_scale, x.value_scale)]
-        shape = (rows if scales[0].ndim == 2 else 1, heads)
-        kernel["scales"] = tuple(np.broadcast_to(s, shape).copy() for s in scales)
-    ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
-    return decoding.Results(
-        *interpreter.decode(
-            *tensors, *ranges, x.block_table, sinks, scale, case.soft_cap or 0.0, splits, **kernel
-        )
-    )
+def operands_of(call: DecodeCall, a: Any) -> tuple[Operands, Any]:
+    """The operands of the primitive, with NaN in queries that attend to nothing, and its spec."""
+    jaxpr = jax.make_jaxpr(call.attend)(a)
+    (found,) = (e for e in jaxpr.jaxpr.eqns if e.primitive is decode_p)
+    only_inputs = jaxpr.jaxpr.replace(outvars=found.invars)
+    values = jax.core.eval_jaxpr(only_inputs, jaxpr.consts, *jax.tree.leaves(a))
+    x = Operands.of(found.params["names"], values)
+    idle = np.maximum(x.kv_start, 0) >= x.kv_end
+    query = np.where(idle[..., None, None], np.nan, x.query).astype(x.query.dtype)
+    return x._replace(query=query), found.params["spec"]
 
 
-def check(case: Case, splits: int, **kernel) -> None:
-    x = decoding.tensors(case, seed=len(case.lengths) + splits)
-    got, want = run(case, x, splits, **kernel), decoding.exact(case, x, SCALE)
-    for name, a, b in zip(("out", "lse"), got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+def division(keys: str) -> dict[str, int]:
+    """Into which shares keys are divided. "3": three of each sequence; "3 of 8": eight are dealt
+    out, at most three to a sequence."""
+    splits, _, shares = keys.partition(" of ")
+    return {"splits": int(splits), "shares": int(shares or 0)}
 
 
-# These cases also run with tall tiles, dealt shares or an fp8 cache, or are part of another case.
-AGAIN = {"16 rows", "causal=False", "starts", "right alone", "pages"}
+def run(call: DecodeCall, a: Any, kernels: str, keys: str = "1") -> dict[str, Any]:
+    x, spec = operands_of(call, a)
+    out, lse = interpreter.decode(x, spec, **KERNELS[kernels], **division(keys))
+    return {"out": out, "lse": lse}
 
 
-@pytest.mark.parametrize("name", [marked([name], name not in AGAIN) for name in CASES])
-def test_equals_the_definition(name: str) -> None:
-    check(CASES[name]._replace(dims=(24, 40)), 3, **SHORT)
-
-
-@pytest.mark.parametrize(
-    "name,parts",
-    once_each(["16 rows", "causal=False", "starts by row", "pages of 1, left"], [1, 2]),
-)
-def test_tall_tiles(name: str, parts: int) -> None:
-    """More rows than fit into one tile in the first case, fewer in the others; head dims that fill
-    the columns or not, and with two parts, head dims that leave a part empty."""
-    dims = {"16 rows": (16, 24), "causal=False": (16, 16)}.get(name, (16, 32))
-    check(CASES[name]._replace(heads=6, dims=dims), 2, **TALL | {"v_parts": parts})
-
-
-@pytest.mark.parametrize(
-    "name,kernel",
-    some(
-        [
-            ("16 rows", "decode_tall"),
-            ("multi-query", "decode_tall"),
-            ("soft cap and sinks", "decode"),
-            ("pages longer than a block", "decode"),
-        ],
-        0,
-        2,
-    ),
-)
-def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
-    case = CASES[name]._replace(dims=(24, 40))
-    x = decoding.tensors(case)
-    small = SMALL | ({"tile": (32, 16)} if "_" in kernel else {})
-    got = run(case, x, 2, kernel=kernel, exact=1, **small)
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
-
-
-@pytest.mark.parametrize("name,kernel", [("soft cap and sinks", SHORT), ("16 rows", TALL)])
-def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
-    """The log-sum-exp is that of rounded queries and keys; for the output, the probabilities are
-    rounded, too."""
-    case = CASES[name]._replace(dims=(16, 24))
-    x = decoding.tensors(case)
-
-    def rounded(y: np.ndarray) -> np.ndarray:
-        bits = np.asarray(y, np.float32).view(np.int32)
-        return ((bits + 0x1000) & -0x2000).view(np.float32)
-
-    clean = {"query": rounded(x.query), "key": rounded(x.key), "value": rounded(x.value)}
-    want = decoding.exact(case, x._replace(**clean), SCALE)
-    got = run(case, x, 2, **kernel, exact=0)
-    close = {"atol": 1e-5, "rtol": 1e-6}
-    np.testing.assert_allclose(got.lse, want.lse, **close)
-    np.testing.assert_allclose(got.out, want.out, atol=2.0**-11 * np.abs(clean["value"]).max())
-    assert not np.allclose(decoding.exact(case, x, SCALE).lse, want.lse, **close)
-
-
-FP8 = {"kernel": "decode_fp8", "room": (64, 64), "tile": (16, 32)}
-FP8_CASES = [
-    ("soft cap and sinks", "one", jnp.bfloat16),
-    ("one row", "heads", jnp.float16),
-    ("16 rows", "rows", jnp.bfloat16),
-    ("pages", "rows", jnp.bfloat16),
-    ("pages longer than a block", "rows", jnp.float16),
-    ("pages of 1, left", "none", jnp.bfloat16),
-    ("starts by row", "rows", jnp.float16),
+ROWS = [  # kernels, call, shares of the first tier, other shares
+    ("short", "dims=24x40", "3", "1"),
+    ("short", "batch=2,blocks=33", "7, 128", "1"),  # more shares than steps, and than are merged
+    ("short", "rows=3,window=all", "", "3"),
+    ("short", "rows=2,heads=3/3,window=huge", "3", ""),
+    ("short", "rows=5,heads=8/1,dims=8x40", "3", ""),
+    ("short", "rows=2,starts=of sequences", "", "3"),
+    ("short", "rows=2,starts=of rows", "3, 7 of 8", ""),
+    ("short", "rows=3,window=left", "3", ""),
+    ("short", "rows=4,window=both", "3", "9 of 9"),
+    ("short", "rows=4,window=right", "", "3"),
+    ("short", "rows=2,cap=soft cap,sinks=sinks,dims=24x40", "3", "7 of 8"),
+    ("short", "cache=pages,page=16,blocks=5", "7 of 8", "3"),
+    ("short", "cache=pages,page=1,blocks=150,rows=2,window=left", "2", ""),
+    ("short", "cache=pages,page=51,blocks=2,rows=4,sinks=sinks,starts=of sequences", "3", ""),
+    ("short", "batch=64,heads=2/1,rows=2", "2 of 4", "9 of 9, 128 of 128"),
+    *(("short", f"batch=2,scale={x}", *(("1", "") if x != "1e-30" else ("", "1")))
+        for x in ("negative", "0", "1e-40", "1e-30", "1e30")),
+    # where 2^x of the tanh overflows, and where 1 - tanh would cancel
+    *(("short", f"batch=2,scale={scale},cap={cap}", first, more) for scale, cap, first, more in
+        ((300, 0.01, "1", ""), (0.3, 1e-30, "", "1"), (0.3, 30, "1", ""), (0.3, 1e30, "", "1"))),
+    ("tall", "rows=16,heads=6/2,dims=16x24,blocks=19", "2", "7 of 8"),
+    ("tall", "rows=3,heads=6/2,window=all,dims=16x16", "", "2"),
+    ("halves", "rows=2,heads=6/2,starts=of rows,dims=16x32", "2", ""),
+    ("halves", "rows=2,heads=6/2,cache=pages,page=1,window=left,dims=32x16", "2", ""),
+    ("float32", "rows=2,cap=soft cap,sinks=sinks,dims=24x40", "2", ""),
+    ("float32", "cache=pages,page=51,blocks=2,rows=4,sinks=sinks,dims=24x40", "", "2"),
+    ("float32", "batch=2,scale=1e-40", "1", ""),
+    ("float32", "batch=2,scale=1e30", "", "1"),
+    ("tall float32", "rows=16,blocks=19,dims=24x40", "2", ""),
+    ("tall float32", "rows=5,heads=8/1,dims=24x40", "", "2"),
+    *(("fp8", f"numbers=float8{text},dims=32x48", first, more) for text, first, more in (
+        (" scale,rows=2,cap=soft cap,sinks=sinks,dtype=bfloat16", "3", ""),
+        (" scales of heads,blocks=19,dtype=float16", "3", ""),
+        (" scales of rows,rows=2,starts=of rows,dtype=float16", "", "3"),
+        (" scales of rows,cache=pages,page=16,blocks=5,dtype=bfloat16", "3", ""),
+        (" scales of rows,cache=pages,page=51,blocks=2,rows=4,sinks=sinks,dtype=float16", "", "3"),
+        (",cache=pages,page=1,rows=2,window=left,dtype=bfloat16", "3", ""))),
+    ("tall fp8", "numbers=float8 scales of rows,rows=16,dims=32x48,dtype=bfloat16", "3", ""),
+]  # fmt: skip
+PACKED = [  # the same; the number of programs into which the lowering divides the keys
+    ("both", "", "", "1024"),
+    ("both", "heads=4/1,mix=chunk,window=left", "", "1024"),
+    ("short", "mix=chunk,starts=of rows,sinks=sinks", "1", ""),
+    ("short", "mix=decoding,cap=soft cap", "", "1024"),
+    ("both", "heads=4/1,mix=more sequences,dims=16x8", "", "1024"),
+    ("both", "heads=4/1,window=both,scale=negative", "", "8"),
+    ("both fp8", "dtype=bfloat16,numbers=float8 scales of rows,dims=16x16", "1024", ""),
+    ("both fp8", "heads=4/1,mix=chunk,dtype=float16,numbers=float8,dims=16x16", "", "8"),
 ]
 
 
-@pytest.mark.parametrize("name,kind,dtype", some(FP8_CASES, 0, 1, 2, 3, 5))
-def test_a_cache_in_fp8(name: str, kind: str, dtype: Any) -> None:
-    """As exact as plain attention, in the query's dtype, on the dequantized caches."""
-    case = CASES[name]._replace(dims=(32, 48))
-    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), dtype), kind)
-    kernel = FP8
-    if name == "16 rows":
-        kernel = FP8 | {"kernel": "decode_tall_fp8", "tile": (32, 32)}
-    got = run(case, x, 3, **kernel)
-    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+def rows(of: list[tuple[str, ...]]) -> list[Any]:
+    split = [(*row[:2], x.split(", "), n == 0) for row in of for n, x in enumerate(row[2:]) if x]
+    return [marked((*row, keys), first) for *row, each, first in split for keys in each]
 
 
-@pytest.mark.parametrize("kind,page_size", [("rows", 0), ("rows", 16)])
-@pytest.mark.parametrize("size", [2.0**-100, 2.0**-30, 2.0**100])
-def test_queries_and_scales_of_many_sizes_over_fp8(kind: str, page_size: int, size: float) -> None:
-    """float16 could hold neither the query nor a scaled value. At 2^-120, small elements of the
-    query would be subnormal in bfloat16."""
-    case = Case((40, 9), heads=2, kv_heads=1, dims=(16, 16), page_size=page_size, capacity=48)
-    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), jnp.bfloat16), kind)
-    small = np.float32(1 / size)
-    grown = x._replace(
-        query=x.query * jnp.bfloat16(size), key_scale=x.key_scale * small,
-        value_scale=x.value_scale * small, value=x.value * small,
-    )  # fmt: skip
-    got, want = run(case, grown, 2, **FP8), decoding.exact(case, x, SCALE)
-    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5, rtol=1e-5)
-    largest = np.abs(x.value).max()
-    np.testing.assert_allclose(got.out * size, want.out, atol=2.0**-10 * largest)
+@pytest.mark.parametrize("kernels,text,keys", rows(ROWS))
+def test_sequences(kernels: str, text: str, keys: str) -> None:
+    call = parse(f"decode,{text}")
+    a = call.arrays()
+    assert not call.wrong(run(call, a, kernels, keys), a, 2)
 
 
-@pytest.mark.parametrize("page_size", [0, 8])
-def test_scales_of_fp8_that_are_negative_or_0(page_size: int) -> None:
-    case = Case((40, 9), heads=2, kv_heads=1, dims=(16, 16), page_size=page_size, capacity=40)
-    x = decoding.in_fp8(case, decoding.cast(decoding.tensors(case), jnp.float16), "rows")
-    sign = np.where(np.arange(len(x.key_scale)) % 3, -1, 0)[:, None]
-    scales = [np.float32(s * sign) for s in (x.key_scale, x.value_scale)]
-    rows = np.arange(40) // page_size if page_size else None
-    used = case.allowed().any(1)  # other table entries are invalid
-    pages = np.where(used, x.block_table[:, rows], 0) if page_size else np.arange(2)[:, None]
-    factor = np.where(used, sign[:, 0][pages], 0)[..., None, None]
-    x = x._replace(key=x.key * factor, value=x.value * factor)
-    x = x._replace(key_scale=scales[0], value_scale=scales[1])
-    want = decoding.exact(case, x, SCALE)
-    oracle.check(run(case, x, 2, **FP8), want, decoding.plain(case, x, SCALE))
+@pytest.mark.parametrize("kernels,text,programs", rows(PACKED))
+def test_packed_rows(kernels: str, text: str, programs: str, monkeypatch: Any) -> None:
+    """With few programs, tiles have one share; with many, long ones have several."""
+    for name, number in {"PROGRAMS": int(programs), "LEAST_KEYS": 8, "TILE_ROWS": 32}.items():
+        monkeypatch.setattr(packed_rows, name, number)
+    call = parse(f"ragged,{text}")
+    a = call.arrays()
+    x, spec = operands_of(call, a)
+    out, lse = interpreter.decode(x, spec, **KERNELS[kernels])
+    assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
+    tokens = x.query.shape[1]
+    of_tokens = np.asarray(packed_rows.work_list(x))[: 2 * tokens].reshape(tokens, 2)
+    assert programs == "8" or (of_tokens[:, 1].max() == 1) == (programs == "1")
 
 
-MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
-OF_SHARES = [  # lengths or the name of a case, shares of a sequence, shares that are dealt out
-    # more shares than steps of keys, and more than decode_combine holds at once
-    *itertools.product([(300,), (1, 33)], (1, 7, 128), [0]),
-    # empty sequences, shares left over; one sequence alone
-    *((lengths, splits, dealt) for lengths in ((300, 0, 17, 129), (1, 290), (5,), (0, 0),
-        (*MANY[:63], 300)) for dealt, splits in ((4, 2), (9, 9), (128, 128))),
-    # more sequences than shares are dealt to
-    ((*MANY, 300), 2, 0),
-    *((name, 7, 8) for name in ("starts by row", "pages", "soft cap and sinks", "16 rows")),
-]  # fmt: skip
+# --- Chunks of packed rows in the kernel for Hopper, on pages of 4, over more than two steps
+
+
+def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
+    """Computes the rows of chunks into out and lse, by two programs."""
+    x, spec = operands_of(call, a)
+
+    def rows_of(y: Any) -> TensorMap:
+        return TensorMap(np.asarray(y).transpose(0, 2, 1, 3))
+
+    _, tokens, heads, _ = x.query.shape
+    pages, page_size, kv_heads, v_dim = x.value.shape
+    items = packed_rows.room(tokens, call.batch, heads, kv_heads).items
+    launch("sm90.ragged", "ragged_sm90", 2, {
+        "query": rows_of(x.query), "key": rows_of(x.key), "value": rows_of(x.value), "out": out,
+        "lse": lse, "sinks": lse if x.sinks is None else np.array(x.sinks),
+        **{name: np.array(getattr(x, name)) for name in ("kv_start", "kv_end", "block_table")},
+        "workspace": np.array(packed_rows.work_list(x)), "counter": np.zeros(1, np.int32),
+        "scale": float(spec.scale), "has_sinks": int(x.sinks is not None), "q_len": tokens,
+        "pages": pages, "page_size": page_size, "table_width": x.block_table.shape[1],
+        "heads": heads, "kv_heads": kv_heads, "v_eighths": v_dim // 8, "room": items,
+        "QK_DIM": 16, "V_DIM": 16, "QK_CHUNK": 16, "V_CHUNK": 8, "WARP_GROUPS": 2, "BLOCK_N": 16,
+        "STAGES": 2, "PAGE_ROWS": 4, "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
+        "REMATERIALIZE": 1,
+    }, 0)  # fmt: skip
+
+
+CHUNKS = [
+    "heads=4/1,dtype=bfloat16,dims=16x8",
+    "dtype=bfloat16,starts=of rows,window=left,sinks=sinks",
+    "cache=dense,heads=4/1,dtype=bfloat16,window=both",
+    "dtype=float16,starts=of rows,heads=4/4",
+]
+
+
+@pytest.mark.parametrize("text", some(CHUNKS, 1))
+def test_chunks_on_hopper(text: str, monkeypatch: Any) -> None:
+    """Both kernels write every row once."""
+    monkeypatch.setitem(decode_calls.MIXES, "mixed", (200, 2))
+    for name, number in {"CHUNK": 30, "CHUNK_PROGRAMS": 1, "LEAST_KEYS": 8}.items():
+        monkeypatch.setattr(packed_rows, name, number)
+    call = parse(f"ragged,blocks=45,{text}")
+    bounds, lengths = np.int32([1, 2, 180, 180, 199]), np.int32([90, 180, 0, 40])
+    a = call.arrays(cu_q_lens=bounds, lengths=lengths, num_seqs=np.int32(4))
+    x, spec = operands_of(call, a)
+    out, lse = interpreter.decode(x, spec, **KERNELS["both"], elsewhere=1)
+    lost = np.isnan(out).all((0, 2, 3))
+    np.testing.assert_array_equal(np.flatnonzero(lost), np.arange(2, 180))
+    out = out.astype(call.dtype)
+    on_hopper(call, a, out, lse)
+    assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
+
+
+# --- Numbers
 
 
 @pytest.mark.parametrize(
-    "lengths,splits,dealt",
-    some(OF_SHARES, 0, 4, 6, 10, 14, 15, 21, 22, 23, 24, 25),
-    ids=lambda x: str(x[:4]) if isinstance(x, tuple) else str(x),
+    "kernels,text", [("short", "rows=2,cap=soft cap,sinks=sinks"), ("tall", "rows=16,dims=16x24")]
 )
-def test_shares(lengths: Any, splits: int, dealt: int) -> None:
-    """A number of shares for each sequence, or shares that are dealt out by length."""
-    if isinstance(lengths, str):
-        case = CASES[lengths]._replace(dims=(16, 24))
-    else:
-        window = (200, 0) if dealt == 9 else None
-        case = Case(
-            lengths, 2 if dealt else 1, heads=2, kv_heads=1, dims=(8, 8), sinks=not dealt,
-            window=window,
-        )  # fmt: skip
-    check(case, splits, **TALL if lengths == "16 rows" else SHORT, shares=dealt)
+def test_tf32_rounds_every_operand_to_11_bits(kernels: str, text: str) -> None:
+    """The log-sum-exp is that of rounded queries and keys; for the output, the probabilities are
+    rounded, too."""
+    call = parse(f"decode,{text}")
+    a = call.arrays()
+    rounded = a | {name: dense.to_tf32(a[name]) for name in ("query", "key", "value")}
+    (want, _), (unrounded, _) = (call.references(x) for x in (rounded, a))
+    x, spec = operands_of(call, a)
+    out, lse = interpreter.decode(x, spec, **KERNELS[kernels] | {"exact": 0}, splits=2)
+    close = {"atol": 1e-5, "rtol": 1e-6}
+    np.testing.assert_allclose(lse, want["lse"], **close)
+    largest = np.nanmax(np.abs(a["value"]))
+    np.testing.assert_allclose(out, want["out"], atol=2.0**-11 * largest)
+    assert not np.allclose(unrounded["lse"], want["lse"], **close)
+
+
+OF_ROWS = "decode,rows=1,numbers=float8 scales of rows,heads=2/1,dims=16x16,blocks=12"
+CACHES = ["dense", "pages"]
+
+
+@pytest.mark.parametrize("cache,size", once_each(CACHES, [2.0**-100, 2.0**-30, 2.0**100]))
+def test_queries_and_scales_of_many_sizes_over_fp8(cache: str, size: float) -> None:
+    """float16 could hold neither the query nor a scaled value. At 2^-120, small elements of the
+    query would be subnormal in bfloat16."""
+    call = parse(f"{OF_ROWS},cache={cache},dtype=bfloat16")
+    a = call.arrays()
+    scales = {name: a[name] / np.float32(size) for name in ("key_scale", "value_scale")}
+    got = run(call, a | scales | {"query": a["query"] * a["query"].dtype.type(size)}, "fp8", "2")
+    want, _ = call.references(a)
+    np.testing.assert_allclose(got["lse"], want["lse"], atol=1e-5, rtol=1e-5)
+    largest = np.abs(call.caches(a)["value"]).max()
+    np.testing.assert_allclose(got["out"] * size, want["out"], atol=2.0**-10 * largest)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_scales_of_fp8_that_are_negative_or_0(cache: str) -> None:
+    call = parse(f"{OF_ROWS},cache={cache},dtype=float16")
+    a = call.arrays()
+    sign = np.where(np.arange(len(a["key"])) % 3, np.float32(-1), 0)[:, None]
+    a |= {name: a[name] * sign for name in ("key_scale", "value_scale")}
+    assert not call.wrong(run(call, a, "fp8", "2"), a, 2)
+
+
+def test_a_sink_of_each_sequence() -> None:
+    """vmap produces such sinks."""
+    call = parse("decode,batch=2,sinks=sinks,heads=2/1")
+    a = call.arrays(lengths=np.int32([36, 9]))
+    x, spec = operands_of(call, a)
+    sinks = np.array([[1.0, -2.0], [np.inf, 0.5]], np.float32)
+    out, lse = interpreter.decode(x._replace(sinks=sinks), spec, **KERNELS["short"], splits=2)
+    assert not out[1, :, 0].any() and np.isposinf(lse[1, 0]).all()
+    a["sinks"] = np.where(np.isinf(sinks), 0, sinks)
+    want, _ = call.references(a)
+    out[1, :, 0], lse[1, 0] = want["out"][1, :, 0], want["lse"][1, 0]
+    assert not call.wrong({"out": out, "lse": lse}, a, 2)
+
+
+@pytest.mark.parametrize(
+    "entry,kernels,keys", once_each(IMPOSSIBLE, ["short", "tall"], ["1", "2 of 3"])
+)
+def test_what_cannot_be(entry: int | None, kernels: str, keys: str) -> None:
+    """NaN in the rows that attend to it alone. All other pages are NaN, too."""
+    call, a, lost = impossible(entry)
+    assert not call.wrong(run(call, a, kernels, keys), a, 2, lost=lost)
 
 
 @pytest.mark.parametrize(
@@ -239,92 +300,3 @@ def test_every_key_is_dealt_once(batch: int, each: int) -> None:
             assert begin == stop or stop - begin <= longest * step
         keys = np.arange(kv_len)
         np.testing.assert_array_equal(times, (keys >= first[b]) & (keys < last[b]))
-
-
-def test_a_sink_of_each_sequence() -> None:
-    """vmap produces such sinks."""
-    case = Case((40, 9), heads=2, kv_heads=1, dims=(8, 8), sinks=True)
-    x = decoding.tensors(case)
-    sinks = np.array([[1.0, -2.0], [np.inf, 0.5]], np.float32)
-    lo, hi = (np.ascontiguousarray(y) for y in decode._ranges(x.lengths, None, None, None, True, 1))
-    tensors = [np.ascontiguousarray(y) for y in x[:3]]
-    out, lse = interpreter.decode(*tensors, lo, hi, None, sinks, SCALE, 0.0, 2, **SHORT)
-    for b in range(2):
-        want = decoding.exact(case, x._replace(sinks=sinks[b]), SCALE)
-        for h in range(2):
-            if np.isinf(sinks[b, h]):
-                assert not out[b, :, h].any() and np.isposinf(lse[b, h]).all()
-            else:
-                np.testing.assert_allclose(out[b, :, h], want.out[b, :, h], atol=1e-5)
-                np.testing.assert_allclose(lse[b, h], want.lse[b, h], atol=1e-5)
-
-
-def test_invalid_pages_and_lengths_give_nan_only_in_their_row() -> None:
-    case = Case((33, 20, 9), q_len=2, capacity=32, page_size=8, dims=(8, 8))
-    x = decoding.tensors(case)
-    table = x.block_table
-    assert table is not None
-    table[2] = [table[2, 0], table[2, 1], 2**31 - 1, -(2**31)]  # invalid, but beyond its keys
-    table[1, 2] = x.key_cache.shape[0]  # invalid: keys 16 to 23; the rows are at 18 and 19
-    out, lse = run(case, x, 2, **SHORT)
-    want = decoding.exact(case, x, SCALE)
-    lost = np.zeros((3, 2), bool)
-    lost[0, 1] = lost[1] = True
-    np.testing.assert_array_equal(np.isnan(out).all((2, 3)), lost)
-    np.testing.assert_array_equal(np.isnan(lse).all(1), lost)
-    np.testing.assert_allclose(out[~lost], want.out[~lost], atol=1e-5)
-    np.testing.assert_allclose(lse.swapaxes(1, 2)[~lost], want.lse.swapaxes(1, 2)[~lost], atol=1e-5)
-
-
-@pytest.mark.parametrize("scale,exact", once_each([-0.4, 0.0, 1e-40, 1e-30, 1e30], [None, 1]))
-def test_scales_of_any_size(scale: float, exact: int | None) -> None:
-    """Scores times the scale are 0, or so large that one key has all the weight."""
-    case = Case((200, 40), heads=2, kv_heads=1, dims=(8, 8))
-    x = decoding.tensors(case)
-    got, want = run(case, x, 2, **SHORT, exact=exact, scale=scale), decoding.exact(case, x, scale)
-    np.testing.assert_allclose(got.out, want.out, atol=3e-6)
-    np.testing.assert_allclose(got.lse, want.lse, atol=3e-6, rtol=3e-6)
-
-
-@pytest.mark.parametrize("page,shares", once_each([-1, None, 2**31 - 1, -(2**31)], [0, 3]))
-def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: int) -> None:
-    case = Case((200, 150), q_len=2, capacity=208, page_size=8, dims=(8, 8))
-    x = decoding.tensors(case)
-    assert x.block_table is not None
-    x.block_table[0, 9] = len(x.key_cache) if page is None else page
-    out, lse = run(case, x, 1, **SHORT, shares=shares)
-    want = decoding.exact(case, x, SCALE)
-    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
-    np.testing.assert_allclose(out[1], want.out[1], atol=1e-5)
-    np.testing.assert_allclose(lse[1], want.lse[1], atol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", [SHORT, TALL])
-def test_a_missing_page_reads_no_other(kernel: dict[str, Any]) -> None:
-    """With NaN in all other pages, rows without a missing page keep their results."""
-    case = Case((24,), q_len=12, capacity=24, page_size=8, heads=8, kv_heads=2, dims=(8, 8))
-    x = decoding.tensors(case)
-    assert x.block_table is not None
-    want = decoding.exact(case, x, SCALE)
-    pools = [np.array(pool, np.float32) for pool in (x.key_cache, x.value_cache)]
-    free = [n for n in range(len(pools[0])) if n not in x.block_table[0, :2]]
-    for pool in pools:
-        pool[free] = np.nan
-    table = np.array([[*x.block_table[0, :2], -1]], np.int32)
-    x = x._replace(key_cache=pools[0], value_cache=pools[1], block_table=table)
-    out, lse = run(case, x, 1, **kernel)
-    good = np.arange(12, 24) < 16  # positions before the missing page, which starts at key 16
-    np.testing.assert_allclose(out[0, good], want.out[0, good], atol=1e-5)
-    np.testing.assert_allclose(lse[0][:, good], want.lse[0][:, good], atol=1e-5)
-    assert np.isnan(out[0, ~good]).all() and np.isnan(lse[0][:, ~good]).all()
-
-
-@pytest.mark.parametrize("soft_cap,size", [(0.01, 1000), (1e-30, 1), (30, 1), (1e30, 1)])
-def test_soft_caps_far_from_the_scores(soft_cap: float, size: float) -> None:
-    """Where 2^x of the tanh overflows, and where 1 - tanh would cancel."""
-    case = Case((60,), heads=2, kv_heads=1, dims=(8, 8), soft_cap=soft_cap)
-    x = decoding.tensors(case)
-    x = x._replace(query=x.query * size)
-    got, want = run(case, x, 1, **SHORT), decoding.exact(case, x, SCALE)
-    np.testing.assert_allclose(got.out, want.out, atol=3e-6)
-    np.testing.assert_allclose(got.lse, want.lse, atol=3e-6)

@@ -14,18 +14,35 @@ import numpy as np
 import packax
 
 Arrays = dict[str, Any]
-CAP, PAGE, BLOCKS = 2.0, 4, 9
+PAGE, BLOCKS = 4, 9
+WINDOWS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "left": {"window": (7, 0)},
+    "both": {"window": (7, 1), "causal": False},
+    "right": {"window": (None, 1), "causal": False},
+    "huge": {"window": (2**40, 2**31 - 1), "causal": False},
+    "all": {"causal": False},
+}
+# or a number, as are the keys to the left of a window
+SCALES: dict[str, Any] = {"default": None, "negative": -0.4}
+CAPS: dict[str, Any] = {"none": None, "soft cap": 2.0}
 FEATURES: dict[str, tuple[str, ...]] = {
     "cache": ("dense", "pages", "prefix of all", "prefix of pairs"),
-    "numbers": ("as query", "float8", "float8 scales of heads", "float8 scales of rows"),
+    "numbers": (
+        "as query",
+        "float8",
+        "float8 scale",
+        "float8 scales of heads",
+        "float8 scales of rows",
+    ),
     "rows": ("1", "3"),
     "heads": ("4/2", "4/4", "4/1"),
     "dims": ("8x8", "16x8", "8x12"),
     "dtype": ("float32", "bfloat16", "float16"),
-    "window": ("none", "left", "both"),
+    "window": tuple(WINDOWS),
     "starts": ("none", "of sequences", "of rows"),
-    "scale": ("default", "negative"),
-    "cap": ("none", "soft cap"),
+    "scale": tuple(SCALES),
+    "cap": tuple(CAPS),
     "sinks": ("none", "sinks"),
 }
 # tokens of a packed step, and the sequences that have more than one of them
@@ -106,52 +123,68 @@ class DecodeCall:
     def differentiable(self) -> list[str]:
         return []
 
-    def arrays(self, seed: int = 0) -> Arrays:
-        """The operands in numpy. Keys beyond a length are NaN, as is what no table names."""
-        rng = np.random.default_rng([seed, zlib.crc32(str(self).encode())])
-        heads, kv_heads = map(int, self.heads.split("/"))
-        dims = [int(n) for n in self.dims.split("x")]
-        rows, room = int(self.rows), self.page * self.blocks
-        dtype = jnp.dtype(self.dtype)
-        a: Arrays = {"query": rng.standard_normal((self.batch, rows, heads, dims[0]))}
-        a["lengths"] = np.asarray([room, *rng.integers(0, room, self.batch - 1)], np.int32)
+    def sequences(self, rng: np.random.Generator) -> Arrays:
+        """Tokens and lengths: that of the cache, one of at most the rows, and others."""
+        heads, rows, room = int(self.heads.split("/")[0]), int(self.rows), self.page * self.blocks
+        dim = int(self.dims.split("x")[0])
+        lengths = [room, rng.integers(0, rows + 1), *rng.integers(0, room, self.batch)]
+        a: Arrays = {"query": rng.standard_normal((self.batch, rows, heads, dim))}
+        a["lengths"] = np.asarray(lengths[: self.batch], np.int32)
         if self.shared:
             a["lengths"] = rng.integers(20 + rows, room, self.batch).astype(np.int32)
             a["prefixes"] = rng.integers(0, 20, self.shared).astype(np.int32)
         if self.starts != "none":
             shape = (self.batch,) if self.starts == "of sequences" else (self.batch, rows)
-            a["starts"] = rng.integers(-2, 9, shape).astype(np.int32)
+            a["starts"] = rng.integers(-2, room // 4, shape).astype(np.int32)
         if self.sinks != "none":
-            a["sinks"] = rng.standard_normal(heads).astype(np.float32)
-        used = np.arange(room) < a["lengths"][:, None]
+            a["sinks"] = 2 * rng.standard_normal(heads).astype(np.float32)
+        return a
+
+    def used(self, a: Arrays) -> np.ndarray:
+        """(B, room): the keys to which a row attends."""
+        return self.allowed(a).any((1, 2))
+
+    def arrays(self, seed: int = 0, **given: Any) -> Arrays:
+        """The operands in numpy. Keys to which no row attends are NaN, as are the first page, the
+        last, and their scales; table entries of such keys are any number. `given`: in place of what
+        `sequences` draws."""
+        rng = np.random.default_rng([seed, zlib.crc32(str(self).encode())])
+        a = self.sequences(rng) | given
+        kv_heads, room = int(self.heads.split("/")[1]), self.page * self.blocks
+        dtype, used = jnp.dtype(self.dtype), self.used(a)
+        dims = [int(n) for n in self.dims.split("x")]
         caches = [rng.standard_normal((self.batch, room, kv_heads, n)) for n in dims]
         if self.shared:  # the first sequence of a group has the prefix
             each = self.batch // self.shared
-            a["prefixes"] = a["prefixes"] // self.page * self.page
             common = np.arange(room) < np.repeat(a["prefixes"], each)[:, None]
             first = np.arange(self.batch) // each * each
             caches = [np.where(common[..., None, None], x[first], x) for x in caches]
         caches = [np.where(used[..., None, None], x, np.nan) for x in caches]
         if self.paged:
             pages = self.batch * self.blocks + 2
-            table = rng.permutation(pages)[: self.batch * self.blocks].reshape(self.batch, -1)
+            table = 1 + rng.permutation(pages - 2).reshape(self.batch, -1)
             pools = [np.full((pages, self.page, kv_heads, n), np.nan) for n in dims]
             for pool, x in zip(pools, caches, strict=True):
                 pool[table.ravel()] = x.reshape(-1, self.page, *x.shape[2:])
             if self.shared:
                 blocks = np.repeat(a["prefixes"], each) // self.page
-                own = table[first]
-                table = np.where(np.arange(self.blocks) < blocks[:, None], own, table)
-            beyond = np.arange(self.blocks) * self.page >= a["lengths"][:, None]
-            a["table"] = np.where(beyond, rng.choice([-1, 2**31 - 1]), table).astype(np.int32)
+                table = np.where(np.arange(self.blocks) < blocks[:, None], table[first], table)
+            read = used.reshape(self.batch, self.blocks, self.page).any(2)
+            unread = rng.choice([-1, 0, pages, 2**31 - 1, -(2**31)], table.shape)
+            a["table"] = np.where(read, table, unread).astype(np.int32)
             caches = pools
         for name, x in zip(("key", "value"), caches, strict=True):
             if self.numbers != "as query":
-                shape = {"float8": (), "float8 scales of heads": (kv_heads,)}.get(
-                    self.numbers, (len(x), kv_heads)
-                )
-                a[f"{name}_scale"] = np.exp(rng.uniform(-2, 1, shape)).astype(np.float32)
-                x = np.clip(x, -400, 400).astype(jnp.float8_e4m3fn)
+                shapes = {"float8 scales of heads": (kv_heads,)}
+                shapes |= {"float8 scales of rows": (len(x), kv_heads)}
+                scale = np.exp(rng.uniform(-5, 1, shapes.get(self.numbers, ())))
+                scale = np.float32(1 if self.numbers == "float8" else scale)
+                of_keys = scale[:, None, :, None] if scale.ndim == 2 else scale[..., None]
+                x = np.clip(x / of_keys, -448, 448).astype(jnp.float8_e4m3fn)
+                if scale.ndim == 2:
+                    scale[np.isnan(x.astype(np.float32)).all((1, 2, 3))] = np.nan
+                if self.numbers != "float8":
+                    a[f"{name}_scale"] = scale
             a[name] = x if self.numbers != "as query" else x.astype(dtype)
         a["query"] = a["query"].astype(dtype)
         return a
@@ -161,18 +194,17 @@ class DecodeCall:
         found = {"query": "b.hd", "key": of_cache, "value": of_cache, "lengths": "b"}
         found |= {"table": "bn", "starts": "b." if self.starts == "of rows" else "b"}
         found |= {"sinks": "h", "prefixes": "." if self.shared == 1 else "b"}
-        of = {"float8": "", "float8 scales of heads": "g"}.get(self.numbers, f"{rows}g")
+        of = {"float8 scale": "", "float8 scales of heads": "g"}.get(self.numbers, f"{rows}g")
         found |= {"key_scale": of, "value_scale": of, "cu_q_lens": ".", "num_seqs": ""}
         return {name: found[name] for name in self.arrays()}
 
     def static(self) -> dict[str, Any]:
-        given: dict[str, Any] = {"scale": -0.4} if self.scale == "negative" else {}
-        if self.cap != "none":
-            given["soft_cap"] = CAP
-        if self.window != "none":
-            given["window"] = (7, 0) if self.window == "left" else (7, 1)
-            given["causal"] = self.window == "left"
-        return given
+        scale, cap = SCALES.get(self.scale, self.scale), CAPS.get(self.cap, self.cap)
+        given = {"scale": scale, "soft_cap": cap}
+        given = {n: float(x) for n, x in given.items() if x is not None}
+        if self.window in WINDOWS:
+            return given | WINDOWS[self.window]
+        return given | {"window": (int(self.window), 0)}
 
     def attend(self, a: Arrays, mask: Any = None, **more: Any) -> Any:
         """(out, lse)."""
@@ -189,15 +221,18 @@ class DecodeCall:
 
     def allowed(self, a: Arrays) -> np.ndarray:
         """(B, 1, Sq, room), as the docstring of decode_attention defines it."""
-        rows, room = a["query"].shape[1], self.page * self.blocks
-        length, j = a["lengths"][:, None, None], np.arange(room)
+        rows, static = a["query"].shape[1], self.static()
+        left, right = static.get("window", (None, None))
+        j = np.arange(self.page * self.blocks)
+        length = a["lengths"].astype(np.int64)[:, None, None]
         place = length - rows + np.arange(rows)[:, None]
         allowed = (j < length) & (place >= 0)
-        if self.window != "both":
+        if static.get("causal", True):
             allowed = allowed & (j <= place)
-        if self.window != "none":
-            right = 0 if self.window == "left" else 1
-            allowed = allowed & (j >= place - 7) & (j <= place + right)
+        if left is not None:
+            allowed = allowed & (j >= place - left)
+        if right is not None:
+            allowed = allowed & (j <= place + right)
         if "starts" in a:
             allowed = allowed & (j >= a["starts"].reshape(self.batch, -1, 1))
         return allowed[:, None]
@@ -216,21 +251,30 @@ class DecodeCall:
             caches[name] = np.nan_to_num(x)
         return caches
 
-    def references(self, a: Arrays) -> Any:
+    def references(self, a: Arrays, tf32: bool = False) -> Any:
         """Results in float64 and in the call's dtype."""
         caches = self.caches(a)
-        scale = -0.4 if self.scale == "negative" else a["query"].shape[-1] ** -0.5
+        static = self.static()
+        scale = static.get("scale", a["query"].shape[-1] ** -0.5)
         out = np.zeros((*a["query"].shape[:3], caches["value"].shape[3]))
         operands = caches | {"query": a["query"], "scale": scale, "dout": out}
         operands |= {"sinks": a["sinks"]} if "sinks" in a else {}
-        cap = {"soft_cap": CAP} if self.cap != "none" else {}
-        return dense.true_and_plain(operands, self.allowed(a), self.dtype, **cap)
+        allowed, cap = self.allowed(a), static.get("soft_cap")
+        return dense.true_and_plain(operands, allowed, self.dtype, tf32, soft_cap=cap)
 
-    def wrong(self, got: dict[str, Any], a: Arrays) -> list[str]:
-        """How results differ from the reference."""
-        true, plain = self.references(a)
+    def wrong(
+        self, got: dict[str, Any], a: Arrays, factor: float = 0, tf32: bool = False,
+        lost: Any = None,
+    ) -> list[str]:  # fmt: skip
+        """How results differ from the reference. `factor`: 0 for that of `calls.Call`. `lost`: the
+        query tokens whose results must be NaN."""
         got = {name: np.asarray(x) for name, x in got.items()}
-        return dense.close(got, true, plain, 8 if self.dtype == "float32" else 4)
+        factor = factor or (8 if self.dtype == "float32" else 4)
+        true, plain = self.references(a, tf32)
+        if lost is not None:
+            true["out"] = np.where(lost[..., None, None], np.nan, true["out"])
+            true["lse"] = np.where(np.expand_dims(lost, -2), np.nan, true["lse"])
+        return dense.close(got, true, plain, factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,20 +289,22 @@ class RaggedCall(DecodeCall):
 
     __str__ = DecodeCall.__str__
 
-    def arrays(self, seed: int = 0) -> Arrays:
-        a = super().arrays(seed)
-        rng = np.random.default_rng([seed, zlib.crc32(str(self).encode()), 1])
+    def sequences(self, rng: np.random.Generator) -> Arrays:
+        a = super().sequences(rng)
         tokens, chunks = MIXES[self.mix]
         counts = rng.integers(0, 2, self.batch)
         with_chunks = rng.permutation(self.batch)[:chunks]
         counts[with_chunks] = rng.integers(0, tokens, chunks)
         last = np.minimum(np.cumsum([rng.integers(0, 2), *counts]), tokens).astype(np.int32)
-        query = rng.standard_normal((tokens, *a["query"].shape[2:]))
-        a |= {"query": query.astype(a["query"].dtype), "cu_q_lens": last}
+        a |= {"query": rng.standard_normal((tokens, *a["query"].shape[2:])), "cu_q_lens": last}
         a["num_seqs"] = np.int32(rng.integers(self.batch - 1, self.batch + 1))
         if "starts" in a:
-            a["starts"] = rng.integers(-2, 9, tokens).astype(np.int32)
+            a["starts"] = rng.integers(-2, self.page * self.blocks // 4, tokens).astype(np.int32)
         return a
+
+    def used(self, a: Arrays) -> np.ndarray:
+        padded, index = self.padded(a)
+        return (self.allowed(padded) & (index >= 0)[:, None, :, None]).any((1, 2))
 
     def labels(self) -> dict[str, str]:
         found = {name: x.replace("b", ".") for name, x in super().labels().items()}
@@ -288,11 +334,11 @@ class RaggedCall(DecodeCall):
             found["starts"] = np.where(index >= 0, a["starts"][index], 0)
         return found, index
 
-    def references(self, a: Arrays) -> Any:
+    def references(self, a: Arrays, tf32: bool = False) -> Any:
         padded, index = self.padded(a)
         tokens, heads, _ = a["query"].shape
         found = []
-        for x in super().references(padded):
+        for x in super().references(padded, tf32):
             out = np.zeros((tokens, heads, x["out"].shape[3]))
             lse = np.full((tokens, heads), -np.inf)
             out[index[index >= 0]] = x["out"][index >= 0]
@@ -301,10 +347,26 @@ class RaggedCall(DecodeCall):
         return found
 
 
+def impossible(entry: int | None, **fields: Any) -> tuple[DecodeCall, Arrays, np.ndarray]:
+    """A call, its operands, and the rows that must be NaN: a table entry (None: the number of
+    pages) that all rows of a sequence attend to, one for later rows, and a length beyond the cache.
+    """
+    call = DecodeCall(cache="pages", page=8, rows="12", heads="8/2", **fields)
+    a = call.arrays(lengths=np.int32([72, 44, 73, 20]))
+    a["table"][0, 3] = a["table"][1, 5] = len(a["key"]) if entry is None else entry
+    lost = np.zeros((4, 12), bool)
+    lost[0] = lost[1, 8:] = lost[2, 11] = True  # the rows of sequence 1 are at 32 to 43
+    return call, a, lost
+
+
+IMPOSSIBLE = (-1, None, 2**31 - 1, -(2**31))
+
+
 def parse(text: str) -> Any:
     """The call that prints as this text."""
     from calls import Call
 
-    fields = dict(x.split("=") for x in text.split(",") if "=" in x)
+    fields: dict[str, Any] = dict(x.split("=") for x in text.split(",") if "=" in x)
+    fields |= {n: int(fields[n]) for n in ("batch", "blocks", "page") if n in fields}
     kinds = {"decode": DecodeCall, "ragged": RaggedCall}
     return kinds.get(text.split(",")[0], Call)(**fields)

@@ -23,6 +23,12 @@ def four_axes(allowed: Any) -> np.ndarray:
     return allowed if allowed.ndim > 3 else allowed[:, None]
 
 
+def to_tf32(x: Any) -> np.ndarray:
+    """Rounds to 11 significant bits."""
+    bits = np.asarray(x, np.float32).view(np.int32)
+    return ((bits + 0x1000) & -0x2000).view(np.float32)
+
+
 def _rounding(dtype: Any) -> Any:
     """Rounds to dtype, and returns float64 or float32."""
     dtype = jnp.dtype(dtype)
@@ -44,6 +50,7 @@ def dense(
     allowed: Any,
     *,
     dtype: Any = np.float64,
+    tf32: bool = False,
     soft_cap: float | None = None,
     places: Any = None,
     factors: Any = None,
@@ -51,17 +58,19 @@ def dense(
     """Results and gradients, named like the arrays with "d" before the name.
 
     arrays: query, key, value, dout, scale, and perhaps dlse, sinks, slopes, bias (all axes).
+    tf32: whether the operands of the forward's products are rounded.
     places: positions of queries and keys, (B or 1, length), for the slopes. factors: of the
     probabilities (dropout). Gradients of `OF_ROWS` are given for each query, (B, H, Sq).
     """
     r = _rounding(dtype)
+    operand = to_tf32 if tf32 else lambda x: x
     x = {name: r(np.asarray(y, np.float64)) for name, y in arrays.items()}
     shape = x["query"].shape[0], x["query"].shape[2]
     group = shape[1] // x["key"].shape[2]
     allowed = four_axes(allowed)
     q, k, v, do = (x[n].transpose(0, 2, 1, 3) for n in ("query", "key", "value", "dout"))
     k, v = (np.repeat(y, group, 1) for y in (k, v))
-    raw = r(q @ k.swapaxes(2, 3))
+    raw = r(operand(q) @ operand(k).swapaxes(2, 3))
     s = r(x["scale"] * raw)
     slope = 1.0
     if soft_cap is not None:
@@ -77,7 +86,7 @@ def dense(
     s = np.where(allowed, s, -np.inf)
     some = allowed.any(-1)
     largest = s.max(-1, initial=-np.inf)
-    sinks = np.broadcast_to(x["sinks"][:, None] if "sinks" in x else -np.inf, some.shape)
+    sinks = np.broadcast_to(x["sinks"][..., None] if "sinks" in x else -np.inf, some.shape)
     shift = np.where(some, np.maximum(largest, sinks), 0)
     p = r(np.exp(r(s - shift[..., None])))
     sink = np.where(some, np.exp(sinks - shift), 0)
@@ -85,7 +94,7 @@ def dense(
     lse = np.where(some, shift + np.log(total), -np.inf)
     p, sink = r(p / total[..., None]), sink / total
     kept = p if factors is None else r(p * factors)
-    out = r(kept @ v)
+    out = r(operand(kept) @ operand(v))
 
     dlse = np.where(some, x.get("dlse", 0), 0)
     dkept = r(do @ v.swapaxes(2, 3))
@@ -117,14 +126,16 @@ def true_of(arrays: Mapping[str, Any], allowed: Any, **options: Any) -> Results:
     return found
 
 
-def true_and_plain(arrays: Mapping[str, Any], allowed: Any, dtype: Any, **options: Any) -> Any:
+def true_and_plain(
+    arrays: Mapping[str, Any], allowed: Any, dtype: Any, tf32: bool = False, **options: Any
+) -> Any:
     """Results in float64 and in dtype, with gradients in the shapes of the arrays.
 
     The gradients of scale, sinks and slopes are sums over queries. The error of one number depends
     on luck, so the yardstick's is three times the root of the sum of its queries' squared errors.
     """
     true = dense(arrays, allowed, **options)
-    plain = dense(arrays, allowed, dtype=dtype, **options)
+    plain = dense(arrays, allowed, dtype=dtype, tf32=tf32, **options)
     for name in {*OF_ROWS} & {*arrays}:
         rows, near = (np.asarray(y["d" + name], np.float64) for y in (true, plain))
         axes = (0, 2) if np.shape(arrays[name]) else None
@@ -139,7 +150,7 @@ def close(got: Results, true: Results, plain: Results, factor: float = 2.0) -> l
     value (for a log-sum-exp, 4 units of its value), and one unit of a smaller dtype. Logits are
     rounded relative to their size, so large ones allow 4 units times the largest log-sum-exp."""
     failures = []
-    sizes = (float(np.abs(true[n]).max(initial=0)) for n in got if n not in ("lse", "top"))
+    sizes = (float(np.nanmax(np.abs(true[n]), initial=0)) for n in got if n not in ("lse", "top"))
     largest = max(sizes, default=0)
     lse = np.asarray(true.get("lse", 0))
     logits = np.abs(lse[np.isfinite(lse)]).max(initial=0)
@@ -151,8 +162,8 @@ def close(got: Results, true: Results, plain: Results, factor: float = 2.0) -> l
             failures.append(f"{name} has shape {value.shape}, not {np.shape(expected)}")
             continue
         finite = np.isfinite(expected)
-        if not np.array_equal(value[~finite], np.asarray(expected)[~finite]):
-            failures.append(f"{name} is finite or NaN where it should be infinite")
+        if not np.array_equal(value[~finite], expected[~finite], equal_nan=True):
+            failures.append(f"{name} is finite where it should be infinite or NaN")
             continue
         units = 4 * max(4, logits) * max(largest, 1)
         if name in ("lse", "top"):

@@ -47,6 +47,17 @@ class Extension(StandIn):
                 if dim <= 128 or dtype in ("bf16", "f16") or kernel == TANGENT
             ]
             + [
+                {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
+                for kernel in ("decode", "decode_combine")
+                for dtype in ("bf16", "f16", "f32", "tf32")
+                for qk_dim, v_dim in ((64, 64), (192, 128))
+                if (kernel, dtype) != ("decode_combine", "tf32")
+            ]
+            + [
+                {"kernel": kernel, "dtype": "e4m3", "qk_dim": 128, "v_dim": 128, **chip}
+                for kernel in ("decode_fp8", "decode_fp8_pages")
+            ]
+            + [
                 {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
                 for kernel in MASK_KERNELS
             ]

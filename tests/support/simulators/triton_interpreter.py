@@ -5,10 +5,14 @@ The arguments are those that the C++ handlers pass. triton_launch.py runs a sing
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import unittest.mock
 
 import numpy as np
+from aot_modules import arguments_of
+from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.ops import packed_rows
 from triton_launch import KERNELS, ceil, guarded, launch
 
 
@@ -65,100 +69,70 @@ def blocks(
 
 
 def decode(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
-    table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
-    *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    v_parts: int = 1, shares: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None,
+    x: Operands, spec: AttentionSpec, kernels: dict[str, tuple[int, int]], splits: int = 1,
+    shares: int = 0, exact: int | None = None, v_parts: int = 1, elsewhere: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for. `exact`: 1 for float32 products, 0 for
-    TF32, None for exact products on the path of 16-bit operands. `v_parts`: the number of value
-    tiles. `shares`: the number of shares to deal out, or 0 for `splits` of every sequence.
-    `scales`: (rows, kv_heads), of keys and values in float8_e4m3fn; the query is then in 16 bits
-    and `out` in float32."""
-    if exact is None:
-        arithmetic = sys.modules["portable.arithmetic"]
-        with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
-            return decode(
-                query, key, value, kv_start, kv_end, table, sinks, scale, soft_cap, splits,
-                kernel=kernel, room=room, tile=tile, exact=0, v_parts=v_parts, shares=shares,
-                scales=scales,
-            )  # fmt: skip
+    """The results of decode_p. `kernels`: the tile of each kernel that runs, the tall one first if
+    there are two. `splits`: the shares of each sequence, or at most so many if `shares` are dealt
+    out. `exact`: 1 for float32 products, 0 for TF32, None for exact products on the path of 16-bit
+    operands. `v_parts`: the number of value tiles. `elsewhere`: whether `out` and `lse` of chunks
+    of packed rows are left to another kernel.
+
+    Over a float8 cache, the query is in 16 bits. Other tensors become float32, as do results."""
+    arrays = {n: np.ascontiguousarray(y) for n, y in zip(x.names, x.leaves, strict=True)}
+    query, value = arrays["query"], arrays["value"]
     batch, q_len, heads, qk_dim = query.shape
     first, second, kv_heads, v_dim = value.shape
-    pages, page_size, width = (first, second, table.shape[1]) if table is not None else (0, 0, 0)
-    kv_len = page_size * width if table is not None else second
-    block_m, block_n = tile
-    partial = guarded((splits, batch, q_len, heads, v_dim), np.float32)
-    sums = guarded((splits, batch, q_len, heads), np.float32)
-    out = guarded((batch, q_len, heads, v_dim), np.float32 if scales else query.dtype)
-    lse = guarded((batch, heads, q_len), np.float32)
-    more, sizes, constants = (), (), {}
-    if scales is not None:
-        more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
-        query, key, value = query.view(np.int16), key.view(np.int16), value.view(np.int16)
-        constants = {"NATIVE_FP8": 0, "PAGED": int(page_size > 0)}
-    programs = shares + batch if shares else batch * splits
-    grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
-    launch(
-        kernel, grid, query, key, value, kv_start, kv_end, kv_start if table is None else table,
-        *more, kv_start, partial, sums, scale, soft_cap,
-        batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
-        splits, shares, 0, 0, 0, *sizes,
-        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
-        FLOAT32_PRODUCTS=exact, V_PARTS=v_parts, **constants,
-    )  # fmt: skip
-    launch(
-        "decode_combine", (batch * q_len * heads,), partial, sums,
-        kv_start if sinks is None else sinks, kv_start, kv_end, kv_start, out,
-        lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len,
-        heads, v_dim // 8, splits, 0, 0, 0,
-        V_DIM=room[1], SPLITS=128, STEP=16,
-    )  # fmt: skip
-    return out, lse
+    group, paged = heads // kv_heads, "block_table" in arrays
+    width = arrays["block_table"].shape[1] if paged else 0
+    fp8, sinks = "key_scale" in arrays, arrays.get("sinks")
+    f = {
+        "scale": float(spec.scale), "soft_cap": float(spec.soft_cap or 0), "batch": batch,
+        "q_len": q_len, "kv_len": second * width or second, "pages": first * paged,
+        "page_size": second * paged, "table_width": width, "heads": heads, "kv_heads": kv_heads,
+        "qk_eighths": qk_dim // 8, "v_eighths": v_dim // 8, "splits": splits, "shares": shares,
+        "tile_rows": 0, "has_tall": 0, "chunks_elsewhere": elsewhere, "room": 0,
+        "scale_rows": len(arrays["key_scale"]) if fp8 else 0, "has_sinks": int(sinks is not None),
+        "bfloat16_query": int(query.dtype != np.float16),
+        "sink_batch": 1 if sinks is None else len(sinks),
+    }  # fmt: skip
+    programs, rows = shares + batch if shares else batch * splits, q_len
+    of_shares, merges = (splits, batch, q_len, heads), batch * q_len * heads
+    if x.row_bounds is not None:
+        of_step = packed_rows.room(q_len, x.row_bounds.shape[1], heads, kv_heads)
+        arrays["workspace"] = np.ascontiguousarray(packed_rows.work_list(x))
+        programs, rows = of_step.items, of_step.tile_rows
+        of_shares, merges = (programs, rows, heads), (5 if elsewhere else q_len) * heads
+        f |= {"splits": 0, "tile_rows": rows, "has_tall": len(kernels) - 1, "room": programs}
+    for name in ("query", "key", "value"):
+        y = arrays[name]
+        arrays[name] = y.view(np.int16) if fp8 else y.astype(np.float32)
+    arrays |= {"partial": guarded((*of_shares, v_dim), np.float32)}
+    arrays |= {"sums": guarded(of_shares, np.float32)}
+    arrays |= {"out": guarded((batch, q_len, heads, v_dim), np.float32)}
+    arrays |= {"lse": guarded((batch, heads, q_len), np.float32)}
+    room = max(16, 1 << (max(qk_dim, v_dim) - 1).bit_length())  # head dims of the kernel
 
+    def run(kernel: str, programs: int, **constants: int | None) -> None:
+        names = arguments_of(kernel)
+        values = [(f | arrays).get(n, arrays["kv_start"]) for n in names if not n.isupper()]
+        launch(kernel, (programs,), *values, **{n: c for n, c in constants.items() if n in names})
 
-def ragged(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, kv_start: np.ndarray, kv_end: np.ndarray,
-    table: np.ndarray, sinks: np.ndarray | None, work: np.ndarray, items: int,
-    scale: float, soft_cap: float, tile_rows: int, chunks_elsewhere: int = 0,
-    *, kernels: dict[str, tuple[int, int]], room: tuple[int, int],
-    scales: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Packed rows. query (1, T, H, D). `kernels`: the tile of each kernel that runs, the tall one
-    first if there is one. Products are exact. With chunks_elsewhere, `out` and `lse` are not
-    written for their rows."""
-    _, rows, heads, qk_dim = query.shape
-    pages, page_size, kv_heads, v_dim = value.shape
-    group, width = heads // kv_heads, table.shape[1]
-    partial = guarded((items, tile_rows, heads, v_dim), np.float32)
-    sums = guarded((items, tile_rows, heads), np.float32)
-    out = guarded((1, rows, heads, v_dim), np.float32)
-    lse = guarded((1, heads, rows), np.float32)
-    more, sizes, constants = (), (), {}
-    if scales is not None:
-        more, sizes = scales, (len(scales[0]), int(query.dtype != np.float16))
-        query, key, value = query.view(np.int16), key.view(np.int16), value.view(np.int16)
-        constants = {"NATIVE_FP8": 0, "PAGED": 1}
-    has_tall, kv_len = len(kernels) - 1, page_size * width
-    for kernel, (block_m, block_n) in kernels.items():
-        most = tile_rows * group if block_m > 16 or not has_tall else min(16, tile_rows * group)
-        arithmetic = sys.modules["portable.arithmetic"]
-        with unittest.mock.patch.object(arithmetic, "to_tf32", KERNELS["unrounded"]):
-            launch(
-                kernel, (ceil(most, block_m) * kv_heads * items,), query, key, value, kv_start,
-                kv_end, table, *more, work, partial, sums, scale, soft_cap, 1, rows, kv_len, pages,
-                page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, 0, 0, tile_rows,
-                has_tall, chunks_elsewhere, *sizes, QK_DIM=room[0], V_DIM=room[1],
-                BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, FLOAT32_PRODUCTS=0, V_PARTS=1,
-                **constants,
+    with contextlib.ExitStack() as patches:
+        if exact is None:
+            patched = sys.modules["portable.arithmetic"], "to_tf32", KERNELS["unrounded"]
+            patches.enter_context(unittest.mock.patch.object(*patched))
+        for kernel, (block_m, block_n) in kernels.items():
+            short = block_m <= 16 and f["has_tall"]
+            tiles = ceil(min(16, rows * group) if short else rows * group, block_m)
+            run(
+                kernel + "_pages" * (fp8 and paged), tiles * kv_heads * programs, QK_DIM=room,
+                V_DIM=room, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, V_PARTS=v_parts,
+                FLOAT32_PRODUCTS=exact or 0, NATIVE_FP8=0 if fp8 else None,
+                PAGED=int(paged) if fp8 else None,
             )  # fmt: skip
-    launch(
-        "decode_combine", ((5 if chunks_elsewhere else rows) * heads,), partial, sums,
-        kv_start if sinks is None else sinks,
-        kv_start, kv_end, work, out, lse, int(sinks is not None), 1, 1, rows, kv_len, heads,
-        v_dim // 8, 0, tile_rows, chunks_elsewhere, items, V_DIM=room[1], SPLITS=128, STEP=16,
-    )  # fmt: skip
-    return out, lse
+    run("decode_combine", merges, V_DIM=room, SPLITS=128, STEP=16)
+    return arrays["out"], arrays["lse"]
 
 
 def dealt_shares(
