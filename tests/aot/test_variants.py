@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-import gpu_kinds
+import gpu_runs
 import pytest
 from aot_modules import ALL, arguments_of, compiler, table, tiles
 from paths import ROOT
@@ -74,7 +74,7 @@ def test_a_missing_tile_is_named(arch, kernel, row) -> None:
 
 
 def test_the_tests_on_gpus_have_all_head_dims() -> None:
-    assert gpu_kinds.DIMS == table.HEAD_DIMS
+    assert gpu_runs.DIMS == table.HEAD_DIMS
 
 
 def test_tiles_fit_the_lists_of_a_block_mask() -> None:

@@ -12,59 +12,33 @@ import jaxprs
 import numpy as np
 import packax
 import pytest
-import score_checks
-import score_oracle
-from cases import Case
+from decode_calls import parse
+from properties.values import compiled
 from tiers import some
 
-
-def attention_of(case):
-    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
-
-    def attention(arrays):
-        tensors = [arrays[name] for name in ("query", "key", "value")]
-        return packax.flash_attention(
-            *tensors, mask, scale=arrays["scale"], bias=arrays["bias"], return_lse=True
-        )
-
-    return attention
-
-
-def hidden_case(expression, length=264):
-    return Case("hidden", "additive masks", lambda: expression, length, length, heads=2, kv_heads=1)
-
-
-IDS = np.repeat(np.arange(5), (3, 61, 70, 66, 64))
-HIDDEN = {
-    "full": hidden_case(packax.full()),
-    "packed": hidden_case(packax.causal() & packax.documents(IDS)),
-}
+HIDDEN = [  # the mask and bias, and the factor on queries; 0: the softmax of equal logits
+    ("bias=keys", 1),
+    ("interval=causal,selector=packed,bias=shared", 0),
+    ("interval=causal,selector=packed,bias=rows", 1),
+]
 
 
 @pytest.mark.parametrize(
-    "of_case,dtype",
-    some(
-        itertools.product(
-            [("full", (1, 1, 1), 1), ("packed", (1, 2, 264), 0), ("packed", (1, 1, 264), 1)],
-            ["float32", "bfloat16", "float16"],
-        ),
-        0,
-        4,
-    ),
+    "hidden,dtype", some(itertools.product(HIDDEN, ["float32", "bfloat16", "float16"]), 0, 4)
 )
 @pytest.mark.parametrize("every", some([False, True], 0))
-def test_additive_masks(of_case, dtype, every):
+def test_additive_masks(hidden, dtype, every):
     """Additive masks of every kind and size, also ones that mask all keys of a row; all pairs only
     in the exhaustive run. With the query times 0 all logits are equal, so plain attention computes
     their softmax exactly."""
-    name, axes, times = of_case
-    case = HIDDEN[name]
-    arrays, dout, dlse = score_checks.arrays_of(case, dtype, bias=None)
-    arrays["query"] *= times
-    check = additive_masks.checker(attention_of(case), case.allowed())
-    biases = additive_masks.biases((*axes, case.kv_len), dtype)
+    text, times = hidden
+    call = parse(f"{text},heads=2/1,batch=1,lengths=264x264,scale=array,dtype={dtype}")
+    a = call.arrays(1)
+    a["query"] = (a["query"] * times).astype(a["query"].dtype)
+    biases = additive_masks.biases(a["bias"])
     for where, bias in biases if every else itertools.islice(biases, 1, None, 5):
-        check(arrays | {"bias": bias}, dout, dlse, where)
+        wrong = additive_masks.wrong(call, compiled(call), a | {"bias": bias})
+        assert not wrong, (where, wrong)
 
 
 @pytest.mark.parametrize("value", [-1e9, "least", "0.7 least", "most"])
@@ -110,7 +84,8 @@ def test_a_sink_above_rows_of_large_negative_numbers(masked):
 def test_the_least_float64_is_finite(given):
     """With queries of a smaller dtype, a float64 bias is clipped to that dtype's finite range and
     does not become infinite."""
-    with score_oracle.x64(True):
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(True):
         bias = given(np.full((1, 1, 1, 16), np.finfo(np.float64).min))
         query = jnp.ones((1, 16, 1, 8), jnp.float32)
         out = packax.flash_attention(query, query, query, packax.full(), bias=bias)

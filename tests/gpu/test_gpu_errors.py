@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from gpu_runs import build, packed, tensors
+from gpu_runs import of
 from packax._src.core.schema import OPERAND_NAMES
 
 pytestmark = pytest.mark.gpu
-IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
+CALL = of("interval=causal,selector=packed,dims=64x64,dtype=bfloat16,lengths=200x200")
 
 
 def forward_call(**changes):
     """Calls packax_forward_v1 without Python's checks, with changed operands or attributes."""
-    x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
-    mask = build(packax.causal() & packax.documents(IDS), x)
+    a = CALL.arrays()
+    mask = CALL.built(a)
     unread = dict.fromkeys(("q_pos", "kv_pos"), mask.kv_start)
-    operands = {"query": x.query, "key": x.key, "value": x.value} | unread
+    operands = {name: jnp.asarray(a[name]) for name in ("query", "key", "value")} | unread
     operands |= mask.operands("forward")
     operands = {name: operands.get(name, jnp.zeros(0)) for name in OPERAND_NAMES["forward"]}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads",
@@ -84,6 +84,6 @@ def test_cpp_refuses(changes, message):
 
 
 def test_without_a_kernel_the_error_lists_the_available_ones():
-    x = tensors(1, 64, 64, 2, 2, 520, "bfloat16")
+    x = jnp.zeros((1, 64, 2, 520), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"available: .*bfloat16 64/64"):
-        packax.flash_attention(*x[:3], packax.causal())
+        packax.flash_attention(x, x, x, packax.causal())

@@ -4,76 +4,40 @@ fresh processes. `pytest -m gpu`."""
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import threading
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import packax
 import pytest
-from gpu_kinds import DIMS, DTYPES, THREE_ROWS, causal_documents
-from gpu_runs import assert_identical, build, passes, run, tensors
-from paths import SUPPORT
+from exported import restored
+from gpu_runs import of
+from paths import SUPPORT, TESTS, importing
+from properties.values import Program, unequal
 
 pytestmark = pytest.mark.gpu
-
-
-def test_jit_grad_vmap_scan_remat():
-    x = tensors(3, 300, 300, 4, 2, 64, "bfloat16")
-    ids = THREE_ROWS[:, :300]
-    mask = jax.jit(lambda ids: packax.create_attention_mask(causal_documents(ids)))(ids)
-
-    def loss(query, key, value, mask):
-        out = packax.flash_attention(query, key, value, mask)
-        return jnp.sum(out.astype(jnp.float32) * x.dout.astype(jnp.float32)[: len(out)])
-
-    gradient = jax.grad(loss, (0, 1, 2))
-    expected = gradient(x.query, x.key, x.value, mask)
-    assert_identical(jax.jit(gradient)(x.query, x.key, x.value, mask), expected, "jit: ")
-    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
-    for policy in (None, keep):
-        remat = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2)))
-        assert_identical(remat(x.query, x.key, x.value, mask), expected, "remat: ")
-
-    def one(query, key, value, ids, dout):
-        def out(*operands):
-            return packax.flash_attention(*operands, causal_documents(ids))
-
-        return jax.vjp(out, query[None], key[None], value[None])[1](dout[None])
-
-    mapped = jax.jit(jax.vmap(one))(x.query, x.key, x.value, ids, x.dout)
-    assert_identical([y[:, 0] for y in mapped], expected, "vmap: ")
-
-    def layers(query):
-        def layer(query, _):
-            return packax.flash_attention(query, x.key, x.value, mask), None
-
-        return jax.lax.scan(layer, query, None, length=4)[0]
-
-    unrolled = x.query
-    for _ in range(4):
-        unrolled = packax.flash_attention(unrolled, x.key, x.value, mask)
-    assert_identical(jax.jit(layers)(x.query), unrolled, "scan: ")
 
 
 def test_results_that_a_scan_keeps_are_made_once():
     """XLA may fuse the forward kernel with the copy that saves its results, but must not repeat
     it."""
-    x = tensors(1, 512, 512, 4, 2, 128, "bfloat16")
+    a = of("dims=128x128,dtype=bfloat16,batch=1,lengths=512x512").arrays()
     mask = packax.create_attention_mask(packax.causal(), q_len=512, kv_len=512)
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
     def loss(query, policy):
         @functools.partial(jax.checkpoint, policy=policy)
         def layer(query, _):
-            return query + packax.flash_attention(query, x.key, x.value, mask), None
+            return query + packax.flash_attention(query, a["key"], a["value"], mask), None
 
         return jnp.sum(jax.lax.scan(layer, query, None, length=3)[0].astype(jnp.float32))
 
     def calls(policy):
-        step = jax.jit(jax.grad(lambda query: loss(query, policy))).lower(x.query).compile()
+        step = jax.jit(jax.grad(lambda query: loss(query, policy))).lower(a["query"]).compile()
         lines = step.as_text().splitlines()
         return sum("custom-call(" in line and "packax_forward" in line for line in lines)
 
@@ -81,18 +45,22 @@ def test_results_that_a_scan_keeps_are_made_once():
     assert calls(None) >= 2  # without the names it runs again, so the count is meaningful
 
 
+STEP = "interval=causal,selector=packed,heads=4/2,order=deterministic"
+
+
 def test_two_threads():
     work = []
-    for seed, length in enumerate((300, 450)):
-        x = tensors(2, length, length, 4, 2, DIMS[seed], DTYPES[seed], seed)
-        mask = build(causal_documents(THREE_ROWS[:2, :length]), x)
-        work.append((x, mask, jax.block_until_ready(passes(x, mask, None, "cuda", True))))
+    for length, dims, dtype in ((300, 64, "bfloat16"), (450, 128, "float16")):
+        text = f"dims={dims}x{dims},dtype={dtype},lengths={length}x{length}"
+        call = of(f"{STEP},{text}")
+        program, a = Program(call), jax.device_put(call.arrays())
+        work.append((program, a, jax.block_until_ready(program(a))))
     failures: list[BaseException] = []
 
-    def loop(x, mask, expected):
+    def loop(program, a, expected):
         try:
             for _ in range(40):
-                assert_identical(passes(x, mask, None, "cuda", True), expected, "thread: ")
+                assert not unequal(program(a), expected, "thread: ")
         except BaseException as error:
             failures.append(error)
 
@@ -108,38 +76,36 @@ def test_two_threads():
 def test_every_gpu():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
-    x = tensors(2, 300, 300, 4, 2, 64, "bfloat16")
-    mask = build(causal_documents(THREE_ROWS[:2, :300]), x)
-    expected = run(x, mask, None, True)
+    call = of(f"{STEP},dims=64x64,dtype=bfloat16,lengths=300x300")
+    step, a = jax.jit(call.step), call.arrays()
+    expected = step(a)
     for device in jax.devices()[1:]:
-        operands = jax.device_put((x, mask), device)
-        assert_identical(passes(*operands, None, "cuda", True), expected, f"{device}: ")
+        assert not unequal(step(jax.device_put(a, device)), expected, f"{device}: ")
 
 
 COMMAND_BUFFERS = """
-import jax, numpy as np
-from gpu_runs import assert_identical, build, packed, passes, same_each_run, tensors
-import packax
-x = tensors(2, 333, 333, 4, 2, 128, "bfloat16")
-ids = packed(100, 33, 200)
+import jax
+from gpu_runs import fixed, of
+from properties.values import unequal
+call = of("interval=causal,selector=packed,dims=128x128,dtype=bfloat16,lengths=333x333,order=ORDER")
+a = call.arrays()
 
 def step(query, _):
-    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
-    y = passes(x._replace(query=query), mask, None, "cuda", DETERMINISTIC)
-    y = same_each_run(y, DETERMINISTIC)
-    return (query + 0.01 * (y.dq if DETERMINISTIC else y.out)).astype(query.dtype), y
+    y = fixed(call, call.step(a | {"query": query}))
+    change = y["dquery"] if "dquery" in y else y["out"]
+    return (query + 0.01 * change).astype(query.dtype), y
 
-expected, query = [], x.query
+expected, query = [], a["query"]
 single = jax.jit(step)
 for _ in range(20):
     query, y = single(query, None)
     expected.append(y)
 many = jax.jit(lambda query: jax.lax.scan(step, query, None, length=20))
 for turn in range(3):
-    last, ys = many(x.query)
-    assert_identical(last, query, f"turn {turn}: ")
+    last, ys = many(a["query"])
+    assert not unequal({"last": last}, {"last": query}, f"turn {turn}: ")
     for i, y in enumerate(expected):
-        assert_identical(jax.tree.map(lambda a: a[i], ys), y, f"turn {turn}, step {i}: ")
+        assert not unequal({n: x[i] for n, x in ys.items()}, y, f"turn {turn}, step {i}: ")
 print("same bits")
 """
 
@@ -150,27 +116,28 @@ def python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=SUPPORT,
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
+        env=importing(SUPPORT, TESTS / "table")
+        | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        | environment,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
 @pytest.mark.parametrize("kinds", ("", "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE,CONDITIONAL"))
-@pytest.mark.parametrize("exact", (True, False))
-def test_command_buffers(kinds, exact):
+@pytest.mark.parametrize("order", ("deterministic", "any"))
+def test_command_buffers(kinds, order):
     flags = f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1"
-    code = COMMAND_BUFFERS.replace("DETERMINISTIC", str(exact))
-    assert "same bits" in python(code, XLA_FLAGS=flags)
+    assert "same bits" in python(COMMAND_BUFFERS.replace("ORDER", order), XLA_FLAGS=flags)
 
 
 FRESH_PROCESS = """
 import sys
-from gpu_runs import packed, run, tensors
-import packax
-x = tensors(1, 100, 100, 2, 1, 64, "bfloat16")
-run(x, packax.causal() & packax.documents(packed(60, 40)))
+from exported import restored
+from gpu_runs import of
+from properties.values import Program
+call = of("interval=causal,selector=packed,dims=64x64,dtype=bfloat16,lengths=100x100")
+Program(call)(call.arrays())
 print("triton imported" if "triton" in sys.modules else "no triton")
 """
 
@@ -183,3 +150,31 @@ def test_no_triton_and_the_compilation_cache(tmp_path):
     assert "no triton" in python(FRESH_PROCESS, **cache)
     assert any(tmp_path.iterdir())
     assert "no triton" in python(FRESH_PROCESS, **cache)
+
+
+def test_exported_decoding():
+    """The workspace also has room for the shares of the largest size."""
+
+    def step(query, key, value, lengths):
+        return packax.decode_attention(query, key, value, lengths, return_lse=True)
+
+    batch, length = jax.export.symbolic_shape("b, s")
+    shapes = [jax.ShapeDtypeStruct((batch, 1, 8, 64), jnp.bfloat16)]
+    shapes += [jax.ShapeDtypeStruct((batch, length, 2, 64), jnp.bfloat16)] * 2
+    shapes.append(jax.ShapeDtypeStruct((batch,), jnp.int32))
+    program = restored(
+        jax.export.export(
+            jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+        )(*shapes)
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    for size, capacity in ((1, 1), (3, 4097)):
+        x = [
+            jax.random.normal(key, (size, n, heads, 64), jnp.bfloat16)
+            for key, n, heads in zip(keys, (1, capacity, capacity), (8, 2, 2), strict=True)
+        ]
+        lengths = capacity - jnp.arange(size, dtype=jnp.int32)
+        expected = jax.jit(step)(*x, lengths)
+        for one, other in zip(program.call(*x, lengths), expected, strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+            np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)

@@ -8,9 +8,7 @@ overwritten; not against compiler errors.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
-import calls
 import pytest
 from decode_calls import parse
 from simulated import Simulation, kernels_of, variant_of
@@ -37,11 +35,10 @@ SMALL = {"forward": (64, 32), "backward_dkdv": (32, 64), "backward_dq": (64, 64)
 SMALL |= {"backward_dbias": (32, 32), "forward_tangent": (128, 32)}
 
 
-def simulation(text: str, mask: str, block: Any = None, **options: Any) -> Simulation:
+def simulation(text: str, mask: str, block: str = "", **options: Any) -> Simulation:
     """`block`: the rows and keys of a block of a block mask."""
-    call = parse(",".join(x for x in (MASKS[mask], text) if x))
-    with mock.patch.object(calls, "BLOCK", block or calls.BLOCK):
-        return Simulation(call, **options)
+    mask = MASKS[mask].replace("block mask", f"block mask {block}".rstrip())
+    return Simulation(parse(f"{mask},{text}"), **options)
 
 
 # --- Triton's kernels
@@ -94,7 +91,7 @@ def rows(of: list[tuple[str, ...]]) -> list[Any]:
 @pytest.mark.parametrize("tiles", [None, marked([SMALL], False)], ids=["tiles", "small tiles"])
 @pytest.mark.parametrize("family,text,mask", rows(PORTABLE))
 def test_triton(family: str, text: str, mask: str, tiles: Any) -> None:
-    block = (100, 64) if mask == "large blocks" else None
+    block = "100 64" if mask == "large blocks" else ""
     check_portable(simulation(text, mask, block, tiles=tiles), family)
 
 
@@ -186,9 +183,8 @@ def gluon_rows(arch: str, of: list[tuple[str, ...]]) -> list[Any]:
     "arch,forward,family,text,mask", gluon_rows("80", OF_SM80) + gluon_rows("90a", OF_SM90)
 )
 def test_gluon(arch: str, forward: str, family: str, text: str, mask: str) -> None:
-    block = {"64x64": (8, 32), "128x128": (64, 64), "192x128": (1, 2)}  # powers of two
-    x = simulation(
-        f"{text},dtype=bfloat16", mask, block.get(text.removeprefix("dims="), (256, 128)),
-        float32_bias="float32" in forward,
-    )  # fmt: skip
+    block = {"64x64": "8 32", "128x128": "64 64", "192x128": "1 2"}  # powers of two
+    text += ",bias_dtype=float32" * ("float32" in forward)
+    size = block.get(text.removeprefix("dims="), "256 128")
+    x = simulation(f"{text},dtype=bfloat16", mask, size)
     check_gluon(x, family, arch, forward)

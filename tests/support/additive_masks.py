@@ -1,5 +1,5 @@
 """Biases that hide keys or rows as additive masks do (-inf, the lowest finite number, -1e9, ...),
-and a check of attention with such biases against float64.
+and how results with them differ from the reference.
 
 A row with only -inf attends to nothing. A row with only one finite value is the softmax of the
 scores. The cotangents of rows that attend to nothing are NaN here, since they must be ignored.
@@ -7,15 +7,13 @@ scores. The cotangents of rows that attend to nothing are NaN here, since they m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
+import dense
 import jax.numpy as jnp
 import numpy as np
-import oracle
-import score_oracle
+from calls import Arrays, Call
 
 KINDS = ("left 40", "left 64", "left 100", "left 200", "keys", "rows", "both")
 
@@ -40,101 +38,51 @@ def hiding(kind: str, value: float, shape: tuple[int, ...], seed: int = 0) -> np
     return bias
 
 
-def biases(shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+def biases(like: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     for kind in KINDS:
-        if kind in ("rows", "both") and shape[2] == 1:
+        if kind in ("rows", "both") and like.shape[2] == 1:
             continue
-        for name, value in values_of(dtype).items():
-            yield f"{kind} {name}", jnp.asarray(hiding(kind, value, shape), dtype)
+        for name, value in values_of(like.dtype).items():
+            yield f"{kind} {name}", hiding(kind, value, like.shape).astype(like.dtype)
 
 
-def emptied(allowed: Any, bias: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(B, H, Sq): the rows that attend to nothing."""
-    some = oracle.of_heads(allowed) & (np.asarray(bias, np.float32) != -np.inf)
-    return np.broadcast_to(~some.any(-1), shape)
+def wrong(call: Call, run: Callable[[Arrays], Any], a: Arrays) -> list[str]:
+    """How the results of a call with such a bias differ from the reference."""
+    true, plain = references(call, a)
+    return close(run(without_cotangents(a, true)), true, plain, call.factor)
 
 
-def checker(attention: Callable[[Any], Any], allowed: Any) -> Callable[..., None]:
-    """A function that checks `attention(arrays) -> (out, lse)` and its gradients."""
-
-    @jax.jit
-    def run(arrays, dout, dlse):
-        return score_oracle.run(attention, arrays, dout, dlse)
-
-    return functools.partial(_check, run, allowed)
-
-
-def _check(
-    run,
-    allowed,
-    arrays,
-    dout,
-    dlse,
-    where,
-    *,
-    scale=None,
-    soft_cap=None,
-    factors=None,
-    float32_products=False,
-) -> None:
-    """`scale`: a Python number, for a scale that is not among the differentiable arrays.
-    `float32_products`: allow the bias gradient the rounding error of one float32 dot product."""
-    idle = emptied(allowed, arrays["bias"], dlse.shape)
-    by_row = idle.swapaxes(1, 2)[..., None]
-    got = run(arrays, jnp.where(by_row, jnp.nan, dout), jnp.where(idle, jnp.nan, dlse))
-    fixed = {} if scale is None else {"scale": jnp.float32(scale)}
-    dout, dlse = np.where(by_row, 0, np.asarray(dout, np.float32)), np.where(idle, 0, dlse)
-    oracles = functools.partial(score_oracle.true_and_plain, soft_cap=soft_cap, factors=factors)
-    true, plain, _ = oracles(arrays | fixed, allowed, dout, dlse)
-    # A bias beyond the range of the tensors' dtype would become infinite in plain attention.
-    bias, limits = arrays["bias"], jnp.finfo(arrays["query"].dtype)
-    if bool((jnp.isfinite(bias) & (jnp.abs(bias) > float(limits.max))).any()):
-        clipped = jnp.clip(bias, float(limits.min), float(limits.max))
-        clipped = jnp.where(jnp.isfinite(bias), clipped, bias)
-        _, plain, _ = oracles(arrays | fixed | {"bias": clipped}, allowed, dout, dlse)
-    for name in fixed:
-        del true.gradients[name], plain.gradients[name]
-    if float32_products:
-        true_bias, plain_bias = (np.asarray(x.gradients["bias"], np.float64) for x in (true, plain))
-        error = rounding_of_products(dout, arrays["value"])
-        if error > np.abs(plain_bias - true_bias).max():
-            plain.gradients["bias"] = true_bias + error
-    compare(got, true, plain, idle, where)
+def references(call: Call, a: Arrays) -> Any:
+    """Beyond the limits of the tensors' dtype, plain attention would add infinity."""
+    true, _ = call.references(a)
+    limits = jnp.finfo(a["query"].dtype)
+    clipped = np.clip(a["bias"], float(limits.min), float(limits.max))
+    bias = np.where(np.isfinite(a["bias"]), clipped, a["bias"])
+    return true, call.references(a | {"bias": bias})[1]
 
 
-def rounding_of_products(dout: Any, value: Any) -> float:
-    """The largest error of a float32 dot product of a row of dout and a row of value.
-
-    For a query with one key the gradient is 0. The kernels compute it as the difference of two such
-    products, each with its own order of summation (docs/guide/numerics.md), whereas the plain
-    implementation subtracts a number from itself.
-    """
-    dout = np.asarray(dout, np.float64)
-    value = np.repeat(np.asarray(value, np.float64), dout.shape[2] // value.shape[2], axis=2)
-    total = np.float64(0)
-    for i in range(dout.shape[3]):  # fused multiply-adds, in order
-        total = total + np.einsum("bqh,bkh->bhqk", dout[..., i], value[..., i])
-        total = total.astype(np.float32).astype(np.float64)
-    return float(np.abs(total - np.einsum("bqhd,bkhd->bhqk", dout, value)).max())
+def without_cotangents(a: Arrays, true: Arrays) -> Arrays:
+    """NaN for rows that attend to nothing."""
+    idle = np.isneginf(true["lse"])
+    dout = np.where(idle.swapaxes(1, 2)[..., None], np.nan, a["dout"]).astype(a["dout"].dtype)
+    return a | {"dout": dout, "dlse": np.where(idle, np.nan, a["dlse"])}
 
 
-def compare(got: Any, true: Any, plain: Any, idle: np.ndarray, where: str) -> None:
-    """Apply the rule of oracle.check to all results but the log-sum-exp. Here the log-sum-exp is so
-    large that the rule would accept anything, so it is held to its rounding error instead."""
-    by_row = idle.swapaxes(1, 2)[..., None]
-    assert not np.any(np.where(by_row, got.out, 0)), where
-    assert not np.any(np.where(by_row, got.gradients["query"], 0)), where
-    found, wanted = np.asarray(got.lse, np.float64), np.asarray(true.lse, np.float64)
-    np.testing.assert_array_equal(np.isneginf(found), idle, err_msg=where)
-    error = np.abs(found[~idle] - wanted[~idle])
-    # Float32 rounding, and twice the error of plain attention, which may be computed in 16 bits.
-    close = np.abs(np.asarray(plain.lse, np.float64)[~idle] - wanted[~idle])
-    close = 2 * close + 2.0**-22 * np.maximum(np.abs(wanted[~idle]), 16)
-    assert (error <= close).all(), f"{where}: lse by {error.max()}"
-    for results in (got, true, plain):
-        for x in results.gradients.values():
-            assert np.isfinite(np.asarray(x, np.float64)).all(), where
-    try:
-        score_oracle.check(*(x._replace(lse=np.zeros(1, np.float32)) for x in (got, true, plain)))
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from None
+def close(found: Arrays, true: Arrays, plain: Arrays, factor: float) -> list[str]:
+    """`dense.close`, but the log-sum-exp may be so large that this would accept anything: each has
+    its own bound, twice the error of plain attention and float32 rounding."""
+    got = {name: np.asarray(x) for name, x in found.items() if name != "top"}
+    lse = got.pop("lse").astype(float)
+    idle = np.isneginf(true["lse"])
+    if not np.array_equal(np.isneginf(lse), idle):
+        return ["which rows are empty"]
+    failures = [
+        f"{name} of empty rows"
+        for name in ("out", "dquery")
+        if np.where(idle.swapaxes(1, 2)[..., None], got.get(name, 0), 0).any()
+    ]
+    lse, want, near = (x[~idle].astype(float) for x in (lse, true["lse"], plain["lse"]))
+    allowed = 2 * np.abs(near - want) + 2.0**-22 * np.maximum(np.abs(want), 16)
+    failures += ["lse"] if (np.abs(lse - want) > allowed).any() else []
+    others = {name: x for name, x in true.items() if name not in ("lse", "top")}
+    return failures + dense.close(got, others, plain, factor)

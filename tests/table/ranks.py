@@ -35,6 +35,7 @@ class Ranks:
 ROWS = {"data": 2, "context": 2}
 HEADS = {"context": 2, "tensor": 2}
 RANKS = {  # one for each feature "ranks" of a call
+    "two": Ranks({"context": 2}),  # of tests on GPUs
     "2": Ranks(HEADS, heads=("tensor", "tensor")),
     "4": Ranks({"context": 4}, groups=1),
     "data": Ranks(ROWS, run="scan"),
@@ -98,7 +99,7 @@ class OverRanks:
         self.axes = {"b": batch, "q": at.context, "k": at.context, "h": heads[0], "g": heads[1]}
         explicit = {"explicit": len(at.mesh), "one explicit axis": 1}.get(at.run, 0)
         types = [AxisType.Explicit if n < explicit else AxisType.Auto for n in range(len(at.mesh))]
-        devices = jax.devices("cpu")[: math.prod(at.mesh.values())]
+        devices = jax.devices(call.implementation or "cpu")[: math.prod(at.mesh.values())]
         self.mesh = jax.make_mesh(
             (*at.mesh.values(),), (*at.mesh,), devices=devices, axis_types=tuple(types)
         )

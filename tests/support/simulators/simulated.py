@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import packax
 from aot_modules import arguments_of, table
-from calls import CAP, RATE, Call
+from calls import RATE, Call
 from gluon_language import launch as launch_gluon
 from gluon_threads import TensorMap
 from kernel_sets import BACKWARD, grid_of
@@ -43,8 +43,7 @@ def kernels_of(family: str) -> list[str]:
 class Simulation:
     """A call, its reference, and the arrays and numbers of its kernels, by name."""
 
-    def __init__(self, call: Call, seed: int = 0, tiles: Any = None, float32_bias: bool = False,
-                 **changed: Any):  # fmt: skip
+    def __init__(self, call: Call, seed: int = 0, tiles: Any = None, **changed: Any) -> None:
         """`changed`: operands in place of those that the call draws. `tiles`: in place of TILES."""
         self.call, self.seed, self.tiles = call, seed, TILES | (tiles or {})
         self.a = call.arrays(seed) | changed
@@ -76,7 +75,7 @@ class Simulation:
             "batch": batch, "mask_batch": len(arrays["kv_start"]), "q_len": q_len, "kv_len": kv_len,
             "heads": heads, "kv_heads": kv_heads, "row_heads": heads, "qk_dim": qk_dim,
             "v_dim": v_dim, "mask_mode": mask.mask_mode, "scale": float(qk_dim**-0.5),
-            "soft_cap": CAP if call.cap != "none" else 0.0, "scales_batch": 0, "bias_batch": 0,
+            "soft_cap": call.soft_cap or 0.0, "scales_batch": 0, "bias_batch": 0,
             "block_mask_batch": 1, "block_mask_heads": 0, "q_block": 1, "kv_block": 1,
             "bias_kind": 0, "bias_axes": 0, "dropout_threshold": 0, "dropout_rows_batch": 1,
             "inverse_keep": 1.0, "sink_batch": 0, "has_dlse": 1, "has_score_grads": 1,
@@ -98,7 +97,7 @@ class Simulation:
             f["block_mask_batch"], f["block_mask_heads"] = mask.block_mask.shape[:2]
             f["q_block"], f["kv_block"] = mask.block_size
         if "bias" in self.a:
-            bias = self.a["bias"].astype(np.float32 if float32_bias else self.dtype)
+            bias = self.a["bias"]
             f["bias_kind"] = 2 if bias.dtype == np.float32 else 1
             own = sum((n > 1) << axis for axis, n in enumerate(bias.shape[:3]))
             f["bias_axes"] = own | batch // len(bias) << 3
