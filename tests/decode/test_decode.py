@@ -131,6 +131,17 @@ def test_prefixes_that_cannot_be():
         assert not call.wrong(got, a, lost=np.isin(np.arange(6), lost)[:, None])
 
 
+@pytest.mark.parametrize("groups", [0, 1])
+def test_an_empty_batch_with_a_prefix(groups):
+    """As in a server without requests: it may have no group, either."""
+    query, pages = np.ones((0, 1, 4, 8), np.float32), np.ones((3, 4, 2, 8), np.float32)
+    nothing, table = np.zeros(0, int), np.zeros((0, 2), int)
+    out, lse = packax.decode_shared_prefix(
+        query, pages, pages, nothing, np.zeros(groups, int), block_table=table, return_lse=True
+    )
+    assert out.shape == (0, 1, 4, 8) and lse.shape == (0, 4, 1)
+
+
 @pytest.mark.parametrize(
     "groups,of_each,parts", some([(2, 19, 4), (1, 16, 1), (1, 17, 2), (1, 34, 3)], 0)
 )

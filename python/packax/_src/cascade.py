@@ -95,6 +95,8 @@ def decode_shared_prefix(
             f"{prefixes.shape}"
         )
     groups, batch = prefixes.shape[0], query.shape[0] if query.ndim == 4 else 1
+    if groups == 0 and batch == 0:
+        groups, prefixes = 1, jnp.zeros(1, jnp.int32)
     if groups == 0 or batch % groups or query.ndim != 4:
         raise ValueError(
             "query must be (batch, queries, heads, dim), its batch a multiple of the groups of "
