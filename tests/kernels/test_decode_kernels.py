@@ -140,6 +140,22 @@ def test_packed_rows(kernels: str, text: str, programs: str, monkeypatch: Any) -
     assert programs == "8" or (of_tokens[:, 1].max() == 1) == (programs == "1")
 
 
+def test_rows_that_attend_to_nothing_read_no_shares(monkeypatch: Any) -> None:
+    """Padding, and rows before position 0. The list gives them the shares of another row."""
+    call = parse("ragged,sinks=sinks")
+    bounds, lengths = np.int32([1, 2, 9, 9, 15]), np.int32([8, 3, 0, 20])
+    a = call.arrays(cu_q_lens=bounds, lengths=lengths, num_seqs=np.int32(4))
+    x, spec = operands_of(call, a)
+    idle = np.asarray(x.kv_start >= x.kv_end)[0]
+    work = np.array(packed_rows.work_list(x))
+    of_tokens = work[: 2 * len(idle)].reshape(-1, 2)
+    of_tokens[idle] = of_tokens[~idle][0]
+    monkeypatch.setattr(packed_rows, "work_list", lambda _: work)
+    out, lse = interpreter.decode(x, spec, **KERNELS["short"])
+    assert idle.sum() == 1 + 4 + 4
+    assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
+
+
 # --- Chunks of packed rows in the kernel for Hopper, on pages of 4, over more than two steps
 
 

@@ -477,7 +477,8 @@ def merge(
     q_len, kv_len, heads, v_eighths, splits, tile_rows, row,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Merges the shares of a row: at most SPLITS, STEP at a time."""
+    """Merges the shares of a row: at most SPLITS, STEP at a time. A row that attends to nothing,
+    such as padding, reads none."""
     v_dim = v_eighths * 8
     rows = batch.to(tl.int64) * q_len * heads  # per split
     head = row % heads
@@ -486,44 +487,49 @@ def merge(
     token = bounds % q_len
     lo = tl.maximum(tl.load(kv_start + bounds), 0)
     hi = tl.load(kv_end + bounds)
-
-    step = rows
-    place = row
-    count = splits
-    if tile_rows > 0:
-        step = tile_rows.to(tl.int64) * heads
-        place = tl.load(workspace + 2 * bounds).to(tl.int64) * heads + head
-        count = tl.load(workspace + 2 * bounds + 1)
-    sums += place
-    partial += place * v_dim
-    every = tl.arange(0, SPLITS)
-    parts = tl.load(sums + every * step, mask=every < count, other=float("-inf"))
-    row_max = tl.max(parts, 0)
-    has_keys = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # True for NaN
-    sink = float("-inf")
-    if has_sinks != 0:
-        sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
-    row_max = tl.maximum(row_max, sink)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    # a sink of +inf takes all the weight; inf - inf would be NaN
-    total = tl.sum(tl.exp2(parts - base), 0) + tl.where(sink == base, 1.0, tl.exp2(sink - base))
-
     v_dims = columns(V_DIM)
-    acc = tl.zeros([v_dims.shape[0]], tl.float32)
-    for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
-        some = first + tl.arange(0, STEP)
-        part = tl.load(sums + some * step, mask=some < count, other=float("-inf"))
-        full = part != float("-inf")
-        values = tl.load(
-            partial + (some * step)[:, None] * v_dim + v_dims[None, :],
-            mask=full[:, None] & (v_dims[None, :] < v_dim),
-            other=0.0,
-        )
-        acc += tl.sum(values * tl.exp2(part - base)[:, None], 0)
-    result = tl.where(has_keys, acc / tl.where(has_keys, total, 1.0), 0.0)
-    logsumexp = tl.where(has_keys, (base + tl.log2(total)) * LN2, float("-inf"))
-    beyond = (lo < hi) & (hi > kv_len)
-    result = tl.where(beyond, float("nan"), result)
-    logsumexp = tl.where(beyond, float("nan"), logsumexp)
-    tl.store(out + row * v_dim + v_dims, result.to(out.dtype.element_ty), mask=v_dims < v_dim)
-    tl.store(lse + (b * heads + head) * q_len + token, logsumexp)
+    out += row * v_dim + v_dims
+    lse += (b * heads + head) * q_len + token
+    if lo >= hi:
+        tl.store(out, tl.zeros_like(v_dims).to(out.dtype.element_ty), mask=v_dims < v_dim)
+        tl.store(lse, float("-inf"))
+    else:
+        step = rows
+        place = row
+        count = splits
+        if tile_rows > 0:
+            step = tile_rows.to(tl.int64) * heads
+            place = tl.load(workspace + 2 * bounds).to(tl.int64) * heads + head
+            count = tl.load(workspace + 2 * bounds + 1)
+        sums += place
+        partial += place * v_dim
+        every = tl.arange(0, SPLITS)
+        parts = tl.load(sums + every * step, mask=every < count, other=float("-inf"))
+        row_max = tl.max(parts, 0)
+        has_keys = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # True for NaN
+        sink = float("-inf")
+        if has_sinks != 0:
+            sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
+        row_max = tl.maximum(row_max, sink)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        # a sink of +inf takes all the weight; inf - inf would be NaN
+        of_sink = tl.where(sink == base, 1.0, tl.exp2(sink - base))
+        total = tl.sum(tl.exp2(parts - base), 0) + of_sink
+
+        acc = tl.zeros([v_dims.shape[0]], tl.float32)
+        for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
+            some = first + tl.arange(0, STEP)
+            part = tl.load(sums + some * step, mask=some < count, other=float("-inf"))
+            full = part != float("-inf")
+            values = tl.load(
+                partial + (some * step)[:, None] * v_dim + v_dims[None, :],
+                mask=full[:, None] & (v_dims[None, :] < v_dim),
+                other=0.0,
+            )
+            acc += tl.sum(values * tl.exp2(part - base)[:, None], 0)
+        result = tl.where(has_keys, acc / tl.where(has_keys, total, 1.0), 0.0)
+        logsumexp = tl.where(has_keys, (base + tl.log2(total)) * LN2, float("-inf"))
+        result = tl.where(hi > kv_len, float("nan"), result)
+        logsumexp = tl.where(hi > kv_len, float("nan"), logsumexp)
+        tl.store(out, result.to(out.dtype.element_ty), mask=v_dims < v_dim)
+        tl.store(lse, logsumexp)
