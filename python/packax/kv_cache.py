@@ -125,7 +125,10 @@ def _written(
     if is_fp8(cache):
         paged = table is not None
         scales = checked_kv_scale("scale", scale, cache.shape[0], cache.shape[2], paged=paged)
-        of_token = scales[None] if scales.shape[0] == 1 else scales.at[row].get(mode="clip")
+        if scales.shape[0] == 1:  # of all tokens
+            of_token = scales.reshape(*[1] * (new.ndim - 2), -1)
+        else:
+            of_token = scales.at[row].get(mode="clip")
         largest = float(jnp.finfo(cache.dtype).max)
         new = jnp.clip(new.astype(jnp.float32) / of_token[..., None], -largest, largest)
     row = jnp.where(valid, row, cache.shape[0])  # out of bounds: the scatter drops it

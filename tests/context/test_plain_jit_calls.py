@@ -93,12 +93,14 @@ def test_calls_of_flash_attention_jax():
     assert_equal(compiled(*sharded), function(*args))
 
 
-def test_sharded_pages_are_gathered_with_a_warning():
+def test_pages_of_values_that_are_sharded_differently_are_gathered_with_a_warning():
     mesh = mesh_of()
-    pages = put(mesh, jnp.ones((8, 16, 2, DIM)), "data")
+    pages = jnp.ones((8, 16, 2, DIM))
+    key, value = put(mesh, pages, "data"), put(mesh, pages, "tensor")
     query, table = jnp.ones((2, 1, HEADS, DIM)), jnp.asarray([[0, 1], [2, 3]])
-    with pytest.warns(UserWarning, match="pages of key and value are sharded over 'data'"):
+    message = "pages of key and value are sharded over 'tensor', but unevenly, or differently"
+    with pytest.warns(UserWarning, match=message):
         out = jax.jit(packax.decode_attention)(
-            query, pages, pages, jnp.asarray([20, 9]), block_table=table
+            query, key, value, jnp.asarray([20, 9]), block_table=table
         )
     np.testing.assert_allclose(out, 1, rtol=1e-6)

@@ -102,6 +102,47 @@ def test_a_packed_step_in_fp8_over_a_mesh_of_heads():
     assert np.abs(np.float32(want)).sum((2, 3)).astype(bool).sum() == 5
 
 
+@pytest.mark.parametrize("scale", [None, 0.5, np.array([0.5, 2.0], np.float32)])
+def test_one_scale_for_all_tokens_of_a_packed_step_in_fp8(scale):
+    new = np.random.default_rng(0).standard_normal((6, 2, 4)).astype(np.float32)
+    cache = jnp.zeros((2, 3, 2, 4), jnp.float8_e4m3fn)
+    at = np.array([[0, 1, 1, 0, -1, 0], [2, 0, 1, 0, 0, 1]])
+    got = kv_cache.write(cache, new, *at, scale=scale)
+    want = kv_cache.write(cache, new[None], *(x[None] for x in at), scale=scale)
+    np.testing.assert_array_equal(np.float32(got), np.float32(want))
+    factor = np.ones(2) if scale is None else np.broadcast_to(scale, 2)
+    near = np.float32(got)[0, 2] * factor[:, None]
+    np.testing.assert_allclose(near, new[0], rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_packed_step_over_a_mesh_of_pages(kind):
+    """Every device writes the tokens of its pages. No device has all pages."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), devices=jax.devices("cpu")[:8],
+        axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)  # fmt: skip
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((8, 2, 4)).astype(np.float32)
+    table = rng.permutation(12).reshape(4, 3).astype(np.int32)
+    lens, cu = np.array([5, 8, 0, 9], np.int32), np.array([0, 1, 4, 4, 7], np.int32)
+
+    def step(cache, new, lens, table):
+        at = kv_cache.token_positions(8, lens, cu)
+        return kv_cache.write(cache, new, *at, block_table=table)
+
+    cache = jnp.full((12, 4, 2, 4), 9.0)
+    want = step(cache, new, lens, table)
+    assert (np.asarray(want) != 9).all((2, 3)).sum() == 7
+    with jax.set_mesh(mesh):
+        specs = P("data", None, "tensor"), P("data", "tensor"), P("data"), P("data")
+        args = [
+            jax.device_put(x, jax.NamedSharding(mesh, spec))
+            for x, spec in zip((cache, new, lens, table), specs, strict=True)
+        ]
+        compiled = jax.jit(step).lower(*args).compile()
+        assert "[12,4,2,4]" not in compiled.as_text()
+        np.testing.assert_array_equal(compiled(*args), want)
+
+
 def test_one_token_of_each_sequence_keeps_the_dtype():
     cache = jnp.zeros((2, 4, 1, 8), jnp.bfloat16)
     got = kv_cache.write(cache, jnp.ones((2, 1, 1, 8)), [[0], [1]], [[3], [0]])

@@ -44,11 +44,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "scale": tuple(SCALES),
     "cap": tuple(CAPS),
     "sinks": ("none", "sinks"),
+    "drafts": ("none", "one tree", "trees"),
 }
 # tokens of a packed step, and the sequences that have more than one of them
 MIXES = {"mixed": (19, 2), "decoding": (4, 0), "chunk": (50, 1), "more sequences": (3, 1)}
 RAGGED_FEATURES = {
-    **{name: FEATURES[name] for name in FEATURES if name != "rows"},
+    **{name: FEATURES[name] for name in FEATURES if name not in ("rows", "drafts")},
     "cache": ("pages", "dense"),
     "starts": ("none", "of rows"),
     "mix": tuple(MIXES),
@@ -84,6 +85,7 @@ class DecodeCall:
     scale: str = "default"
     cap: str = "none"
     sinks: str = "none"
+    drafts: str = "none"
     batch: int = 4
     blocks: int = BLOCKS
     page: int = PAGE
@@ -112,6 +114,8 @@ class DecodeCall:
     def invalid(self) -> str | None:
         if self.shared and (self.window != "none" or self.starts != "none"):
             return "decode_shared_prefix has no windows or starts"
+        if self.drafts != "none" and (self.shared or self.window != "none"):
+            return "drafts have no window or shared prefix"
         return None
 
     def with_multiple(self, of: int) -> DecodeCall:
@@ -138,6 +142,9 @@ class DecodeCall:
             a["starts"] = rng.integers(-2, room // 4, shape).astype(np.int32)
         if self.sinks != "none":
             a["sinks"] = 2 * rng.standard_normal(heads).astype(np.float32)
+        if self.drafts != "none":
+            shape = (rows, rows) if self.drafts == "one tree" else (self.batch, rows, rows)
+            a["drafts"] = rng.random(shape) < 0.5
         return a
 
     def used(self, a: Arrays) -> np.ndarray:
@@ -190,10 +197,11 @@ class DecodeCall:
         return a
 
     def labels(self) -> dict[str, str]:
-        of_cache, rows = ("p.gd", "p") if self.paged else ("bkgd", "b")
+        of_cache, rows = ("pogd", "p") if self.paged else ("bkgd", "b")
         found = {"query": "b.hd", "key": of_cache, "value": of_cache, "lengths": "b"}
         found |= {"table": "bn", "starts": "b." if self.starts == "of rows" else "b"}
         found |= {"sinks": "h", "prefixes": "." if self.shared == 1 else "b"}
+        found |= {"drafts": ".." if self.drafts == "one tree" else "b.."}
         of = {"float8 scale": "", "float8 scales of heads": "g"}.get(self.numbers, f"{rows}g")
         found |= {"key_scale": of, "value_scale": of, "cu_q_lens": ".", "num_seqs": ""}
         return {name: found[name] for name in self.arrays()}
@@ -209,7 +217,7 @@ class DecodeCall:
     def attend(self, a: Arrays, mask: Any = None, **more: Any) -> Any:
         """(out, lse)."""
         names = {"key_scale": "key_scale", "value_scale": "value_scale", "sinks": "sinks"}
-        names |= {"starts": "kv_starts", "table": "block_table"}
+        names |= {"starts": "kv_starts", "table": "block_table", "drafts": "draft_mask"}
         given = {names[n]: x for n, x in a.items() if n in names} | self.static()
         tensors = a["query"], a["key"], a["value"], a["lengths"]
         if self.shared:
@@ -227,7 +235,12 @@ class DecodeCall:
         length = a["lengths"].astype(np.int64)[:, None, None]
         place = length - rows + np.arange(rows)[:, None]
         allowed = (j < length) & (place >= 0)
-        if static.get("causal", True):
+        if "drafts" in a:  # new token n is key length - rows + n
+            new = j - (length - rows)
+            among = np.broadcast_to(a["drafts"], (self.batch, rows, rows))
+            chosen = np.take_along_axis(among, np.clip(new, 0, rows - 1).repeat(rows, 1), 2)
+            allowed = allowed & ((new < 0) | chosen)
+        elif static.get("causal", True):
             allowed = allowed & (j <= place)
         if left is not None:
             allowed = allowed & (j >= place - left)
@@ -283,15 +296,20 @@ class RaggedCall(DecodeCall):
 
     cache: str = "pages"
     mix: str = "mixed"
+    multiple: int = 1  # of the tokens
 
     features_of = RAGGED_FEATURES
     function = "ragged"
 
     __str__ = DecodeCall.__str__
 
+    def with_multiple(self, of: int) -> RaggedCall:
+        return dataclasses.replace(self, multiple=of)
+
     def sequences(self, rng: np.random.Generator) -> Arrays:
         a = super().sequences(rng)
         tokens, chunks = MIXES[self.mix]
+        tokens += -tokens % self.multiple
         counts = rng.integers(0, 2, self.batch)
         with_chunks = rng.permutation(self.batch)[:chunks]
         counts[with_chunks] = rng.integers(0, tokens, chunks)
@@ -307,8 +325,8 @@ class RaggedCall(DecodeCall):
         return (self.allowed(padded) & (index >= 0)[:, None, :, None]).any((1, 2))
 
     def labels(self) -> dict[str, str]:
-        found = {name: x.replace("b", ".") for name, x in super().labels().items()}
-        found |= {"query": ".h.", "starts": "."}
+        found = {name: x.replace("b", "s") for name, x in super().labels().items()}
+        found |= {"query": "th.", "starts": "t"}
         return {name: found[name] for name in self.arrays()}
 
     def attend(self, a: Arrays, mask: Any = None, **more: Any) -> Any:

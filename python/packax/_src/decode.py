@@ -21,6 +21,7 @@ from packax._src.core.spec import (
     is_fp8,
     is_symbolic,
 )
+from packax._src.ops.draft_tokens import before_drafts, with_drafts
 from packax._src.ops.packed_rows import MAX_ROWS
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     class _Options(Options, total=False):
         block_table: ArrayLike | None
+        draft_mask: ArrayLike | None
 
 
 @overload
@@ -79,6 +81,7 @@ def decode_attention(
     kv_starts: ArrayLike | None = None,
     window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
+    draft_mask: ArrayLike | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -100,8 +103,8 @@ def decode_attention(
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
         key: the cache, (B, S, Hkv, Dqk), dtype of query or float8_e4m3fn; with block_table
             (pages, page_size, Hkv, Dqk). H must be a multiple of Hkv: query head h reads key/value
-            head h // (H / Hkv). If a mesh shards S, each device attends to its slice, and the parts
-            are merged.
+            head h // (H / Hkv). If a mesh shards S, or pages, each device attends to its part, and
+            the results are merged.
         value: like key, with head dim Dv.
         kv_lengths: the number of keys of each sequence, including its Sq new ones: (B,) integers.
             If it is below Sq, the first query tokens are padding and attend to nothing.
@@ -120,6 +123,10 @@ def decode_attention(
             right)`. A `right` above 0 needs causal=False.
         causal: whether a query token attends only to keys up to its position. Otherwise, all query
             tokens of a sequence attend to all of its keys, including those of later query tokens.
+        draft_mask: which of the sequence's query tokens each query token attends to, in place of
+            those up to its own: (Sq, Sq) or (B, Sq, Sq) booleans, [b, i, j] for query token i and
+            the key of query token j. For a tree of drafts, these are its ancestors and itself. All
+            keys before the query tokens are attended, from kv_starts on.
         scale: the factor of the scores, a finite Python or numpy number. None: 1 / sqrt(Dqk).
         soft_cap: the cap of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma). A
             positive Python or numpy number.
@@ -175,19 +182,24 @@ def decode_attention(
     spec = checked_spec(query, scale, soft_cap, precision, implementation)
     return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
     limits = checked_window(window, causal)
+    drafts = _checked_drafts(draft_mask, query, window, causal)
+    causal = causal and drafts is None
     lo, hi = _ranges(lengths, kv_starts, *limits, causal, query.shape[1])
     operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(
         block_table=table, key_scale=scales[0], value_scale=scales[1],
         sinks=checked_sinks(sinks, query),
     )  # fmt: skip
-    (operands,) = vary_together(operands)
+    operands, drafts = vary_together(operands, drafts)
     batch, q_len, heads, _ = query.shape
     if batch == 0 or q_len == 0:
         out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
         lse = jnp.zeros((batch, heads, q_len), accumulator(query.dtype))
         out, lse, _ = vary_together(out, lse, operands)
         return (out, lse) if return_lse else out
-    out, lse = decode_p.bind(*operands.leaves, spec=spec, names=operands.names)
+    call = operands if drafts is None else before_drafts(operands)
+    out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
+    if drafts is not None:
+        out, lse = with_drafts(spec, operands, drafts, (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -282,6 +294,29 @@ def row_ranges(
     if left is not None:
         lo = jnp.maximum(lo, position - min(left, INT_MAX // 2))
     return lo, hi
+
+
+def _checked_drafts(
+    draft_mask: Any, query: jax.Array, window: Any, causal: bool
+) -> jax.Array | None:
+    """The checked draft_mask as (1 or B, Sq, Sq)."""
+    if draft_mask is None:
+        return None
+    mask = as_array("draft_mask", draft_mask)
+    batch, rows = query.shape[:2]
+    shapes = (rows, rows), (batch, rows, rows)
+    if mask.dtype != bool or mask.shape not in shapes:
+        raise ValueError(
+            f"draft_mask must be an array of booleans of shape {shapes[0]} or {shapes[1]}, from "
+            f"query tokens to query tokens, but is {described(mask)}"
+        )
+    if window is not None or not causal:
+        name, value = ("window", window) if causal else ("causal", causal)
+        raise ValueError(
+            f"draft_mask says to which of the new tokens each attends, but {name}={value} does, "
+            "too: omit it. For a window, pass kv_starts, the first key of each query token"
+        )
+    return mask if mask.ndim == 3 else mask[None]
 
 
 def checked_window(window: Any, causal: bool) -> tuple[int | None, int | None]:

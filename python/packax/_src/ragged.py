@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from packax._src.core.sharding import vary_together
+from packax._src.core.sharding import typed_as, typed_axes, vary_together
 from packax._src.core.spec import Operands, accumulator, is_symbolic
 from packax._src.decode import (
     as_integers,
@@ -20,7 +20,7 @@ from packax._src.decode import (
     row_ranges,
 )
 from packax._src.ops.packed_rows import PackedRows
-from packax._src.ops.partitioning import check_decode_types, require_device_info
+from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
 from packax._src.requests import as_arrays, checked_sinks, flag
 
@@ -80,6 +80,7 @@ def ragged_paged_attention(
             padding.
         key: the pages, (pages, page_size, Hkv, Dqk), or a dense cache (N, S, Hkv, Dqk), as in
             `decode_attention`.
+            If a mesh shards pages or sequences, each device attends to its part.
         value: like key, with head dim Dv.
         kv_lens: the number of keys of each sequence, including its new ones: (N,) integers. If it
             is below the number of new tokens, the first ones are padding and attend to nothing.
@@ -117,20 +118,21 @@ def ragged_paged_attention(
         ... )
     """
     query, key, value = as_arrays(query=query, key=key, value=value)
-    lengths, bounds = as_integers("kv_lens", kv_lens), as_integers("cu_q_lens", cu_q_lens)
-    table = None if page_indices is None else as_integers("page_indices", page_indices)
+    lengths, bounds = _integers("kv_lens", kv_lens), _integers("cu_q_lens", cu_q_lens)
+    table = None if page_indices is None else _integers("page_indices", page_indices)
     paged = table is not None
     check_tensors(query, key, value, _AXES, paged=paged)
     batch = _checked_batch(query.shape[0], lengths, bounds)
     check_sequences(key, table, batch, "kv_lens", "page_indices")
     count = _checked_count(num_seqs, batch)
-    starts: Any = None if kv_starts is None else as_integers("kv_starts", kv_starts)
+    starts: Any = None if kv_starts is None else _integers("kv_starts", kv_starts)
     rows, heads, _ = query.shape
     if starts is not None and starts.shape != (rows,):
         shape = (rows,)
         raise ValueError(f"kv_starts must have shape {shape}, one per row, but has {starts.shape}")
+    row_axes, head_axes, _ = typed_axes(query)
+    query = typed_as(query, (), head_axes)
     one_batch = query[None]
-    check_decode_types(one_batch, key, value, paged=paged)
     scales = checked_scales(key, key_scale, value_scale, paged=paged)
     spec = checked_spec(one_batch, scale, soft_cap, precision, implementation)
     return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
@@ -160,6 +162,7 @@ def ragged_paged_attention(
         )
         out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
         out, lse = out.reshape(out.shape[1:]), lse.reshape(lse.shape[1:])
+    out, lse = typed_as(out, row_axes, head_axes), typed_as(lse, head_axes, row_axes)
     return (out, lse) if return_lse else out
 
 
@@ -183,13 +186,18 @@ def token_positions(
         >>> packax.kv_cache.token_positions(6, jnp.array([9, 3]), jnp.array([0, 1, 4]))
         (Array([ 0,  1,  1,  1, -1, -1], dtype=int32), Array([8, 0, 1, 2, 0, 0], dtype=int32))
     """
-    lengths, bounds = as_integers("kv_lens", kv_lens), as_integers("cu_q_lens", cu_q_lens)
+    lengths, bounds = _integers("kv_lens", kv_lens), _integers("cu_q_lens", cu_q_lens)
     batch = _checked_batch(tokens, lengths, bounds)
     if batch == 0 or tokens == 0:
         return jnp.full(tokens, -1, jnp.int32), jnp.zeros(tokens, jnp.int32)
     packing = _packing(tokens, bounds, _checked_count(num_seqs, batch))
     sequence = jnp.where(packing.valid, packing.sequence, -1)
     return sequence, jnp.where(packing.valid, packing.positions(lengths), 0)
+
+
+def _integers(name: str, x: Any) -> jax.Array:
+    """Complete on every device, because any row may belong to any sequence."""
+    return typed_as(as_integers(name, x))
 
 
 def _packing(rows: int, cu_q_lens: jax.Array, count: jax.Array) -> PackedRows:
@@ -212,7 +220,7 @@ def _ranges(
 
 
 def _checked_count(num_seqs: Any, batch: int) -> jax.Array:
-    count = as_integers("num_seqs", batch if num_seqs is None else num_seqs)
+    count = _integers("num_seqs", batch if num_seqs is None else num_seqs)
     if count.shape not in ((), (1,)):
         raise ValueError(f"num_seqs must have shape () or (1,), but has {count.shape}")
     return count.reshape(())

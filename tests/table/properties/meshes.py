@@ -28,6 +28,9 @@ from properties.rows import (
 sharded = functools.partial(row, group="meshes")
 
 
+OF_ROWS = dict.fromkeys("bsp", "data")  # the batch, the sequences of a packed step, and pages
+
+
 def mesh_of(kind: str, names: tuple[str, str]) -> Any:
     types = (getattr(AxisType, kind),) * 2
     return jax.make_mesh((2, 2), names, devices=jax.devices("cpu")[:4], axis_types=types)
@@ -73,12 +76,12 @@ def other_types(call: Call, got: Any, placed: Any) -> list[str]:
 
 @sharded("plain jit on a mesh")
 def _(call):
-    return on_mesh(call, "Auto", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+    return on_mesh(call, "Auto", OF_ROWS | {"h": "tensor"}, ("data", "tensor"))
 
 
 @sharded("explicit mesh")
 def _(call):
-    return on_mesh(call, "Explicit", {"b": "data", "h": "tensor"}, ("data", "tensor"))
+    return on_mesh(call, "Explicit", OF_ROWS | {"h": "tensor"}, ("data", "tensor"))
 
 
 @sharded(
@@ -101,15 +104,13 @@ def _(call):
     "explicit mesh, sharded sequence",
     lambda call: (
         jax_nn(call)
-        or (decodes(call) and call.paged and "pages are gathered")
-        or (ragged(call) and "the sequences of dense caches are gathered, like pages")
         or (not decodes(call) and call.mask != "expression" and "its ids would be sharded too")
         or None
     ),
     multiple=2,
 )
 def _(call):
-    axes = {"b": "data", "q": "context", "k": "context"}
+    axes = OF_ROWS | dict.fromkeys("qtko", "context")
     a = call.arrays(1)
     mesh = mesh_of("Explicit", ("data", "context"))
     tensors = {*calls.TENSORS, "bias"}

@@ -255,13 +255,22 @@ def typed_mesh(x: Any) -> Any:
     return typed if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", typed)
 
 
+def typed_as(x: jax.Array, *dims: Axes) -> jax.Array:
+    """x, its dimensions sharded over these mesh axes of type Explicit, and the rest over none."""
+    dims += ((),) * (x.ndim - len(dims))
+    if typed_axes(x) == dims:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec(*dims)))
+
+
 def over_auto_axes(
-    function: Callable[..., Any], arrays: Sequence[Any], dims: Sequence[Axes]
+    function: Callable[..., Any], arrays: Sequence[Any], *dims: Sequence[Axes]
 ) -> Any:
     """function(*arrays), run with mesh axes of type Explicit changed to Auto.
 
     jax has no sharding rule for many operations on arrays with explicit sharding.
-    `dims`: the mesh axes of each dimension of the results.
+    `dims`: the mesh axes of each dimension of the result, or of each result of a tuple.
     """
     typed = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)]
     sharded = next((arrays[n] for n in typed if any(typed_axes(arrays[n]))), None)
@@ -274,7 +283,9 @@ def over_auto_axes(
             all_arrays[n] = x
         return function(*all_arrays)
 
-    out_sharding = NamedSharding(jax.typeof(sharded).sharding.mesh, spec(*dims))
+    mesh = jax.typeof(sharded).sharding.mesh
+    results = tuple(NamedSharding(mesh, spec(*of)) for of in dims)
+    out_sharding = results[0] if len(results) == 1 else results
     return jax.sharding.auto_axes(merged, out_sharding=out_sharding)(*(arrays[n] for n in typed))
 
 

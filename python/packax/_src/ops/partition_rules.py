@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.schema import ROWS
+from packax._src.core.sharding import Axes
 from packax._src.core.spec import Operands
 from packax._src.ops.merge import merged
+from packax._src.ops.packed_rows import PackedRows
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS
 from packax._src.ops.score_mods import add_sinks
@@ -53,31 +55,71 @@ def backward(*avals, spec, names) -> Dims:
 def decode(*avals, spec, names) -> Dims:
     x, letters = Operands.of(names, avals), _letters(names, avals)
     letters["query"] = "b.h."  # few rows, which are gathered if they arrive sharded
-    if x.block_table is not None:  # pages do not belong to batch rows
-        letters |= {"key": "ppg.", "value": "ppg."}
+    divided: tuple[str, ...] = ("bhk",)
+    if x.block_table is not None:  # pages do not belong to batch rows, and are larger than these
+        letters |= {"key": "pog.", "value": "pog."}
+        divided = ("po", "bh")
     if x.key_scale is not None:
         of_scale = (letters["key"][0] if x.key_scale.shape[0] == x.key.shape[0] else ".") + "g"
         letters |= {"key_scale": of_scale, "value_scale": of_scale}
-    by_keys = _decode_by_keys if x.block_table is None else None
-    return Dims(tuple(letters.values()), ("b.h.", "bh."), by_keys=by_keys)
+    results = "b.h.", "bh."
+    return Dims(tuple(letters.values()), results, divided=divided, by_keys=_decode_by_keys)
 
 
 def _decode_by_keys(bind, axes, *operands, spec, names):
-    """Each device attends to its slice of the caches. The parts are merged by their
-    log-sum-exps."""
+    """Each device attends to its part of the caches. The parts are merged by their log-sum-exps."""
     x = Operands.of(names, operands)
-    lo, hi, size = x.kv_start, x.kv_end, x.key.shape[1]
-    first = jax.lax.axis_index(axes) * size
-    beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # gives NaN on every device
-    lo = jnp.where(beyond, 0, jnp.maximum(lo - first, 0))
-    hi = jnp.where(beyond, size + 1, jnp.clip(hi - first, 0, size))
-    part = x._replace(kv_start=lo, kv_end=hi, sinks=None)
+    every = tuple(axis for of in axes.values() for axis in of)
+    part = _parted(x, axes)._replace(sinks=None)
     out, lse = bind(*part.leaves, spec=spec, names=part.names)
-    parts = zip(*(jax.lax.all_gather(y, axes) for y in (out.astype(lse.dtype), lse)), strict=True)
+    parts = zip(*(jax.lax.all_gather(y, every) for y in (out.astype(lse.dtype), lse)), strict=True)
     out, lse = merged(list(parts))
     if x.sinks is not None:
         out, lse = add_sinks(out, lse, x.sinks)
     return out.astype(x.query.dtype), lse
+
+
+def _parted(x: Operands, axes: dict[str, Axes]) -> Operands:
+    """The call over this device's keys: those of its pages, or of its slice of every page. A dense
+    cache has one page for each sequence.
+
+    A device's keys of a sequence have the order of the sequence, so those in a range are a range.
+    """
+    lo, hi, size = x.kv_start, x.kv_end, x.key.shape[1]
+    index, pieces = {}, {}
+    for letter, of in axes.items():
+        index[letter] = jax.lax.axis_index(of) if of else 0
+        pieces[letter] = jax.lax.psum(1, of) if of else 1
+    sliced = "k" if x.block_table is None else "o"
+    page_size, first = size * pieces[sliced], size * index[sliced]
+    table, width = x.block_table, 1
+    if table is not None:
+        width, pages = table.shape[1], x.key.shape[0]
+        page = table - pages * index["p"]
+        wrong = (table < 0) | (table >= pages * pieces["p"])  # gives NaN on every device
+        here = (page >= 0) & (page < pages) & ~wrong
+        kept = here | wrong
+        before = jnp.pad(jnp.cumsum(kept, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
+        at = jnp.arange(len(table))[:, None], jnp.where(kept, before[:, :-1], width)
+        table = jnp.zeros_like(table).at[at].set(jnp.where(here, page, -1), mode="drop")
+        sequence = jnp.arange(len(table))[:, None]
+        if x.row_bounds is not None:
+            sequence = PackedRows.of(*x.row_bounds, lo.shape[1]).sequence[None]
+
+    def below(key: jax.Array) -> jax.Array:
+        """How many of the device's keys come before each of these keys of its sequence."""
+        block = key // page_size
+        count = jnp.clip(key - block * page_size - first, 0, size)
+        if table is None:
+            return jnp.where(block > 0, size, count)
+        count = jnp.where(kept[sequence, jnp.minimum(block, width - 1)], count, 0)
+        return before[sequence, block] * size + count
+
+    capacity = page_size * width
+    beyond = (lo < hi) & (hi > capacity)  # gives NaN on every device
+    lo, hi = (below(jnp.clip(y, 0, capacity)) for y in (lo, hi))
+    lo, hi = jnp.where(beyond, 0, lo), jnp.where(beyond, size * width + 1, hi)
+    return x._replace(kv_start=lo, kv_end=hi, block_table=table)
 
 
 def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:

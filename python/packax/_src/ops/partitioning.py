@@ -48,8 +48,9 @@ class Dims(NamedTuple):
 
     b, h, g: batch, query heads, and key/value heads, which follow the query heads. Sharded.
     e: biases, each for equally many consecutive batch rows, which follow the batch. Sharded.
-    s, k, p: rows of query, rows of key and value, pages of a cache. They must not arrive sharded,
-    except k if `by_keys` is set.
+    s, k: rows of query, rows of key and value. They must not arrive sharded, except k if it is in
+    `divided`.
+    p, o: pages of a cache, and the rows of a page.
     ".": any other dimension, which every device needs complete.
     """
 
@@ -60,9 +61,12 @@ class Dims(NamedTuple):
     summed: Mapping[int, int] = MappingProxyType({})
     """Results that are summed over batch or heads, because they lack these dimensions. Maps their
     indices to those of the operands whose gradients they are, which have the dtypes of the sums."""
+    divided: tuple[str, ...] = ("bh",)
+    """The letters that may be sharded. If one mesh axis shards several, the first group counts, and
+    in it the first operand."""
     by_keys: Callable[..., Any] | None = None
-    """by_keys(bind, axes, *operands, **params) computes the results if keys are sharded over these
-    mesh axes. None: every device needs all keys."""
+    """by_keys(bind, axes, *operands, **params) computes the results if keys are sharded, over the
+    mesh axes axes[letter] of k, p and o. None: every device needs all keys."""
 
 
 def partitioned(
@@ -199,6 +203,7 @@ def _custom_call(
         tuple(dims.operands[n] for n in read_operands),
         dims.results,
         summed={result: read_operands.index(n) for result, n in dims.summed.items()},
+        divided=dims.divided,
         by_keys=dims.by_keys,
     )
 
@@ -210,7 +215,7 @@ def _custom_call(
 
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(mesh, dims, arg_shapes, result_shapes)
-        _check_sequence(mesh, dims, arg_shapes, axes["k"])
+        _check_sequence(mesh, dims, arg_shapes, axes)
         # With fewer key/value heads or biases than devices, each device uses those that it reads.
         shared = []
         for letter, of, whole_size, size in (
@@ -224,8 +229,9 @@ def _custom_call(
 
         sum_axes = {result: _reduced_axes(dims.results[result], axes) for result in dims.summed}
         local_call = whole
-        if dims.by_keys is not None and axes["k"]:
-            bind = functools.partial(dims.by_keys, primitive.bind, axes["k"])
+        of_keys = {letter: axes[letter] for letter in "kpo"}
+        if dims.by_keys is not None and any(of_keys.values()):
+            bind = functools.partial(dims.by_keys, primitive.bind, of_keys)
             local_call = functools.partial(whole, bind=bind)
 
         def local(*operands):
@@ -289,18 +295,17 @@ def _pieces(mesh: Any, axes: Axes) -> int:
 
 
 def _axes(mesh: Any, dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
-    """The mesh axes of batch and heads, and of keys if they may be sharded.
+    """The mesh axes of batch and heads, and of keys and pages if they may be sharded.
 
     For each, the axes of the first array whose dimension is sharded evenly.
     """
-    axes: dict[str, Axes] = dict.fromkeys("bhgek", ())
-    divided = "bh" if dims.by_keys is None else "bhk"
-    for letters, x in zip(
-        (*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True
-    ):
-        for letter, cut, size in zip(letters, cuts(mesh, x), x.shape, strict=True):
+    axes: dict[str, Axes] = dict.fromkeys("bhgekpo", ())
+    arrays = zip((*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True)
+    known = [(letters, cuts(mesh, x), x.shape) for letters, x in arrays]
+    for divided in dims.divided:
+        for letter, cut, size in (one for x in known for one in zip(*x, strict=True)):
             of = {"g": "h", "e": "b"}.get(letter, letter)
-            taken = {axis for letter in divided for axis in axes[letter]}
+            taken = {axis for of_letter in axes.values() for axis in of_letter}
             if of not in divided or axes[of] or not taken.isdisjoint(cut.axes):
                 continue
             if cut.whole and size % cut.pieces == 0:
@@ -316,20 +321,20 @@ def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> 
     )
 
 
-def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any], divided: Axes) -> None:
-    """Rejects sharded rows, keys and pages, except keys that are sharded over the axes `divided`.
+def _check_sequence(
+    mesh: Any, dims: Dims, arg_shapes: Sequence[Any], axes: Mapping[str, Axes]
+) -> None:
+    """Rejects sharded rows, keys and pages, except those that are sharded over `axes`.
 
     For rows and keys it raises, unless the user asked for a gather. For pages it warns.
     """
     for letters, x in zip(dims.operands, arg_shapes, strict=True):
         for letter, cut in zip(letters, cuts(mesh, x), strict=True):
-            if letter not in _SHARDED or cut.pieces == 1:
-                continue
-            if letter == "k" and cut.axes == divided:
+            if letter not in _SHARDED or cut.pieces == 1 or cut.axes == axes.get(letter, ()):
                 continue
             text = _SHARDED["slices" if letter == "k" and dims.by_keys else letter]
             text = text.format(axes=", ".join(map(repr, cut.axes)))
-            if letter != "p" and os.environ.get(SEQUENCE_SWITCH) != "gather":
+            if letter in "sk" and os.environ.get(SEQUENCE_SWITCH) != "gather":
                 raise ValueError(
                     f"{text}, or set {SEQUENCE_SWITCH}=gather to have it gathered on every device"
                 )
@@ -374,8 +379,11 @@ _SHARDED = {
     "k": f"the sequence axis of key and value is sharded over {{axes}}: {_CONTEXT}",
     "slices": "the sequence axis of key or value is sharded over {axes}, but unevenly, or over an "
     "axis that also shards the batch or heads, or differently in key and value: reshard them",
-    "p": "the pages of key and value are sharded over {axes}, but block_table numbers all of them: "
-    "shard heads, or call decode_attention in a shard_map in which every device has its own pages",
+    **dict.fromkeys(
+        "po",
+        "the pages of key and value are sharded over {axes}, but unevenly, or differently in key "
+        "and value: shard both in the same way",
+    ),
 }
 
 

@@ -28,7 +28,7 @@ from jax.interpreters import ad
 from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask, Pass
 from packax._src.core.schema import ROWS
-from packax._src.core.sharding import vary_together
+from packax._src.core.sharding import over_auto_axes, typed_axes, vary_together
 from packax._src.core.spec import (
     BLOCK,
     TILE,
@@ -251,9 +251,7 @@ def score_operands(
         operands["scales"] = jnp.full((1,), spec.scale, scores.slopes.dtype)
     for name, x in operands.items():  # of equal batch, if they are folded together
         fold = ROWS[name].fold
-        batch = common_batch(
-            y.shape[0] for n, y in operands.items() if fold == ROWS[n].fold != ""
-        )
+        batch = common_batch(y.shape[0] for n, y in operands.items() if fold == ROWS[n].fold != "")
         if x.shape[0] == 1 != batch:
             operands[name] = jnp.broadcast_to(x, (batch, *x.shape[1:]))
     return operands
@@ -281,6 +279,9 @@ def _decode_gradient(primals, tangents, **params):
     )
 
 
+_CACHES = ("key", "value", "key_scale", "value_scale")
+
+
 def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
     """Folds the mapped axis. Unmapped caches are not repeated, but read through a block table."""
     if "row_bounds" in names:  # the tiles of all mapped calls are decoded together
@@ -289,11 +290,18 @@ def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
             x = Operands.of(names, leaves)
             return packed_rows.in_tiles(functools.partial(decode, spec), x)
 
-        return jax.vmap(in_tiles, dims)(*operands), [0, 0]
+        def mapped_tiles(*leaves):
+            return tuple(jax.vmap(in_tiles, dims)(*leaves))
+
+        axes = typed_axes(operands[0])
+        mapped_axes = () if dims[0] is None else axes[dims[0]]
+        head_axes = axes[2 if dims[0] is None or dims[0] > 2 else 3]
+        of_out, of_lse = (mapped_axes, (), (), head_axes), (mapped_axes, (), head_axes)
+        return over_auto_axes(mapped_tiles, operands, of_out, of_lse), [0, 0]
     folding = batching_rule(operands, dims)
     size = folding.size
     mapped = dict(zip(names, zip(operands, dims, strict=True), strict=True))
-    caches = {x: mapped[x] for x in ("key", "value", "key_scale", "value_scale") if x in mapped}
+    caches = {x: mapped[x] for x in _CACHES if x in mapped}
     shared = all(dim is None for _, dim in caches.values())
     key, dim = mapped["key"]
     rows = key.shape[batch_axis(dim)]
