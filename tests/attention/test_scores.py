@@ -5,20 +5,23 @@ Guards against a term that only the forward has, a gradient that misses a sum, a
 gets weight.
 """
 
-import cases
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from score_checks import arrays_of, attention_of
+from decode_calls import parse
 
-CASE = cases.BY_NAME["batch_of_three"]  # groups of two heads; padding; a row of one document
+# groups of two heads; documents and padding
+CALL = parse("interval=causal,selector=packed,dims=16x16,lengths=409x409,batch=3")
+SINKS = dataclasses.replace(CALL, sinks="sinks")
 
 
 def test_the_order_of_results():
-    arrays, *_ = arrays_of(CASE, "bfloat16")
-    mask = packax.create_attention_mask(CASE.expression())
-    tensors = [arrays[name] for name in ("query", "key", "value")]
+    a = dataclasses.replace(CALL, dtype="bfloat16").arrays()
+    mask = CALL.expression(a)
+    tensors = [a[name] for name in ("query", "key", "value")]
     out, lse, top = packax.flash_attention(*tensors, mask, return_lse=True, return_max_logits=True)
     assert (lse.shape, top.shape) == ((3, 4, 409), (3, 4)) and top.dtype == jnp.float32
     again, only = packax.flash_attention(*tensors, mask, return_max_logits=True)
@@ -31,10 +34,9 @@ def test_the_order_of_results():
 
 
 def test_a_sink_of_minus_infinity_is_none():
-    arrays, *_ = arrays_of(CASE, "float32")
-    mask = packax.create_attention_mask(CASE.expression())
-    without = attention_of(mask)(arrays)
-    got = attention_of(mask)(arrays | {"sinks": jnp.full(CASE.heads, -jnp.inf)})
+    a = CALL.arrays()
+    without = CALL.attend(a)
+    got = SINKS.attend(a | {"sinks": jnp.full(4, -jnp.inf)})
     for x, y in zip(got, without, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -42,28 +44,19 @@ def test_a_sink_of_minus_infinity_is_none():
 def test_an_infinite_sink_takes_all():
     """In the limit out is 0, lse is the sink and the tensors have no gradient; other heads are
     unchanged."""
-    case = cases.BY_NAME["batch_of_three"]
-    arrays, dout, dlse = arrays_of(case, "float32")
-    attention = attention_of(packax.create_attention_mask(case.expression()))
-    sinks = jnp.linspace(-1, 1, case.heads)
-    group = (
-        case.heads // case.kv_heads
-    )  # the whole first group, so that one key/value head has no gradient
-
-    def results(sinks):
-        return jax.vjp(attention, arrays | {"sinks": sinks})
-
-    (out, lse), back = results(sinks.at[:group].set(jnp.inf))
-    (want_out, want_lse), want_back = results(sinks)
-    attended = np.isfinite(want_lse)
-    np.testing.assert_array_equal(out[:, :, group:], want_out[:, :, group:])
-    np.testing.assert_array_equal(lse[:, group:], want_lse[:, group:])
-    assert not np.any(out[:, :, :group])
-    assert (np.asarray(lse)[:, :group] == np.where(attended, np.inf, -np.inf)[:, :group]).all()
-    (got,), (want,) = back((dout, dlse)), want_back((dout, dlse))
-    for name, first in (("query", group), ("key", 1), ("value", 1)):
+    a, step = SINKS.arrays(), jax.jit(SINKS.step)
+    sinks, group = np.linspace(-1, 1, 4, dtype=np.float32), 2  # all heads of a key/value head
+    want = step(a | {"sinks": sinks})
+    got = step(a | {"sinks": np.where(np.arange(4) < group, np.inf, sinks)})
+    attended = np.isfinite(want["lse"])
+    np.testing.assert_array_equal(got["out"][:, :, group:], want["out"][:, :, group:])
+    np.testing.assert_array_equal(got["lse"][:, group:], want["lse"][:, group:])
+    assert not np.any(got["out"][:, :, :group])
+    limit = np.where(attended, np.inf, -np.inf)[:, :group]
+    assert (np.asarray(got["lse"])[:, :group] == limit).all()
+    for name, first in (("dquery", group), ("dkey", 1), ("dvalue", 1)):
         assert not np.any(got[name][:, :, :first]), name
         np.testing.assert_array_equal(got[name][:, :, first:], want[name][:, :, first:])
-    limit = np.where(attended, dlse, 0).sum((0, 2))[:group]
-    np.testing.assert_allclose(got["sinks"][:group], limit, rtol=1e-5)
-    np.testing.assert_array_equal(got["sinks"][group:], want["sinks"][group:])
+    limit = np.where(attended, a["dlse"], 0).sum((0, 2))[:group]
+    np.testing.assert_allclose(got["dsinks"][:group], limit, rtol=1e-5)
+    np.testing.assert_array_equal(got["dsinks"][group:], want["dsinks"][group:])
