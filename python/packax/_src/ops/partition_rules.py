@@ -104,7 +104,8 @@ def _parted(x: Operands, axes: dict[str, Axes]) -> Operands:
         table = jnp.zeros_like(table).at[at].set(jnp.where(here, page, -1), mode="drop")
         sequence = jnp.arange(len(table))[:, None]
         if x.row_bounds is not None:
-            sequence = PackedRows.of(*x.row_bounds, lo.shape[1]).sequence[None]
+            start, end = x.row_bounds
+            sequence = PackedRows.of(start, end, lo.shape[1]).sequence[None]
 
     def below(key: jax.Array) -> jax.Array:
         """How many of the device's keys come before each of these keys of its sequence."""
