@@ -145,8 +145,12 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
   if (target == "decode") {
     auto o = with_dtype(DecodeOperands{});
     ReadSizes(call, &o);
+    ReadNumbers<DecodeFields>(call, &o);
     Read(call, "page_size", &o.page_size);
+    Read(call, "table_width", &o.table_width);
     Read(call, "fp8", &o.fp8);
+    Read(call, "tile_rows", &o.tile_rows);
+    Read(call, "chunk_tiles", &o.chunk_tiles);
     return answer(o);
   }
   if (target == "forward_tangent") {

@@ -135,6 +135,40 @@ def test_decoding():
     assert paged.passes == (found,)
 
 
+def packed(tokens, *, sequences=8, pages=(256, 16), width=64, gpu=9.0, dtype=jnp.bfloat16, **more):
+    """How a step with room for these tokens runs, with 8 and 2 heads of 128."""
+    query = jax.ShapeDtypeStruct((tokens, 8, 128), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((*pages, 2, 128), dtype)
+    integers = {"kv_lens": (sequences,), "cu_q_lens": (sequences + 1,)}
+    integers |= {"page_indices": (sequences, width)} if width else {}
+    options = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in integers.items()}
+    options |= {} if width else {"page_indices": None}
+    (found,) = packax.explain(query, cache, cache, gpu=gpu, **options, **more).passes
+    return found
+
+
+def test_packed_steps():
+    """The kernel for chunks runs where C++ takes its call, and the tall one with room for tiles."""
+    portable = ("decode_tall", "decode", "decode_combine")
+    assert packed(8).kernels == ("decode", "decode_combine")  # one token for each sequence
+    assert packed(100).kernels == portable  # less than a chunk
+    assert packed(512).kernels == ("ragged_sm90", *portable)
+    assert packed(512, num_seqs=3, window=(99, 0)).kernels == ("ragged_sm90", *portable)
+    assert packed(512, pages=(8, 1000), width=0).kernels == ("ragged_sm90", *portable)
+    for other in ({"pages": (256, 8)}, {"pages": (256, 48)}, {"soft_cap": 9.0}, {"scale": -1.0}):
+        assert packed(512, **other).kernels == portable
+    if any(row["cc"] == 80 for row in ext.variants()):
+        assert packed(512, gpu=8.0).kernels == portable
+    (tile, items), tokens = (16, 512 // 16 + 7 + 512), 512
+    chunks = 8 * (1 + 7)  # tiles of at most 4 sequences
+    wanted = items * tile * 8 * 129 + 3 * tokens + 8 * items + chunks + 1
+    assert packed(512).workspace == 4 * wanted
+    assert packed(512, implementation="xla").path == "XLA"
+    assert "kv_lens" not in str(packed(512))
+    with pytest.raises(TypeError, match="cu_q_lens"):
+        packax.explain(X, X, X, gpu=9.0, kv_lens=jnp.zeros(3, int))
+
+
 def test_blocks_of_masks():
     ids = np.repeat(np.arange(8), LENGTH // 8)
     expression = CAUSAL & packax.documents(ids)

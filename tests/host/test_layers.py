@@ -23,7 +23,8 @@ LAYERS = (  # from low to high; entries of one line do not import each other
     ("_src.masks", "_src.autodiff"),
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
-    ("_src.cascade", "_src.explain", "_src.ragged"),
+    ("_src.cascade", "_src.ragged"),
+    ("_src.explain",),
     (
         "integrations",
         "kvax",

@@ -25,6 +25,7 @@ from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.ops import ffi, lowering
 from packax._src.ops.primitives import backward_p, decode_p, forward_p
+from packax._src.ragged import ragged_paged_attention
 
 _GPUS = {  # names of common GPUs: compute capability
     **dict.fromkeys(("A100", "A30"), 80),
@@ -125,15 +126,16 @@ def explain(
     info` says what the machine has.
 
     Args:
-        query, key, value: as for `flash_attention`, or for `decode_attention` together with
-            kv_lengths=. Only their shapes and dtypes are read, so `jax.ShapeDtypeStruct` will do.
+        query, key, value: as for `flash_attention`, for `decode_attention` together with
+            kv_lengths=, or for `ragged_paged_attention` together with kv_lens=. Only their shapes
+            and dtypes are read, so `jax.ShapeDtypeStruct` will do.
         mask: as for `flash_attention`. If its values are known, the visited blocks are counted. A
             mask from `jax.eval_shape` has no values.
         gpu: the name of a GPU, such as "H100", or a compute capability, such as 9.0. None: the GPU
             of this process, or without one, the platform that jax uses.
         gradients: whether to explain the backward pass too, for the gradients of query, key and
             value.
-        options: the other arguments of `flash_attention`, or of `decode_attention`. Arrays may be
+        options: the other arguments of that function, by name. Arrays may be
             `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -186,7 +188,11 @@ class _Call:
 
     @property
     def decodes(self) -> bool:
-        return "kv_lengths" in self.options
+        return "kv_lengths" in self.options or self.packed
+
+    @property
+    def packed(self) -> bool:
+        return "kv_lens" in self.options
 
     def without(self, names: tuple[str, ...]) -> _Call:
         dropped = (*names, "dropout_key") if "dropout_rate" in names else names
@@ -260,6 +266,8 @@ def _calls(call: _Call, backward: bool) -> list[tuple[str, Operands, AttentionSp
 
     def attend(query: Any, key: Any, value: Any, arrays: Any, held: Any) -> Any:
         options = {**others, **arrays}
+        if call.packed:
+            return ragged_paged_attention(query, key, value, **options)
         if call.decodes:
             return decode_attention(query, key, value, options.pop("kv_lengths"), **options)
         mask = call.mask if held is None else held
@@ -316,9 +324,12 @@ def _explained(direction: Any, of: Operands, spec: AttentionSpec, target: _Targe
     try:
         with ffi.assumed_capability(target.cc):
             if direction == "decode":
+                workspace = 0
+                if of.row_bounds is not None:
+                    of = _with_work_list(of, spec)
+                    workspace = 4 * (of.work.size + 1)  # and the counter
                 lowering.require_decode_kernel(of, spec)
-                sizes = lowering.decode_workspace(of, spec)
-                workspace = 4 * sum(map(math.prod, sizes))
+                workspace += 4 * sum(map(math.prod, lowering.decode_workspace(of, spec)))
             else:
                 of, spec = _rewritten(direction, of, spec, changes)
                 ffi.require_kernels(direction, of, spec)
@@ -346,6 +357,12 @@ def _rewritten(
         changes.append(_change(of, after))
         of = after
     return of, spec
+
+
+def _with_work_list(of: Operands, spec: AttentionSpec) -> Operands:
+    listed = functools.partial(lowering.with_work_list, spec=spec, names=of.names)
+    ((_, after, _),) = _equations(jax.make_jaxpr(listed)(*of.leaves))
+    return after
 
 
 def _run(rewrite: Any, direction: Any, spec: Any, names: Any, to: Any, *leaves: Any) -> Any:

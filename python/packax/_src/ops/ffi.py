@@ -34,6 +34,7 @@ from packax._src.core.spec import (
     is_fp8,
     is_symbolic,
 )
+from packax._src.ops import packed_rows
 from packax._src.ops.partitioning import plain
 
 ext: ModuleType | None
@@ -82,8 +83,12 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
     sizes |= {"kv_len": of.key.shape[1], "kv_heads": of.key.shape[2]}
     if target == "decode":
         if of.block_table is not None:
-            sizes["page_size"] = sizes["kv_len"]
+            sizes["page_size"], sizes["table_width"] = sizes["kv_len"], of.block_table.shape[1]
             sizes["kv_len"] *= of.block_table.shape[1]
+        if of.work is not None:
+            room = packed_rows.room_of(of)
+            sizes |= {"tile_rows": room.tile_rows, "chunk_tiles": room.chunk_tiles}
+            call |= {"scale": spec.scale, "soft_cap": spec.soft_cap}
         call |= known(**sizes)
         return {**call, "kv_len": min(call["kv_len"], MAX_LENGTH), "fp8": is_fp8(value)}
     call |= (

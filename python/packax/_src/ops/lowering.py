@@ -226,13 +226,14 @@ def _xla_decode(*operands, spec, names):
     return decode(x) if x.row_bounds is None else packed_rows.in_tiles(decode, x)
 
 
-def _with_work_list(*operands, spec, names):
+def with_work_list(*operands, spec, names):
+    """Packed rows, as the call of kernels."""
     x = Operands.of(names, operands)
     x = x._replace(row_bounds=None, work=packed_rows.work_list(x))
     return primitives.decode(spec, x)
 
 
-_decode_xla, _decode_packed = (lower_xla(x, _STATIC) for x in (_xla_decode, _with_work_list))
+_decode_xla, _decode_packed = (lower_xla(x, _STATIC) for x in (_xla_decode, with_work_list))
 
 
 def _decode_cuda(ctx, *operands, spec, names):
@@ -259,8 +260,7 @@ def decode_workspace(of: Operands, spec: AttentionSpec) -> tuple[tuple[int, ...]
     """The shapes of the float32 arrays of the workspace: partial results and their sums."""
     batch, q_len, heads, _ = of.query.shape
     if of.work is not None:
-        sequences, kv_heads = of.block_table.shape[0], of.key.shape[2]
-        size, _, items, _ = packed_rows.room(q_len, sequences, heads, kv_heads)
+        size, _, items, _ = packed_rows.room_of(of)
         return (items, size, heads, of.value.shape[3]), (items, size, heads)
     splits = ffi.judge("decode", ffi.fields("decode", of, spec))["splits"]
     rows = (splits, batch, q_len, heads)

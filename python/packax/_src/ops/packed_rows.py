@@ -140,6 +140,12 @@ def room(tokens: int, sequences: int, heads: int, kv_heads: int) -> Room:
     return Room(size, shares, items, chunk_tiles)
 
 
+def room_of(x: Operands) -> Room:
+    """Of a call with `row_bounds` or `work`."""
+    _, tokens, heads, _ = x.query.shape
+    return room(tokens, x.block_table.shape[0], heads, x.key.shape[2])
+
+
 class _Keys(NamedTuple):
     """The keys to which some row of each tile attends, [first, last), and those to which all rows
     that have keys attend, [full_lo, full_hi)."""
@@ -175,7 +181,7 @@ def work_list(x: Operands) -> jax.Array:
     """
     _, rows, heads, _ = x.query.shape
     packing = PackedRows.of(x.row_bounds[0], x.row_bounds[1], rows)
-    of_step = room(rows, packing.start.size, heads, x.key.shape[2])
+    of_step = room_of(x)
     tiles = packing.tiles(of_step.tile_rows)
     capacity = x.block_table.shape[1] * x.key.shape[1]
     lo, end = jnp.maximum(x.kv_start[0], 0), x.kv_end[0]
