@@ -142,6 +142,23 @@ def test_an_empty_batch_with_a_prefix(groups):
     assert out.shape == (0, 1, 4, 8) and lse.shape == (0, 4, 1)
 
 
+def test_export_with_a_prefix():
+    """The pages may be symbolic; the batch, which the groups divide, may not."""
+    batch, pages = jax.export.symbolic_shape("b, p")
+
+    def exported(batch):
+        shapes = {"query": (batch, 1, 4, 8), "key": (pages, 4, 2, 8), "value": (pages, 4, 2, 8)}
+        arrays = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
+        shapes = {"kv_lengths": (batch,), "prefix_lengths": (1,), "block_table": (batch, 5)}
+        arrays |= {name: jax.ShapeDtypeStruct(x, jnp.int32) for name, x in shapes.items()}
+        step = jax.jit(lambda x: packax.decode_shared_prefix(**x))
+        return jax.export.export(step)(arrays)
+
+    assert exported(2).out_avals[0].shape == (2, 1, 4, 8)
+    with pytest.raises(ValueError, match="a known batch and number of groups, .*b, 1, 4, 8"):
+        exported(batch)
+
+
 @pytest.mark.parametrize(
     "groups,of_each,parts", some([(2, 19, 4), (1, 16, 1), (1, 17, 2), (1, 34, 3)], 0)
 )

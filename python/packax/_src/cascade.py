@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from packax._src.core.arguments import ArrayLike
 from packax._src.core.sharding import Axes, over_auto_axes, typed_axes
+from packax._src.core.spec import is_symbolic
 from packax._src.decode import as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.packed_rows import MAX_ROWS
@@ -62,8 +63,8 @@ def decode_shared_prefix(
         includes some of its new keys.
 
     Raises:
-        ValueError, NotImplementedError: the errors of `decode_attention`, or a batch that the
-            number of groups does not divide.
+        ValueError, NotImplementedError: the errors of `decode_attention`, or a batch that is
+            symbolic, or that the number of groups does not divide.
 
     Examples:
         >>> pages = jnp.ones((4, 8, 2, 64), jnp.bfloat16)
@@ -95,6 +96,11 @@ def decode_shared_prefix(
             f"{prefixes.shape}"
         )
     groups, batch = prefixes.shape[0], query.shape[0] if query.ndim == 4 else 1
+    if is_symbolic(groups) or is_symbolic(batch):
+        raise ValueError(
+            "decode_shared_prefix needs a known batch and number of groups, but query has shape "
+            f"{query.shape}, and prefix_lengths {prefixes.shape}"
+        )
     if groups == 0 and batch == 0:
         groups, prefixes = 1, jnp.zeros(1, jnp.int32)
     if groups == 0 or batch % groups or query.ndim != 4:
