@@ -155,7 +155,7 @@ def test_export_with_a_prefix():
         return jax.export.export(step)(arrays)
 
     assert exported(2).out_avals[0].shape == (2, 1, 4, 8)
-    with pytest.raises(ValueError, match="a known batch and number of groups, .*b, 1, 4, 8"):
+    with pytest.raises(ValueError, match="a known batch and number of groups"):
         exported(batch)
 
 

@@ -311,8 +311,10 @@ class RaggedCall(DecodeCall):
         tokens, chunks = MIXES[self.mix]
         tokens += -tokens % self.multiple
         counts = rng.integers(0, 2, self.batch)
-        with_chunks = rng.permutation(self.batch)[:chunks]
+        with_chunks = rng.permutation(self.batch - 1)[:chunks]  # the last one may not be a sequence
         counts[with_chunks] = rng.integers(0, tokens, chunks)
+        counts[with_chunks[:1]] = rng.integers(tokens // 2, tokens)  # and attends to a whole cache
+        a["lengths"][with_chunks[:1]] = self.page * self.blocks
         last = np.minimum(np.cumsum([rng.integers(0, 2), *counts]), tokens).astype(np.int32)
         a |= {"query": rng.standard_normal((tokens, *a["query"].shape[2:])), "cu_q_lens": last}
         a["num_seqs"] = np.int32(rng.integers(self.batch - 1, self.batch + 1))
