@@ -6,6 +6,8 @@ that mix sequences, and a program that depends on the mix.
 
 from __future__ import annotations
 
+import functools
+
 import decode_calls
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ import numpy as np
 import packax
 import pytest
 from decode_calls import RAGGED_MIXES, RaggedCall
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from plain_jit import mesh_of
 from tiers import some
 
 
@@ -97,6 +102,31 @@ def test_a_ring_of_pages_for_a_window():
             outs.append(out)
         np.testing.assert_array_equal(*outs)
         assert np.isfinite(outs[0]).all()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_shard_map_over_some_axes(kind):
+    """The heads are mapped. The numbers of rows and keys do not vary, except those of the call."""
+    call = RaggedCall(sinks="sinks")
+    a = call.arrays(1)
+    mesh = mesh_of(kind, (1, 2), ("data", "tensor"))
+    specs = {name: P() for name in a} | {"query": P(None, "tensor"), "sinks": P("tensor")}
+    specs |= dict.fromkeys(("key", "value"), P(None, None, "tensor"))
+
+    @functools.partial(
+        jax.shard_map, in_specs=(specs,), out_specs=(P(None, "tensor"), P("tensor")),
+        axis_names={"tensor"},
+    )  # fmt: skip
+    def mapped(a):
+        lengths = a["lengths"] + jax.lax.axis_index("tensor") * 0  # varies
+        at = packax.kv_cache.token_positions(len(a["query"]), lengths, a["cu_q_lens"])
+        assert at[0].shape == at[1].shape == a["query"].shape[:1]
+        return call.attend(a | {"lengths": lengths})
+
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in a.items()}
+        got = jax.jit(functools.partial(call.step, attend=mapped))(placed)
+    assert not call.wrong(got, a)
 
 
 Q, CACHE = jnp.ones((6, 4, 8)), jnp.ones((5, 4, 2, 8))

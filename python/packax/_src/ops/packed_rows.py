@@ -270,5 +270,7 @@ def _chunk_tiles(packing: PackedRows, chunk: jax.Array, lo: jax.Array, hi: jax.A
 
 
 def _found(ends: jax.Array, places: jax.Array) -> jax.Array:
-    """The index of the run, ending at `ends`, in which each place is; their number beyond."""
-    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
+    """The index of the run, ending at `ends`, in which each place is; their number beyond.
+
+    Not by jnp.searchsorted, which fails in jax 0.12 in a shard_map over some axes of a mesh."""
+    return (ends[None] <= places[:, None]).sum(1, dtype=jnp.int32)
