@@ -11,11 +11,11 @@ import pickle
 import threading
 import warnings
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+import packings
 import pytest
 from packax.kvax.ops import create_attention_mask as kvax_mask
 from packax.kvax.utils import attention_specs
@@ -23,7 +23,7 @@ from tiers import some
 
 RNG = np.random.default_rng(4)
 B, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
-PADDED = np.stack([cases.ids_of((0, 4), (3, 5), (-1, 3)), np.full(LENGTH, -1)])
+PADDED = np.stack([packings.ids_of((0, 4), (3, 5), (-1, 3)), np.full(LENGTH, -1)])
 QUERY, KEY, VALUE = (
     RNG.standard_normal((B, LENGTH, heads, DIM)).astype(np.float32)
     for heads in (HEADS, KV_HEADS, KV_HEADS)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import ids_of, positions_of
 from context import (
     LENGTH,
     mesh_of,
     run_to_end,
 )
 from jax.sharding import PartitionSpec as P
+from packings import ids_of, positions_of
 from tiers import once_each, some
 
 AXES = ("data", "context", "tensor")

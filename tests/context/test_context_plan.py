@@ -9,11 +9,11 @@ import numpy as np
 import packax
 import pytest
 import trees
-from cases import ids_of, positions_of
 from context import mesh_of
 from jax.sharding import PartitionSpec as P
 from packax._src.context.load_balance import ContextPlan, _sum_of_top_bits, balanced
 from packax._src.masks import planning
+from packings import ids_of, positions_of
 
 
 def plan_of(ids, ranks=2, **keywords):

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import positions_of
 from context import (
     BATCH,
     CONTEXT,
@@ -30,6 +29,7 @@ from context import (
     tensors,
 )
 from context import results as all_results
+from packings import positions_of
 from paths import DOCS
 from tiers import some
 

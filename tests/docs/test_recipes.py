@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import ids_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from packings import ids_of
 from pages import BLOCKS, namespace_of
 from tiers import some
 

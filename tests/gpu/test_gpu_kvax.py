@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import ids_of, positions_of
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import attention_specs
+from packings import ids_of, positions_of
 from paths import EXAMPLES
 
 pytestmark = pytest.mark.gpu

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import kvax_reference as reference
 import numpy as np
 import pytest
-from cases import ids_of, positions_of
 from context import mesh_of
 from packax.kvax.ops import create_attention_mask
 from packax.kvax.ops.mask_creator import AttentionMask, calculate_mask_sparsity, print_mask
 from packax.kvax.utils import FlashAttentionParamsConfig as Params
 from packax.kvax.utils import attention_specs, permute_tokens_context_parallelism
+from packings import ids_of, positions_of
 from tiers import some
 
 ALONE = ((None,) * 4, (None,) * 4)

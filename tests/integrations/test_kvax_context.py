@@ -19,7 +19,6 @@ import numpy as np
 import packax
 import packax.kvax as kvax
 import pytest
-from cases import positions_of
 from context import assert_same, mesh_of
 from jax.sharding import PartitionSpec as P
 from kvax_cases import ALONE
@@ -29,6 +28,7 @@ from packax.kvax.utils import (
     permute_tokens_context_parallelism,
     unpermute_tokens_context_parallelism,
 )
+from packings import positions_of
 from paths import EXAMPLES
 from tiers import some
 

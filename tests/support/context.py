@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import ids_of, positions_of
 from jax._src.dispatch import runtime_tokens
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from packings import ids_of, positions_of
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 8
 AXES = ("data", "fsdp", "context", "tensor")

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from cases import ids_of, positions_of
+from packings import ids_of, positions_of
 
 ALONE = ((None,) * 4, (None,) * 4)
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 4, 90, 110, 4, 2, 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import cases
 import numpy as np
 import packax
+import packings
 
 LENGTH = 2048
 
@@ -18,7 +18,7 @@ PACKED = [
     ),
     tuple((n, 32) for n in range(32)),
 ]
-ROWS = np.stack([cases.ids_of(*pieces) for pieces in PACKED])
+ROWS = np.stack([packings.ids_of(*pieces) for pieces in PACKED])
 EXPRESSION = packax.causal() & packax.documents(ROWS)
 
 

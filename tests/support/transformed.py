@@ -1,11 +1,11 @@
 """A small call with packed documents, which the tests of jax's transformations transform."""
 
-import cases
 import jax.numpy as jnp
 import numpy as np
 import packax
+import packings
 
-IDS = cases.ids_of((3, 4), (-1, 1), (5, 3), (3, 2), (-1, 3))  # an id that reappears, padding
+IDS = packings.ids_of((3, 4), (-1, 1), (5, 3), (3, 2), (-1, 3))  # an id that reappears, padding
 LENGTH, HEADS, KV_HEADS, DIM, V_DIM = len(IDS), 4, 2, 4, 3
 EXPRESSION = packax.causal() & packax.documents(IDS)
 

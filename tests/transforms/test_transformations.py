@@ -7,11 +7,11 @@ first, a vmap that mixes operands, and an error that does not say what to do.
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+import packings
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType
@@ -60,7 +60,7 @@ def gradient_of_gradient(attention, argnums=(0, 1, 2, 3)):
     return jax.grad(penalty, (0, 1, 2, 3))
 
 
-PADDED = packax.causal() & packax.documents(cases.ids_of((0, 20), (-1, 12)))
+PADDED = packax.causal() & packax.documents(packings.ids_of((0, 20), (-1, 12)))
 
 
 def padded(x):
@@ -238,7 +238,7 @@ def test_vmap_over_stages_of_a_pipeline():
     spec = P(None, "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     operands = [np.stack([x, -x])[:, :, :12] for x in map(np.float32, random(12)[:3])]
-    ids = np.broadcast_to(cases.ids_of((0, 5), (1, 7)), (2, 12))
+    ids = np.broadcast_to(packings.ids_of((0, 5), (1, 7)), (2, 12))
 
     def gradients(sharding):
         def loss(query, key, value):
