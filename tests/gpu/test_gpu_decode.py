@@ -37,6 +37,8 @@ SHORT = (
     "blocks=75,rows=4,window=right",
     "blocks=75,rows=4,window=huge",
     "blocks=75,rows=2,cap=soft cap,sinks=sinks",
+    "blocks=75,rows=4,drafts=trees,sinks=sinks,cap=soft cap",
+    "cache=pages,page=16,blocks=20,rows=16,drafts=one tree,starts=of rows",
     "cache=pages,page=16,blocks=20",
     "cache=pages,page=1,blocks=150,rows=2,window=left",
     "cache=pages,page=201,blocks=2,rows=4,sinks=sinks,starts=of sequences",
@@ -59,12 +61,12 @@ DEALT = [  # 64 sequences are the most to which shares are dealt by length
     for batch in (64, 65, 5) for cache in ("dense", "pages")
 ]  # fmt: skip
 ROWS = [
-    *zip(SHORT, [""] * 15, DIMS * 2, DTYPES * 8, strict=False),
+    *zip(SHORT, [""] * 17, DIMS * 3, DTYPES * 9, strict=False),
     *((text, "", *kind) for text in EVERY_DIM for kind in zip(DIMS, DTYPES[::-1] * 4, strict=True)),
     *itertools.product([*LONG.values(), TILES], [""], DIMS[:2], DTYPES[:1]),
     *itertools.product(WIDE, [""], (DIMS[2], DIMS[3], DIMS[6]), DTYPES[1:]),
     *itertools.product(DEALT, [""], DIMS[:1], DTYPES[:1]),
-    *zip(SHORT, FP8 * 4, FP8_DIMS * 4, (*DTYPES, *DTYPES[::-1]) * 4, strict=False),
+    *zip(SHORT, FP8 * 5, FP8_DIMS * 5, (*DTYPES, *DTYPES[::-1]) * 5, strict=False),
     *itertools.product(LONG.values(), FP8[:1], FP8_DIMS, DTYPES[1:]),
 ]
 
