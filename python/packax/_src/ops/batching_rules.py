@@ -52,6 +52,11 @@ class BatchingRule(NamedTuple):
         placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
         return [self.merged(x, batch) for x in placed]
 
+    def repeated(self, x: jax.Array, times: int) -> jax.Array:
+        """The result of `place` after the batch, each of whose rows is repeated."""
+        x = jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:]))
+        return self._reshape(x, (x.shape[0] * times, *x.shape[2:]))
+
     def unfold(self, results: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int]]:
         shape = (-1, self.size) if self.after_batch else (self.size, -1)
         apart = [self._reshape(x, (*shape, *x.shape[1:])) for x in results]
@@ -139,7 +144,7 @@ def _fold_biases(
         return [folding.merged(x, groups) for x in placed]
     # The rows of a mapped element are not consecutive: each row gets a bias.
     if groups != 1:
-        placed = [jnp.repeat(x, batch // groups, axis=0) for x in placed]
+        placed = [folding.repeated(x, batch // groups) for x in placed]
     return [folding.merged(x, batch) for x in placed]
 
 
