@@ -121,8 +121,11 @@ def test_a_backward_in_parts(hopper, monkeypatch):
 
 
 CAP, EXACT = {"soft_cap": 30.0}, {"deterministic": True}
+LARGEST = {"return_max_logits": True}
 ROW_OF_GPUS = [({80}, 128), ({100}, 96), ({90}, 96), ({80, 90}, 128), (None, 128)]
-# For each build: GPUs (None: any), head dims, options, and the head dims of the kernels.
+ALL, ONE, FORWARD = ("all gradients",), ("one gradient",), ("forward",)
+# For each build: GPUs (None: any), head dims, options, the head dims of the kernels, and of what:
+# the forward and a backward of all gradients, or as given.
 KERNELS = {
     "hopper": [
         (None, 40, CAP, 64),
@@ -130,6 +133,8 @@ KERNELS = {
         (None, 40, {"sinks": np.ones(8)}, 64),
         (None, 40, {"scale": np.ones((), np.float32)}, 40),  # or at all
         (None, 40, {"bias": packax.alibi(np.ones(8))}, 40),
+        (None, 40, LARGEST, 40, FORWARD),
+        (None, 40, EXACT, 64, ONE),
         *((gpus, 96, {}, expected) for gpus, expected in ROW_OF_GPUS),
     ],
     "extension": [({80}, dim, {}, 64 * 2 ** (dim > 64) * 2 ** (dim > 128)) for dim in (8, 96, 136)],
@@ -141,51 +146,44 @@ KERNELS = {
         ({80}, 40, CAP, 64),
         ({80}, 96, CAP, 128),
         ({80}, 192, CAP, 192),
+        # 96 and 192 exist only for the kernel that accumulates dQ.
+        ({80}, 96, EXACT, 128, ALL),
+        ({80}, 72, {}, 128, ONE),
+        ({80}, 40, CAP | EXACT, 40, ALL),
+    ],
+    "sm90 of the largest logits": [
+        (None, 40, LARGEST, 64, FORWARD),
+        (None, 40, LARGEST | CAP, 40, FORWARD),
+    ],
+    "sm90 of fused backwards": [
+        (None, 40, {}, 64, ONE),
+        (None, 40, EXACT, 64, ONE),  # the portable kernels
+    ],
+    "sm90 without a portable dQ": [
+        (None, 40, EXACT, 40, ONE),
+        (None, 40, {}, 64, FORWARD),
     ],
 }
+BUILDS = {  # of Hopper's kernels
+    "sm90 of the largest logits": with_sm90(dims=DIMS, kernels=("forward_sm90_max_logits",)),
+    "sm90 of fused backwards": with_sm90(dims=DIMS, kernels=PASSES[:2]),
+}
+BUILDS["sm90 without a portable dQ"] = [
+    x for x in BUILDS["sm90 of fused backwards"] if x["kernel"] != "backward_dq"
+]
 
 
 @pytest.mark.parametrize("build", KERNELS)
 def test_head_dims_of_the_kernels(build, request, monkeypatch):
-    """Of the forward, and of all gradients."""
-    request.getfixturevalue(build)
-    for gpus, dims, options, expected in KERNELS[build]:
+    request.getfixturevalue("hopper" if build in BUILDS else build)
+    if build in BUILDS:
+        monkeypatch.setattr(ffi.ext, "variants", lambda: BUILDS[build])
+    functions = {"forward": step, "all gradients": every_gradient, "one gradient": jax.grad(loss)}
+    for gpus, dims, options, expected, *of in KERNELS[build]:
         dims, expected = (x if isinstance(x, tuple) else (x, x) for x in (dims, expected))
         monkeypatch.setattr(ffi, "local_capabilities", lambda gpus=gpus: gpus)
-        for function in (step, every_gradient):
-            assert dims_of(function, dims, **options) == expected, (gpus, dims, options)
-
-
-def test_a_backward_without_sums_has_other_head_dims(every_gpu, monkeypatch):
-    """Deterministic, or only some gradients: 96 and 192 exist only for the kernel that accumulates
-    dQ."""
-    monkeypatch.setattr(ffi, "local_capabilities", lambda: {80})
-    assert dims_of(every_gradient, (96, 96), **EXACT) == (128, 128)
-    assert dims_of(jax.grad(loss), (72, 72)) == (128, 128)
-    assert dims_of(every_gradient, (40, 40), **CAP | EXACT) == (40, 40)
-
-
-def test_largest_logits(hopper, monkeypatch):
-    def with_largest(*x, **options):
-        return step(*x, return_max_logits=True, **options)
-
-    assert dims_of(with_largest, (40, 40)) == (40, 40)
-    rows = with_sm90(dims=DIMS, kernels=("forward_sm90_max_logits",))
-    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
-    assert dims_of(with_largest, (40, 40)) == (64, 64)
-    assert dims_of(with_largest, (40, 40), soft_cap=30.0) == (40, 40)
-
-
-def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
-    rows = with_sm90(dims=DIMS, kernels=PASSES[:2])
-    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
-    assert dims_of(jax.grad(loss), (40, 40)) == (64, 64)
-    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (64, 64)  # the portable kernels
-    monkeypatch.setattr(
-        ffi.ext, "variants", lambda: [x for x in rows if x["kernel"] != "backward_dq"]
-    )
-    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (40, 40)
-    assert dims_of(step, (40, 40)) == (64, 64)
+        for name in of[0] if of else FORWARD + ALL:
+            assert dims_of(functions[name], dims, **options) == expected, (gpus, dims, options)
 
 
 def test_groups_of_heads_with_head_dims_that_only_some_gpus_have(every_gpu, monkeypatch):
@@ -236,11 +234,6 @@ def test_the_scale_is_that_of_the_head_dim(hopper):
     )  # fmt: skip
     assert float(attributes["scale"].split(":")[0]) == pytest.approx(96**-0.5)
     assert results[0] == "2x300x8x128xbf16"
-
-
-def test_head_dims_that_no_kernel_takes_are_refused_as_before(hopper):
-    with pytest.raises(NotImplementedError, match="all smaller multiples of 8"):
-        text_of(lambda *x: step(*x, MASK, implementation="cuda"), *abstract(dim=20, v_dim=20))
 
 
 def test_in_programs_with_sizes_that_are_not_known_yet(hopper):

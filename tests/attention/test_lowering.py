@@ -15,8 +15,8 @@ import packax
 import pytest
 from jax.sharding import AxisType
 from lowered import (
+    ABSENT,
     BLOCKS,
-    DIMS,
     IDS,
     KEY,
     MASK,
@@ -43,7 +43,6 @@ MASK_BY_POSITION = packax.create_attention_mask(
 )
 
 
-ABSENT = "0xf32"  # an absent operand or result
 NO_OPTION = {"soft_cap": "0.000000e+00 : f32", "dropout_threshold": "0 : i64"} | dict.fromkeys(
     ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads"), "0 : i32"
 )
@@ -83,63 +82,11 @@ def test_the_keys_of_a_row(expression, keys):
     assert attributes["row_keys"] == f"{keys} : i32"
 
 
-def test_two_limits_of_positions():
-    """An upper and a lower limit per row, in every call that compares positions."""
-    expression = packax.sliding_window(9) & packax.documents(IDS, positions=IDS)
-    ffi_calls = calls(text_of(lambda *x: step(*x, expression), *abstract()))
-    assert [target for target, *_ in ffi_calls] == [
-        f"packax_{x}_v1" for x in ("documents", "blocks", "forward")
-    ]
-    (_, documents, rows, _), _, (_, forward, operands, _) = ffi_calls
-    assert documents == {"compare_positions": "2 : i32"} and forward["mask_mode"] == "3 : i32"
-    assert rows == [ROWS, ROWS, "2x2x300xi32", ROWS]
-    assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
-
-
 ALIBI = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
-
-
-def options_of(function, *args):
-    """For each attention call: attributes except mask_mode and scale, the operands of ALiBi,
-    and the last results. The forward's counter is checked and dropped."""
-    found = []
-    for call in calls(text_of(function, *args)):
-        target, attributes, _, results = call
-        operands = by_name(call)
-        backward = target == "packax_backward_v1"
-        assert backward or target == "packax_forward_v1"
-        attributes.pop("mask_mode"), attributes.pop("scale")
-        assert len(results) == (7 if backward else 4)
-        assert operands["init"] == ABSENT  # no heads written by an earlier call
-        assert operands["q_order"] == ORDER
-        if backward:
-            assert [results.pop(4), results.pop(4)] == [ABSENT] * 2  # row_delta, dbias
-        else:
-            assert operands["q_order_192"] == ORDER_192 and results.pop() == "1xi32"
-            assert attributes.pop("row_keys") == "0 : i32"
-        params = [operands[name] for name in ALIBI]
-        found.append((attributes, params, results[3 if backward else 2 :]))
-    return found
 
 
 DELTA = f"{2 * 8 * 320}xf32"  # workspace of the portable kernels, rows padded to 64
 OF_BACKWARD = {"algorithm": '"portable"', "needs_grad": "3 : i32"}
-
-
-def test_fallback_forward():
-    ((attributes, params, results),) = options_of(
-        lambda *x: step(*x, MASK, soft_cap=30.0), *abstract()
-    )
-    assert attributes == NO_OPTION | {"soft_cap": "3.000000e+01 : f32"}
-    assert params == [ABSENT] * 4 and results == [ABSENT]
-    ((attributes, params, results),) = options_of(
-        lambda *x: step(*x, MASK, return_max_logits=True)[1], *abstract()
-    )
-    assert attributes == NO_OPTION and params == [ABSENT] * 4 and results == [SUMS]
-    bias = packax.alibi(np.ones(8), positions=IDS)
-    ((attributes, params, _),) = options_of(lambda *x: step(*x, MASK, bias=bias), *abstract())
-    assert attributes == NO_OPTION
-    assert params == ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +106,12 @@ def test_a_bias_of_indices(of_indices, grads, arguments, numbers):
         bias = packax.alibi(more.pop("slopes"))
         return loss(query, key, value, MASK, bias=bias, **more)
 
-    both = options_of(jax.grad(function, arguments), *abstract(), *numbers.values())
-    for attributes, params, _ in both:
-        assert attributes["bias_of_indices"] == f"{of_indices} : i32"
-        assert params == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
-    assert both[1][2][0] == grads
+    found = calls(text_of(jax.grad(function, arguments), *abstract(), *numbers.values()))
+    for call in found:
+        operands = by_name(call)
+        assert call[1]["bias_of_indices"] == f"{of_indices} : i32"
+        assert [operands[name] for name in ALIBI] == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
+    assert found[1][3][3] == grads
 
 
 def test_sinks_are_an_operand_of_the_kernels():
@@ -178,18 +126,6 @@ def test_sinks_are_an_operand_of_the_kernels():
     assert backward[3][4] == SUMS
     large = [[x for x in y.splitlines() if "tensor<2x300x8x64x" in x] for y in texts]
     assert len(large[0]) == len(large[1])
-
-
-def test_fallback_backward():
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
-    forward, (attributes, params, results) = options_of(gradient, *abstract(), number)
-    assert forward[0] == NO_OPTION and attributes == NO_OPTION | OF_BACKWARD
-    assert params == ["1xf32", *[ABSENT] * 3] and results == ["2x8x2x300xf32", DELTA]
-    gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=5.0))
-    _, (attributes, _, results) = options_of(gradient, *abstract())
-    assert results == [ABSENT, DELTA]
-    assert attributes["needs_grad"] == "1 : i32"
 
 
 def test_a_new_number_is_refused_until_kernels_take_it():
@@ -210,26 +146,6 @@ def test_operands_that_no_kernel_reads(monkeypatch):
     bias = packax.alibi(np.ones(8))
     with pytest.raises(NotImplementedError, match="no forward kernel takes slopes: implementation"):
         text_of(lambda *x: step(*x, MASK, bias=bias), *abstract())
-
-
-@pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
-def test_block_sparse(extra):
-    """Both calls get the block mask's bits and query lists; only the backward gets key lists."""
-    block_mask = np.ones((2, 8, 100, 5), bool)
-    mask = packax.create_attention_mask(
-        packax.masks.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
-    )
-    gradient = jax.grad(lambda *x: loss(*x, mask, **extra), (0, 1, 2))
-    found = calls(text_of(gradient, *abstract()))
-    bits, lists = "2x8x100x1xi32", "2x8x3x7xi32"
-    params = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else [ABSENT] * 4
-    for call in found:
-        operands = by_name(call)
-        assert [operands["block_mask"], operands["q_block_lists"]] == [bits, lists]
-        assert [operands[name] for name in ALIBI] == params
-        assert operands.get("kv_block_lists", lists) == lists
-        attributes = call[1]
-        assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
 
 
 def test_other_head_dims():
@@ -387,19 +303,6 @@ def test_inside_shard_map_the_call_is_local():
     )
     ((_, _, operands, _),) = calls(text_of(mapped, *tensors, mask))
     assert operands[0] == "1x300x8x64xbf16" and operands[3] == "1x300xi32"
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dim,v_dim", DIMS)
-def test_every_pair_of_head_dims(dim, v_dim, dtype):
-    """out and dv have the value's head dim, dq and dk the query's."""
-    text = text_of(jax.grad(loss, (0, 1, 2)), *abstract(dtype, dim, v_dim), MASK)
-    (_, _, _, (out, *_)), backward = calls(text)
-    operands, (dq, dk, dv, *_) = by_name(backward), backward[3]
-    short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
-    rows, keys = (f"2x300x{heads}x%dx{short}" for heads in (8, 2))
-    assert out == operands["out"] == operands["dout"] == rows % v_dim
-    assert (dq, dk, dv) == (rows % dim, keys % dim, keys % v_dim)
 
 
 def test_the_extension_s_targets_are_those_called():

@@ -70,24 +70,6 @@ def test_a_mesh_of_one_rank(mesh):
     np.testing.assert_array_equal(plan.unpermute(x), x)
 
 
-@pytest.mark.parametrize(
-    "batch,text",
-    [
-        ({"x": np.zeros((4, 512))}, "expression is for 1024 queries, but length says 512"),
-        ([np.zeros((4, 1024)), np.zeros((4, 512))], "of the same length"),
-        (np.zeros(1024), r"\(batch, length, ...\) of the same length, but holds \(1024,\)"),
-        ([], "but holds none"),
-        (np.zeros((3, 1024)), "batch"),
-    ],
-)
-def test_refused(batch, text):
-    with (
-        jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)),
-        pytest.raises(ValueError, match=text),
-    ):
-        packax.context.shard_batch(batch, EXPRESSION, sharding=SHARDING)
-
-
 # --- A plan used by only the batch or only the mask.
 
 NOT_PERMUTED = "the batch was not permuted, but the mask was built with a plan"
@@ -182,29 +164,6 @@ def test_no_documents():
         packax.context.check_plan(in_order, positions=plan.permute(index), plan=plan)
         with pytest.raises(ValueError, match=NOT_PERMUTED):
             packax.context.check_plan(in_order, positions=index, plan=plan)
-
-
-def test_another_batch():
-    mask = packax.create_attention_mask(EXPRESSION)
-    with packax.context.debug_checks():
-        other = IDS.copy()
-        other[2, 7] = 77
-        with pytest.raises(
-            ValueError, match=r"row 2 .* token 7 has id 77, and the mask has 5 there"
-        ):
-            packax.context.check_plan(mask, segment_ids=other)
-        with pytest.raises(ValueError, match=r"row 0 .*positions do not fit"):
-            packax.context.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)
-        for arguments, text in (
-            ({}, "pass the batch's segment_ids, its positions, or both"),
-            ({"segment_ids": IDS[:, :512]}, r"shape \(batch, 1024\).*\(4, 512\)"),
-            ({"positions": IDS[0]}, r"positions must have shape"),
-            ({"segment_ids": IDS, "plan": "zigzag"}, "plan must come from context_plan"),
-        ):
-            with pytest.raises(ValueError, match=text):
-                packax.context.check_plan(mask, **arguments)
-        with pytest.raises(ValueError, match="mask must come from create_attention_mask"):
-            packax.context.check_plan(packax.causal(), segment_ids=IDS)
 
 
 def test_it_costs_nothing_while_it_is_off():

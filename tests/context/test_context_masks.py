@@ -1,27 +1,19 @@
 """Masks built for the ranks of a mesh: each part equals the mask of that rank's rows alone.
 
-Guards against key bounds taken over other ranks' rows, and a mask sharded differently than its
-specs say.
+Guards against key bounds taken over other ranks' rows.
 """
-
-import dataclasses
 
 import jax
 import numpy as np
 import packax
-import pytest
 from context import (
     BATCH,
-    BATCH_AXES,
     CONTEXT,
-    FULL,
     LENGTH,
     expression_of,
     mesh_of,
     plan_of,
 )
-from packax._src.core.sharding import layout_of
-from tiers import once_each
 
 
 def test_every_rank_has_the_hull_of_its_own_rows():
@@ -52,29 +44,3 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     in_order = packax.create_attention_mask(expression_of("one mask for all"))
     in_order = np.broadcast_to(in_order.kv_end, (BATCH, LENGTH))
     np.testing.assert_array_equal(plan.unpermute(mask.kv_end), in_order)
-
-
-@pytest.mark.parametrize(
-    "kind,plan",
-    once_each(
-        ["causal", "documents", "positions", "spans of positions", "one mask for all"],
-        ["balanced", "zigzag"],  # "zigzag" has one batch row
-    ),
-)
-def test_the_specs_of_a_mask(kind, plan):
-    """Kernels read block bounds and orders that XLA does not: every array is sharded as its spec
-    says."""
-    sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
-    mask = packax.create_attention_mask(
-        expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)
-    )
-    layout = layout_of(sharding)
-    specs = sharding.mask_specs(mask)
-    of_layout = mask.specs(layout.spec, layout.batch, layout.context, layout.heads)
-    assert jax.tree.leaves(specs) == jax.tree.leaves(of_layout)
-    sizes = {None: 1, BATCH_AXES: 2, "context": 2}
-    for x, spec in zip(jax.tree.leaves(mask), jax.tree.leaves(specs), strict=True):
-        pieces = [sizes[axes] for axes in (*spec, *[None] * (x.ndim - len(spec)))]
-        assert x.sharding.shard_shape(x.shape) == tuple(
-            size // n for size, n in zip(x.shape, pieces, strict=True)
-        )

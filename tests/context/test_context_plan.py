@@ -111,36 +111,6 @@ EXPRESSIONS = {
     "tree and causal": TREE & packax.causal(),
     "tree and chunks": TREE & packax.causal() & packax.chunked(60),
 }
-GROUPS = packax.masks.shared_prefix(DOCUMENTS, np.where(POSITIONS < 40, -1, POSITIONS // 60))
-KEYS = np.roll(DOCUMENTS[:, ::-1], 50, axis=1)[:, 30:]
-MAP = np.random.default_rng(0).random((2, 3, 21, 8)) < 0.2
-OF_MASKS = {  # expressions whose counts are those of the arrays of a built mask
-    "keys": packax.documents(DOCUMENTS, kv_segment_ids=KEYS),
-    "keys and indices": packax.sliding_window(300, 20)
-    & packax.documents(DOCUMENTS, kv_segment_ids=KEYS),
-    "keys and positions": packax.causal()
-    & placed(kv_segment_ids=KEYS, kv_positions=np.sort(POSITIONS)[:, 30:]),
-    "keys and windows": packax.sliding_window(99, 5)
-    & placed(kv_segment_ids=np.sort(KEYS), kv_positions=np.arange(994) % 400),
-    "tree and documents": TREE & packax.causal() & packax.documents(DOCUMENTS),
-    "tree and ranges": TREE & packax.sliding_window(90) & packax.masks.ranges(INDEX - 50, INDEX),
-    "groups and documents": GROUPS & packax.causal() & packax.documents(SPANS),
-    "map": packax.causal() & placed() & packax.masks.block_sparse(MAP, (50, 128)),
-    "map and ids": packax.documents(DOCUMENTS) & packax.masks.block_sparse(MAP[1, :1], (50, 128)),
-    "tree and map": TREE & packax.masks.block_sparse(MAP[:1], (50, 128)),
-}
-
-
-@pytest.mark.parametrize("name", OF_MASKS)
-def test_work_on_the_host_is_that_of_the_mask(name):
-    expression = OF_MASKS[name]
-    kv_len = 994 if name.startswith("keys") else LENGTH
-    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=kv_len)
-    want = np.asarray(planning._keys_of_mask(mask))
-    got = planning.keys_on_host(expression, LENGTH, kv_len)
-    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
-    plan = packax.context_plan(expression, ranks=2)
-    assert isinstance(plan.order, np.ndarray)
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)

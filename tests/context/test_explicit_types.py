@@ -13,7 +13,6 @@ import packax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from packax.masks import ranges
 from plain_jit import mesh_of
 from tiers import some
 
@@ -75,45 +74,6 @@ def traced(query, key, ids=(), call=CALLS["expression"], trace=jax.eval_shape):
         return trace(call, *args, typed(device_mesh, (BATCH, LENGTH), *ids, dtype=jnp.int32))
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "message"),
-    [
-        (QUERY, ("data", "tensor"), "key is .*tensor.*sequence axis.*'tensor'.*query.*'context'"),
-        (("data",), ("data", "context"), "key is .*sequence axis .*'context', but .*query .* None"),
-        (QUERY, ("tensor", "context"), "key is .*batch axis.*'tensor', but .*query.*'data'"),
-    ],
-)
-def test_types_that_disagree(query, key, message):
-    with pytest.raises(ValueError, match=message):
-        traced(query, key)
-
-
-def test_a_mask_of_whole_sequences_is_refused():
-    with pytest.raises(ValueError, match=r"query is .*context.*: its sequence axis .*mask was"):
-        traced(QUERY, QUERY, ("data",), CALLS["built mask"])
-
-
-def test_a_mask_of_ids_over_another_axis_is_refused():
-    message = r"query is .*sequence axis .* over 'context', but mask.sharding.query says 'tensor'"
-    with pytest.raises(ValueError, match=message):
-        traced(QUERY[:2], QUERY[:2], ("data", "tensor"), CALLS["built mask"])
-
-
-def test_ids_that_disagree_are_refused():
-    device_mesh = mesh()
-    shape = (BATCH, LENGTH)
-    ids, starts = (
-        typed(device_mesh, shape, "data", x, dtype=jnp.int32) for x in ("context", "tensor")
-    )
-
-    def build(ids, starts):
-        return packax.create_attention_mask(packax.documents(ids) & ranges(starts, starts))
-
-    message = r"lo is int32.*tensor.* over 'tensor', but segment_ids is .*, sharded over 'context'"
-    with jax.set_mesh(device_mesh), pytest.raises(ValueError, match=message):
-        jax.eval_shape(build, ids, starts)
-
-
 def test_what_whole_ids_cost():
     """Resharding the ids moves 4 bytes a token and needs one mask; an expression builds one per
     call."""
@@ -130,17 +90,6 @@ def test_what_whole_ids_cost():
     count = functools.partial(jaxprs.count, "packax_documents")
     for call, builds in ((resharded, 1), (passed, 2)):
         assert traced(QUERY, QUERY, ("data",), call, count) == builds
-
-
-def test_sharding_must_agree_with_types():
-    def call(query, key, value, ids):
-        sharding = packax.AttentionSharding(query=P(*QUERY), key_value=P(*QUERY))
-        return packax.flash_attention(query, key, value, expression(ids), sharding=sharding)
-
-    assert traced(QUERY, QUERY, call=call).sharding.spec == P(*QUERY, None)
-    message = r"query is .*sequence axis .* over 'tensor', but sharding.query says 'context'"
-    with pytest.raises(ValueError, match=message):
-        traced(("data", "tensor"), QUERY, call=call)
 
 
 def test_what_types_add_to_sharding():
@@ -162,6 +111,26 @@ def test_a_mask_takes_the_layout_of_its_ids():
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
     assert mask.sharding.query == P("data", "context")
     assert mask.kv_start.sharding.spec == P("data", "context")
+
+
+def test_merged_calls_and_their_derivatives():
+    """Their types are those of the operands."""
+
+    def merged(query, key, value, ids):
+        index = jnp.arange(LENGTH)[None] + 0 * ids
+        halves = packax.masks.ranges(0 * index, index // 2), packax.masks.ranges(index // 2, index)
+        parts = [packax.flash_attention(query, key, value, x, return_lse=True) for x in halves]
+        return packax.merge_attention(parts)[0]
+
+    def second(*x):
+        def gradients(*tensors):
+            return jax.grad(lambda *y: jnp.sum(merged(*y, x[3]) ** 2), (0, 1, 2))(*tensors)
+
+        return merged(*x), *jax.jvp(gradients, x[:3], x[:3])[1]
+
+    heads = "data", None, "tensor"
+    for x in traced(heads, heads, ("data",), second):
+        assert x.sharding.spec == P(*heads, None)
 
 
 def test_axes_of_other_types_say_nothing():

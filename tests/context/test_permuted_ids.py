@@ -42,21 +42,6 @@ def test_a_mask_for_each_expression(of):
         assert mask.fetched == expected.fetched
 
 
-@pytest.mark.parametrize(
-    "given,text",
-    [
-        ((), "a tuple or dict of them, but is a tuple"),
-        ({}, "a tuple or dict of them, but is"),
-        (ROWS, "a tuple or dict of them, but is an array"),
-        ([EXPRESSION, ROWS], "expression must be"),
-    ],
-    ids=["empty tuple", "empty dict", "ids", "ids in a list"],
-)
-def test_what_is_not_an_expression(given, text):
-    with pytest.raises(ValueError, match=text):
-        shard_batch(ROWS, given)
-
-
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_permuted_array_is_refused(jit):
     """By identity, so also in a traced program, where values are unknown."""

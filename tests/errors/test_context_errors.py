@@ -13,7 +13,7 @@ from context import mesh_of
 from jax.sharding import PartitionSpec as P
 
 IDS = np.zeros((2, 512), np.int32)
-CAUSAL = packax.causal()
+CAUSAL, DOCUMENTS = packax.causal(), packax.documents(IDS)
 SPEC = P("data", "context", "tensor", None)
 GOOD = packax.AttentionSharding(query=SPEC, key_value=SPEC)
 SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
@@ -57,6 +57,56 @@ def of_plan(kind, **keywords):
     return build(short, sharding=GOOD, plan=order, **keywords)
 
 
+def of_built(query, key, ids):
+    return packax.flash_attention(query, key, key, packax.create_attention_mask(documents(ids)))
+
+
+def with_sharding(query, key, ids):
+    return packax.flash_attention(query, key, key, documents(ids), sharding=GOOD)
+
+
+def of_two_ids(query, key, ids):
+    """ids as query, ranges as key."""
+    ids, starts = query[:, :, 0, 0].astype(np.int32), key[:, :, 0, 0].astype(np.int32)
+    return packax.create_attention_mask(
+        packax.documents(ids) & packax.masks.ranges(starts, starts)
+    ).kv_start
+
+
+def documents(ids):
+    return packax.causal() & packax.documents(ids)
+
+
+def of_expression(query, key, ids):
+    return packax.flash_attention(query, key, key, documents(ids))
+
+
+def typed(query, key, ids=None, call=of_expression):
+    """Types alone: nothing is compiled."""
+    mesh = mesh_of(2, 2, 2, kind="Explicit", axes=("data", "context", "tensor"))
+    given = ((2, 512, 4, 8), query), ((2, 512, 2, 8), key), ((2, 512), ids or P())
+    with jax.set_mesh(mesh):
+        jax.eval_shape(call, *(
+            jax.ShapeDtypeStruct(
+                shape, np.int32 if len(shape) == 2 else np.float32,
+                sharding=jax.NamedSharding(mesh, spec),
+            )
+            for shape, spec in given
+        ))  # fmt: skip
+
+
+def shard(batch, expression=DOCUMENTS):
+    with jax.set_mesh(mesh_of(2, 2, 2, axes=("data", "context", "tensor"))):
+        packax.context.shard_batch(batch, expression, sharding=GOOD)
+
+
+def check(mask=None, **batch):
+    mask = packax.create_attention_mask(packax.documents(IDS)) if mask is None else mask
+    with packax.context.debug_checks():
+        packax.context.check_plan(mask, **batch)
+
+
+ROWS = P("data", "context", "tensor")
 PLAN, TWO = plan(2), plan(2, batch=2)
 DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(3)}
 

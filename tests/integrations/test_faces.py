@@ -23,12 +23,15 @@ import philox
 import pytest
 from calls import CAP, RATE
 from exported import restored
+from jax.sharding import PartitionSpec as P
 from maxtext_reference import MASKED, Mesh, op
 from packax.integrations import flash_attention_jax, flax, levanter, maxtext
 from packax.integrations.cuequivariance import triangle_attention
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import attention_specs
-from tiers import marked
+from plain_jit import MOVES, collectives
+from properties import meshes
+from tiers import marked, once_each
 
 ALONE = ((None,) * 4,) * 2
 RNG = np.random.default_rng(2)
@@ -87,6 +90,18 @@ def jax_nn(call, a):
         *tensors(a), a.get("bias"), mask_of(call, a), **options
     )
     return {"out": out, "lse": residual.swapaxes(1, 2)}
+
+
+def of_lengths(call, a):
+    counts = [jnp.asarray(a["pairs"][:, 0]).any(axis).sum(-1) for axis in (2, 1)]
+    names = "query_seq_lengths", "key_value_seq_lengths"
+    given = dict(zip(names, counts, strict=True))
+    return {"out": packax.dot_product_attention(*tensors(a), **given)}
+
+
+def lengths(call, a):
+    rows, kept = (np.arange(n) < RNG.integers(1, n, (call.batch, 1)) for n in call.sizes())
+    return {"pairs": rows[:, None, :, None] & kept[:, None, None]}
 
 
 def of_flax(call, a, shared=False):
@@ -256,6 +271,7 @@ def of_samples(call, a):
 
 FACES = {
     "jax.nn": Face(jax_nn),
+    "jax.nn, lengths": Face(of_lengths, lengths),
     "flax": Face(of_flax, batch=4),
     "flax, array": Face(of_flax, pairs, 4),
     "flax, shared dropout": Face(functools.partial(of_flax, shared=True), batch=4),
@@ -280,6 +296,7 @@ FACES = {
 EACH_TIME = """
 jax.nn: interval=causal,selector=documents,bias=pairs
 jax.nn: interval=left,selector=positions,scale=array,mask=built
+jax.nn, lengths: lengths=22x34
 flax: interval=causal,selector=documents,cap=soft cap,sinks=sinks,scale=array
 flax: bias=heads,dropout=dropout
 flax, array: selector=documents,sinks=sinks
@@ -372,6 +389,35 @@ def check(row: str) -> list[str]:
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_the_reference(row):
     assert not check(row)
+
+
+def sharded(row: str, mesh: Any) -> Any:
+    """Operands over the batch and the heads."""
+    face, call = parsed(row)
+    a = operands(face, call)
+    specs = meshes.specs(call, {"b": "data", "h": "tensor"})
+    specs |= {name: P("data") for name in {*a} - {*specs}}  # masks in place of the call's
+    return {n: jax.device_put(x, jax.NamedSharding(mesh, specs[n])) for n, x in a.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"), once_each(["Auto", "Explicit"], EACH_TIME.strip().splitlines())
+)
+def test_on_a_mesh(kind, row):
+    """Over batch and heads, nothing is gathered under plain jit. Explicit axes also take second
+    derivatives, whose types are checked when they are traced."""
+    face, call = parsed(row)
+    mesh = meshes.mesh_of(kind, ("data", "tensor"))
+    with jax.set_mesh(mesh):
+        a = sharded(row, mesh)
+        one = functools.partial(step, face, call)
+        compiled = jax.jit(one).lower(a).compile()
+        assert not wrong(row, call, compiled(a), a)
+        if kind == "Explicit":
+            along = {name: a[name] for name in call.differentiable()}
+            jax.eval_shape(lambda x: jax.jvp(lambda y: one(a | y), (x,), (x,)), along)
+        elif not row.startswith("kvax"):  # attention_specs says how tokens are sharded there
+            assert not {*collectives(compiled)} & {*MOVES}
 
 
 SYMBOLIC = (

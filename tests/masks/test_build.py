@@ -296,23 +296,6 @@ def test_lengths_come_from_arrays_or_keywords():
     assert (mask.q_len, mask.kv_len) == (7, 3)
 
 
-def test_is_a_pytree_that_crosses_jit_scan_and_remat():
-    ids = jnp.asarray(np.stack([ODD, PADDED]))
-
-    def build(ids):
-        return packax.create_attention_mask(packax.causal() & packax.documents(ids))
-
-    eager, jitted = build(ids), jax.jit(build)(ids)
-    assert jax.tree.structure(eager) == jax.tree.structure(jitted)
-    jax.tree.map(np.testing.assert_array_equal, eager, jitted)
-
-    def body(mask, _):
-        return mask, jax.checkpoint(lambda m: m.kv_end.sum())(mask)
-
-    carried, _ = jax.jit(lambda m: jax.lax.scan(body, m, None, length=2))(eager)
-    jax.tree.map(np.testing.assert_array_equal, eager, carried)
-
-
 def test_memory_is_linear():
     def temporary(length):
         def build(ids):

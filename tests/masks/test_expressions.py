@@ -9,7 +9,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -146,45 +145,6 @@ def test_unions_keep_their_offsets_equal():
     with pytest.raises(NotImplementedError, match="the same int32 array, not just equal ones"):
         short = OFFSET.astype(jnp.int16)
         packax.chunked(4, offset=short) | packax.sliding_window(1, offset=short)
-
-
-LENGTHS = np.array([[2, 2, 2, 2, 2, 2, 0, 0], [3] * 8])  # of each row's document
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [LENGTHS, 2, np.array([2, 3]), jnp.asarray(LENGTHS)],
-    ids=["rows", "one", "batch", "jax"],
-)
-def test_prefixes_that_later_documents_lack_are_warned_of(lengths):
-    expression = packax.prefix(lengths) & packax.documents(IDS)
-    with pytest.warns(UserWarning, match="it has no prefix. Pass documents"):
-        packax.create_attention_mask(expression)
-
-
-def test_traced_prefixes_of_packed_documents_are_warned_of():
-    build = jax.jit(
-        lambda n, ids: packax.create_attention_mask(packax.prefix(n) & packax.documents(ids))
-    )
-    with pytest.warns(UserWarning, match="only the first document gets its prefix"):
-        build(LENGTHS, IDS)
-
-
-@pytest.mark.parametrize(
-    "lengths,arguments",
-    [
-        (LENGTHS, {"positions": np.zeros_like(IDS)}),
-        (LENGTHS + 3, {}),  # reach into the second document
-        (3, {"segment_ids": IDS[1]}),  # one document
-        (LENGTHS[1:], {"segment_ids": IDS[1]}),
-        (0, {}),
-    ],
-)
-def test_other_prefixes_are_not_warned_of(lengths, arguments):
-    expression = packax.prefix(lengths) & packax.documents(**{"segment_ids": IDS, **arguments})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        packax.create_attention_mask(expression)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Intervals of positions, joined by `&` and `|`: `as_array` and a mask's arrays against a
-definition in Python integers, one pair at a time.
+definition in 64-bit integers.
 
 Guards against a limit that wraps around int32, a union that is two ranges, a span that ends in the
 wrong position, and an offset of another batch row.
 """
+
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,86 +41,57 @@ def expression_of(recipe):
     return getattr(packax, kind)(*rest[0], **rest[1])
 
 
-class Definition:
-    """Whether row i of batch row b attends to key j, by definition."""
+def meaning(recipe, document, q_len, kv_len, ranges=None):
+    """(B, q_len, kv_len): whether a row attends to a key, by definition, in 64-bit integers."""
+    document = {name: np.atleast_2d(x).astype(np.int64) for name, x in document.items()}
+    i, j = np.arange(q_len)[None], np.arange(kv_len)[None]
+    allowed = np.ones((1, q_len, kv_len), bool)
+    if ranges is not None:
+        lo, hi = (np.atleast_2d(x)[..., None] for x in ranges)
+        allowed = (lo <= j[:, None]) & (j[:, None] < hi)
+    ids = document.get("segment_ids", np.zeros((1, q_len)))
+    if document:
+        keys = document.get("kv_segment_ids", ids)
+        allowed = allowed & (ids[..., None] == keys[:, None]) & (ids != PADDING)[..., None]
+    if "positions" in document:
+        i, j = document["positions"], document.get("kv_positions", document["positions"])
+    return allowed & in_interval(recipe, i[..., None], j[:, None], ids)
 
-    def __init__(self, document, q_len, kv_len, ranges=None):
-        self.document, self.ranges = document or {}, ranges
-        self.q_len, self.kv_len = q_len, kv_len
 
-    def of_document(self, name, b, index):
-        x = self.document[name]
-        return int(x[index] if x.ndim == 1 else x[min(b, len(x) - 1), index])
+def in_interval(recipe, i, j, ids):
+    """`i`, `j`: the positions of rows, (B, q_len, 1), and of keys, (B, 1, kv_len)."""
+    kind, *rest = recipe
+    if kind in ("and", "or"):
+        join = np.logical_and if kind == "and" else np.logical_or
+        return functools.reduce(join, [in_interval(member, i, j, ids) for member in rest])
+    if kind == "spans":
+        return in_interval(rest[1], i, j, ids) | in_span(np.atleast_2d(rest[0]), i, j, ids)
+    arguments, keywords = rest
+    i = i + np.ravel(keywords.get("offset", 0)).astype(np.int64)[:, None, None]
+    if kind == "full":
+        return (i == i) & (j == j)
+    if kind == "causal":
+        return j <= i
+    if kind == "chunked":
+        return j // arguments[0] == i // arguments[0]
+    if kind == "prefix":
+        lengths = np.asarray(arguments[0])
+        return (j <= i) | (j < lengths.reshape(lengths.shape + (1,) * (3 - lengths.ndim)))
+    left, right = arguments
+    inside = (i == i) & (j == j)
+    inside = inside if left is None else inside & (i - left <= j)
+    return inside if right is None else inside & (j <= i + right)
 
-    def key_side(self, name):
-        return "kv_" + name if "kv_" + name in self.document else name
 
-    def row_place(self, b, i):
-        return self.of_document("positions", b, i) if "positions" in self.document else i
-
-    def key_place(self, b, j):
-        if "positions" not in self.document:
-            return j
-        return self.of_document(self.key_side("positions"), b, j)
-
-    def attends(self, recipe, b, i, j):
-        if self.ranges is not None:
-            lo, hi = (int(x[min(b, len(x) - 1), i]) for x in self.ranges)
-            if not lo <= j < hi:
-                return False
-        if self.document:
-            q_id = self.of_document("segment_ids", b, i)
-            kv_id = self.of_document(self.key_side("segment_ids"), b, j)
-            if q_id == PADDING or q_id != kv_id:
-                return False
-        return self.in_interval(recipe, b, i, j)
-
-    def in_interval(self, recipe, b, i, j):
-        kind, *rest = recipe
-        if kind == "and":
-            return all(self.in_interval(member, b, i, j) for member in rest)
-        if kind == "or":
-            return any(self.in_interval(member, b, i, j) for member in rest)
-        row, key = self.row_place(b, i), self.key_place(b, j)
-        if kind == "spans":
-            return self.in_interval(rest[1], b, i, j) or self.in_span(rest[0], b, i, key)
-        arguments, keywords = rest
-        offset = np.ravel(keywords.get("offset", 0))
-        row += int(offset[min(b, len(offset) - 1)])
-        if kind == "full":
-            return True
-        if kind == "causal":
-            return key <= row
-        if kind == "chunked":
-            return key // arguments[0] == row // arguments[0]
-        if kind == "prefix":
-            lengths = np.asarray(arguments[0])
-            if lengths.ndim:
-                lengths = lengths[min(b, len(lengths) - 1)]
-            return key <= row or key < int(lengths[i] if lengths.ndim else lengths)
-        left, right = arguments
-        return (left is None or row - left <= key) and (right is None or key <= row + right)
-
-    def in_span(self, span_ids, b, i, key):
-        ids = span_ids if span_ids.ndim == 1 else span_ids[min(b, len(span_ids) - 1)]
-
-        def one_span(m, n):
-            same = ids[m] == ids[n]
-            if self.document:
-                same &= self.of_document("segment_ids", b, m) == self.of_document(
-                    "segment_ids", b, n
-                )
-            return same
-
-        if ids[i] == -1:
-            return False
-        first = last = i
-        while first > 0 and one_span(first, first - 1):
-            first -= 1
-        while last + 1 < self.q_len and one_span(last, last + 1):
-            last += 1
-        places = [self.row_place(b, n) for n in range(first, last + 1)]
-        return min(places) <= key <= max(places)
+def in_span(spans, i, j, ids):
+    """From the lowest to the highest position of the row's run of equal spans and documents."""
+    spans, ids = np.broadcast_arrays(spans, ids)
+    begins = (np.diff(spans, axis=1) != 0) | (np.diff(ids, axis=1) != 0)
+    run = np.pad(np.cumsum(begins, 1), ((0, 0), (1, 0)))
+    same, places = run[..., None] == run[:, None], i.swapaxes(1, 2)
+    low = np.where(same, places, np.iinfo(np.int64).max).min(-1)[..., None]
+    high = np.where(same, places, np.iinfo(np.int64).min).max(-1)[..., None]
+    return (spans != -1)[..., None] & (low <= j) & (j <= high)
 
 
 INT32 = np.iinfo(np.int32)
@@ -207,12 +180,8 @@ def test_arrays_and_as_array_are_the_definition(drawn):
 
     dense = np.asarray(expression.as_array(q_len, kv_len))
     assert dense.dtype == bool and dense.shape[-2:] == (q_len, kv_len)
-    dense = dense if dense.ndim == 3 else dense[None]
-    definition = Definition(document, q_len, kv_len, ranges)
-    pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (60, 2))
-    for b in range(len(dense)):
-        for i, j in pairs:
-            assert dense[b, i, j] == definition.attends(recipe, b, i, j), (b, i, j)
+    wanted = meaning(recipe, document, q_len, kv_len, ranges)
+    np.testing.assert_array_equal(*np.broadcast_arrays(dense, wanted))
 
 
 IDS = np.zeros(4, np.int32)
@@ -311,10 +280,8 @@ def test_positions_at_the_ends_of_int32(recipe, falling):
     """Limits that would overflow int32, for all pairs."""
     positions = np.roll(ENDS, 3) if falling else ENDS
     document = {"segment_ids": np.zeros(7, np.int32), "positions": positions}
-    definition = Definition(document, 7, 7)
     expression = expression_of(recipe) & packax.documents(**document)
-    expected = [[definition.attends(recipe, 0, i, j) for j in range(7)] for i in range(7)]
-    np.testing.assert_array_equal(expression.as_array(7, 7), expected)
+    np.testing.assert_array_equal(expression.as_array(7, 7), meaning(recipe, document, 7, 7)[0])
     check(packax.create_attention_mask(expression), expression)
 
 
@@ -326,10 +293,8 @@ def test_offsets_to_the_ends_of_int32(offset):
         ("sliding_window", (1, int(INT32.max)), {"offset": offset}),
         ("chunked", (3,), {"offset": offset}),
     ):
-        definition = Definition({}, 4, 6)
-        expected = [[definition.attends(recipe, 0, i, j) for j in range(6)] for i in range(4)]
         expression = expression_of(recipe)
-        np.testing.assert_array_equal(expression.as_array(4, 6), expected)
+        np.testing.assert_array_equal(expression.as_array(4, 6), meaning(recipe, {}, 4, 6)[0])
         check(packax.create_attention_mask(expression, q_len=4, kv_len=6), expression)
 
 

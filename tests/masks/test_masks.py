@@ -8,41 +8,11 @@ from calls import INTERVALS, LABELS, SELECTORS, Call
 from tiers import some
 
 
-def test_causal_is_aligned_to_the_first_row_and_key():
-    np.testing.assert_array_equal(
-        packax.causal().as_array(2, 4), [[True, False, False, False], [True, True, False, False]]
-    )
-
-
-def test_only_minus_one_is_padding():
-    ids = np.array([-1, -2, -1, 0, -2], np.int32)
-    np.testing.assert_array_equal(
-        packax.documents(ids).as_array(5, 5).astype(int),
-        [[0] * 5, [0, 1, 0, 0, 1], [0] * 5, [0, 0, 0, 1, 0], [0, 1, 0, 0, 1]],
-    )
-
-
-def test_positions_serve_both_sides_in_self_attention():
-    ids, positions = np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32)
-    once = (packax.causal() & packax.documents(ids, positions=positions)).as_array(4, 4)
-    twice = packax.causal() & packax.documents(ids, positions=positions, kv_positions=positions)
-    np.testing.assert_array_equal(once, twice.as_array(4, 4))
-    assert once[0, 2] and not once[2, 1]  # equal positions attend both ways, to later ones never
-
-
 def test_only_ids_are_positional():
     """A second positional argument could be mistaken for ids of keys."""
     ids, positions = np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32)
     with pytest.raises(TypeError, match="1 positional argument but 2 were given"):
         packax.documents(ids, positions)
-
-
-def test_positions_without_causal_have_no_effect():
-    ids = np.array([0, 0, 1], np.int32)
-    with_positions = packax.documents(ids, positions=np.array([2, 1, 0], np.int32))
-    np.testing.assert_array_equal(
-        with_positions.as_array(3, 3), packax.documents(ids).as_array(3, 3)
-    )
 
 
 def test_and_in_any_order_and_nesting():

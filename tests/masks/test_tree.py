@@ -7,6 +7,8 @@ tree that are none.
 
 from __future__ import annotations
 
+import functools
+import operator
 import tracemalloc
 
 import jax
@@ -15,6 +17,8 @@ import numpy as np
 import packax
 import pytest
 import trees
+from calls import Call
+from packax.masks import path_predecessors
 from tiers import some
 
 LENGTH, SEGMENTS = 149, 12
@@ -58,86 +62,45 @@ def test_blocks_of_siblings_are_skipped(name):
     assert full > 0.85 * trees.blocks_visited(mask)[0]
 
 
-@pytest.mark.parametrize("joined", some(["alone", "causal", "window"], 1))
-def test_shared_prefix(joined):
+def test_shared_prefix():
     """Runs of ids, with padding left out, equal a tree of the same segments."""
     groups = [7, 7, 7, -1, 7, 7, 7, 7, 3, 3, 3, -1, 3, 7, 7, 7]
     answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
     segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
     tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
-    make = trees.JOINED[joined][0] or packax.full
-    expression = packax.masks.shared_prefix(groups, answers) & make()
-    wanted = trees.meaning(tree, joined)
-    host = jax.jit(
-        lambda: (
-            expression.as_array(16, 16),
-            packax.create_attention_mask(expression).as_array()[0],
-        )
-    )
-    for got in host():
-        np.testing.assert_array_equal(got, wanted)
-    traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
-    np.testing.assert_array_equal(jax.jit(lambda: traced.as_array(16, 16)[0])(), wanted)
+    expression = packax.masks.shared_prefix(groups, answers) & packax.causal()
+    traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & packax.causal()
+
+    @jax.jit
+    def arrays():
+        built = packax.create_attention_mask(expression).as_array()
+        return expression.as_array(16, 16), built[0], traced.as_array(16, 16)[0]
+
+    for got in arrays():
+        np.testing.assert_array_equal(got, trees.meaning(tree, "causal"))
     depth = trees.depths(trees.attended(tree))
     np.testing.assert_array_equal(packax.masks.tree_positions(expression), depth)
     assert packax.masks.tree_positions(traced).shape == (1, 16)
 
 
-def test_with_documents_ranges_and_block_masks():
-    tree = trees.batch_of_trees(5, 4, LENGTH, SEGMENTS)
-    ids = np.random.default_rng(0).integers(-1, 2, (4, LENGTH))
-    index = np.arange(LENGTH)
-    chosen = np.random.default_rng(1).random((4, 2, -(-LENGTH // 32), -(-LENGTH // 16))) < 0.6
-    others = [
-        packax.documents(ids),
-        packax.masks.ranges(index - 90, index + 1),
-        packax.masks.block_sparse(chosen, (32, 16)),
-    ]
-    wanted = trees.meaning(tree, "alone")[:, None]
-    expression = packax.masks.tree(*tree)
-    for other in others:
-        expression &= other
-        other_allowed = np.asarray(other.as_array(LENGTH, LENGTH))
-        wanted = wanted & (other_allowed[:, None] if other_allowed.ndim == 3 else other_allowed)
-        mask = packax.create_attention_mask(expression)
-        got = np.asarray(mask.as_array())
-        np.testing.assert_array_equal(got if got.ndim == 4 else got[:, None], wanted)
-        dense = np.asarray(expression.as_array(LENGTH, LENGTH))
-        np.testing.assert_array_equal(dense if dense.ndim == 4 else dense[:, None], wanted)
-    spans = packax.masks.spans(np.where(index % 40 < 25, 1, -1), packax.sliding_window(20))
-    for joined in (spans, packax.prefix(np.array([3, 50, 0, 200]))):
-        both = packax.masks.tree(*tree) & joined
-        mask = packax.create_attention_mask(both)
-        np.testing.assert_array_equal(mask.as_array(), both.as_array(LENGTH, LENGTH))
+@pytest.mark.parametrize("kind", ["tree", "tree and documents"])
+def test_spans_end_with_documents_and_segments(kind):
+    call = Call(interval="spans", selector=kind, lengths="149x149")
+    arrays = call.arrays()
+    for order in (0, 1):
+        first, *others = [*call.expression(arrays).parts()][:: 1 - 2 * order]
+        expression = functools.reduce(operator.and_, others, first)
+        for got in (
+            expression.as_array(149, 149),
+            packax.create_attention_mask(expression).as_array(),
+        ):
+            np.testing.assert_array_equal(got, call.defined(arrays)[:, 0])
 
 
-def test_spans_end_with_documents_and_segments():
-    """Also with a tree, a span ends where the document id changes; expected values walk the
-    runs."""
-    documents = packax.documents([3, 5, 3])
-    expression = packax.masks.spans([0, 0, 0]) & documents & packax.masks.tree([0, 0, 0], [-1])
+def test_a_span_ends_where_a_document_reappears():
+    documents, tree = packax.documents([3, 5, 3]), packax.masks.tree([0, 0, 0], [-1])
+    expression = packax.masks.spans([0, 0, 0]) & documents & tree
     np.testing.assert_array_equal(expression.as_array(3, 3), [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
-    tree = trees.batch_of_trees(6, 4, LENGTH, SEGMENTS)
-    rng = np.random.default_rng(2)
-    ids = np.repeat(rng.integers(-1, 3, (4, 15)), 10, axis=1)[:, :LENGTH]
-    images = np.repeat(rng.integers(-1, 2, (4, 30)), 5, axis=1)[:, :LENGTH]
-    allowed = trees.attended_of_batch(tree)
-    both = (ids[..., None] == ids[:, None]) & (ids != -1)[..., None]
-    runs = np.zeros((4, LENGTH), int)
-    for b in range(4):
-        for i in range(1, LENGTH):
-            same = all(x[b, i] == x[b, i - 1] for x in (images, ids, tree.ids))
-            runs[b, i] = runs[b, i - 1] + (not same)
-    in_span = (runs[..., None] == runs[:, None]) & (images != -1)[..., None]
-    wanted = allowed & both & (in_span | np.tri(LENGTH, dtype=bool))
-    for make in (np.asarray, jnp.asarray):
-        of_tree = packax.masks.tree(*map(make, tree))
-        parts = [packax.masks.spans(make(images)), packax.documents(make(ids)), of_tree]
-        for order in (parts, parts[::-1]):
-            expression = order[0] & order[1] & order[2]
-            np.testing.assert_array_equal(expression.as_array(LENGTH, LENGTH), wanted)
-            mask = packax.create_attention_mask(expression)
-            np.testing.assert_array_equal(mask.as_array(), wanted)
 
 
 BROKEN = {  # (segment_ids, parents), and a part of the error
@@ -227,3 +190,28 @@ def test_text_and_static_fields():
     assert "built from shared_prefix(int32[3], int32[3])>" in repr(mask)
     assert "built from a tree" in repr(jax.tree.map(lambda x: x, mask))
     assert mask.block_size == (1 << 30, 1 << 30)
+
+
+@pytest.mark.parametrize("kind", ["tree", "shared prefix"])
+def test_the_token_before_each_on_its_path(kind):
+    """The last other token that it attends to under causal(), with depth one less."""
+    call = Call(selector=kind, batch=6)
+    arrays = call.arrays()
+    expression = call.expression(arrays)
+    dense = (packax.causal() & expression).as_array(33, 33) & ~np.eye(33, dtype=bool)
+    wanted = np.where(dense.any(-1), 32 - dense[..., ::-1].argmax(-1), -1)
+    found = path_predecessors(expression)
+    assert isinstance(found, np.ndarray) and found.dtype == np.int32
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(
+        jax.jit(lambda a: path_predecessors(call.expression(a) & packax.causal()))(arrays), found
+    )
+    depth = packax.masks.tree_positions(expression)
+    before = np.take_along_axis(depth, np.maximum(found, 0), 1)
+    np.testing.assert_array_equal(depth, np.where(found < 0, 0, before + 1))
+
+
+def test_paths_of_no_tree():
+    assert path_predecessors(packax.masks.tree(np.zeros((2, 0), int), [-1])).shape == (2, 0)
+    traced = jax.jit(lambda *x: path_predecessors(packax.masks.tree(*x)))
+    assert traced(jnp.array([1, 0]), jnp.array([-1, 0])).tolist() == [-1, -1]  # not depth-first

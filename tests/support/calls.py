@@ -71,11 +71,16 @@ def _number(x: Any) -> Any:
     return x[0] if x.shape[0] == 1 else x
 
 
+def _not_0(offset: np.ndarray) -> np.ndarray:
+    """An expression with a number of 0 as offset is one without an offset, of another structure."""
+    return np.where(offset == 0, 6, offset)
+
+
 def _same_span(a: Arrays) -> np.ndarray:
-    """(B, S, S): both tokens are in the same run of equal span ids and equal document ids."""
+    """(B, S, S): both tokens are in the same run of equal ids of spans, documents and segments."""
     spans = a["spans"]
-    ids = np.broadcast_to(a.get("ids", np.int32(0)), spans.shape)
-    changes = (np.diff(spans, axis=1) != 0) | (np.diff(ids, axis=1) != 0)
+    ids = [np.broadcast_to(a.get(n, np.int32(0)), spans.shape) for n in ("ids", "segments")]
+    changes = np.any([np.diff(x, axis=1) != 0 for x in (spans, *ids)], axis=0)
     run = np.pad(np.cumsum(changes, 1), ((0, 0), (1, 0)))
     return (run[:, :, None] == run[:, None]) & (spans != -1)[:, :, None]
 
@@ -138,6 +143,7 @@ def _blocks(rows: int, keys: int, *names: str) -> Selector:
     return expression, pairs, ("blocks", *names)
 
 
+BLOCK_MASK = _blocks(3, 5)
 # name: the expression, the pairs, and the names of the arrays. With the rows and keys of a block:
 # "block mask 64 128", "blocks and documents 64 128", "blocks and positions 64 128".
 SELECTORS: dict[str, Selector] = {
@@ -146,13 +152,18 @@ SELECTORS: dict[str, Selector] = {
     "positions": (_documents, _same_document, ("ids", "positions")),
     "kv ids": (_documents, _same_document, ("ids", "kv_ids")),
     "ranges": (lambda a: packax.masks.ranges(a["lo"], a["hi"]), _in_range, ("lo", "hi")),
-    "block mask": _blocks(3, 5),
+    "block mask": BLOCK_MASK,
     "blocks and documents": _blocks(3, 5, "ids"),
     "tree": (_tree, _on_path, ("segments", "parents")),
     "tree and documents": (
         lambda a: _tree(a) & _documents(a),
         lambda a: _on_path(a) & _same_document(a),
         ("segments", "parents", "ids"),
+    ),
+    "tree and blocks": (
+        lambda a: _tree(a) & packax.masks.ranges(a["lo"], a["hi"]) & BLOCK_MASK[0](a),
+        lambda a: (_on_path(a) & _in_range(a))[:, None] & BLOCK_MASK[1](a),
+        ("segments", "parents", "lo", "hi", "blocks"),
     ),
     "shared prefix": (
         lambda a: packax.masks.shared_prefix(a["groups"], a["answers"]),
@@ -164,7 +175,7 @@ SELECTORS: dict[str, Selector] = {
     "any positions": (_documents, _same_document, ("ids", "positions")),
 }
 LONG = "packed", "any positions"
-TREES = ("tree", "tree and documents", "shared prefix")
+TREES = ("tree", "tree and documents", "tree and blocks", "shared prefix")
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "function": ("flash_attention", "jax.nn"),
@@ -265,7 +276,8 @@ class Call:
             if others or self.bias not in ("none", "pairs"):
                 return "jax.nn's function has no such option"
         placed = self.selector in TREES or "positions" in self.selector
-        if self.interval == "spans" and (cross or placed or self.selector == "kv ids"):
+        others = "positions", "any positions", "kv ids", "shared prefix"
+        if self.interval == "spans" and (cross or self.selector in others):
             return "spans are for self-attention, and their pairs by positions are in tests/masks"
         if cross and self.selector in TREES:
             return "a tree is for self-attention"
@@ -359,7 +371,7 @@ class Call:
         drawn = {
             "scale": np.float32(0.85 * qk_dim**-0.5), "seed": np.int32(seed), "spans": spans,
             "sinks": rng.standard_normal(heads), "slopes": 0.5 ** (1 + rng.permutation(heads)),
-            "offset": rng.integers(-3, 6, batch), "lengths": rng.integers(0, q_len, batch),
+            "offset": _not_0(rng.integers(-3, 6, batch)), "lengths": rng.integers(0, q_len, batch),
             "ids": ids[:, :q_len], "positions": places[:, :q_len], "kv_ids": ids[:, :kv_len],
             "kv_positions": places[:, :kv_len], "lo": lo,
             "hi": lo + rng.integers(-2, kv_len, lo.shape), "segments": segments,

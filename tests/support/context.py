@@ -20,10 +20,6 @@ AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
-FULL = packax.AttentionSharding(
-    query=P(BATCH_AXES, "context", "tensor", None),
-    key_value=P(BATCH_AXES, "context", "tensor", None),
-)
 # Documents of very different lengths, padding inside and at the end, an id that reappears.
 ROWS = np.stack(
     [

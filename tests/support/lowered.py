@@ -14,6 +14,7 @@ from packax._src.core.schema import OPERAND_NAMES, SYMBOLS, TARGETS
 from stand_in import StandIn
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+ABSENT = "0xf32"  # an absent operand or result
 WIDEST = (512, 512)  # only the fallback kernels, in 16-bit dtypes
 WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
 TANGENT = "forward_tangent_fallback"

@@ -11,6 +11,7 @@ from typing import Any
 
 import calls
 import jax
+import jax.numpy as jnp
 import numpy as np
 import packax
 from calls import Arrays, Call
@@ -23,13 +24,19 @@ from local_plans import greedy
 class Ranks:
     mesh: dict[str, int]
     context: tuple[str, ...] = ("context",)
-    heads: tuple[str | None, str | None] = (None, None)  # of query; of key and value
+    heads: tuple[Any, Any] = (None, None)  # mesh axes of those of query; of key and value
     run: str = ""
     groups: int | None = None  # of heads whose keys are gathered together
 
     @property
     def two(self) -> bool:
         return math.prod(self.mesh[axis] for axis in self.context) == 2
+
+    @property
+    def alone(self) -> bool:
+        """Whether a rank has all keys."""
+        one = math.prod(self.mesh[axis] for axis in self.context) == 1
+        return one or self.run == "one device"
 
 
 ROWS = {"data": 2, "context": 2}
@@ -59,10 +66,16 @@ RANKS = {  # one for each feature "ranks" of a call
     "shard_batch": Ranks(ROWS, run="shard_batch"),
     "one explicit axis": Ranks(ROWS, run="one explicit axis"),
     "shard_map of some axes": Ranks(
-        HEADS, heads=("tensor", "tensor"), run="shard_map of some axes", groups=1
+        {"data": 1, "context": 2, "one": 1, "tensor": 2},
+        heads=(("tensor", "one"), ("tensor", "one")),
+        run="shard_map of some axes",
+        groups=1,
+    ),
+    "stages": Ranks({"stage": 2, "context": 2}, run="stages"),
+    "mask of one device": Ranks(
+        {"data": 2, "tensor": 2}, (), ("tensor", "tensor"), run="mask of one device"
     ),
 }
-ALONE = "context of one", "one device"
 KEEP = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 REMOVE = "jax_remove_size_one_mesh_axis_from_type"
 
@@ -74,15 +87,19 @@ def why_not(call: Call, kind: str | None) -> str | None:
         return "its keys are in order, or stay where their documents are"
     if run == "shard_batch" and kind not in ("plan", "local"):
         return "shard_batch makes a plan"
+    if run == "mask of one device" and kind is not None:
+        return "its mask has no plan"
+    if run == "stages" and kind in ("plan", "local"):
+        return "with a plan, vmap takes no spmd_axis_name: an error"
     if run == "one device" and kind is None:
         return "one device in order is the first property"
-    if call.ranks in ALONE and kind == "halos":
+    if RANKS[call.ranks].alone and kind == "halos":
         return "one rank has all keys"
     if run == "shard_map of some axes" and jax.__version_info__ < (0, 10):
         return "a shard_map inside another hangs on CPUs in jax 0.7, does not compile in jax 0.8"
     if call.bias == "groups" and run == "vmap":
         return "mapped rows have a bias of their own"
-    if "seed" in call.names() and run in ("keys in order", "vmap"):
+    if "seed" in call.names() and run in ("keys in order", "vmap", "stages"):
         return "dropout counts keys in the order of the plan, and mapped rows from 0"
     return None
 
@@ -96,7 +113,8 @@ class OverRanks:
         if int(call.heads.split("/")[1]) % 2:  # every device has the one head of the keys
             heads = heads[0], None
         batch = "data" if "data" in at.mesh else None
-        self.axes = {"b": batch, "q": at.context, "k": at.context, "h": heads[0], "g": heads[1]}
+        context = at.context or None
+        self.axes = {"b": batch, "q": context, "k": context, "h": heads[0], "g": heads[1]}
         explicit = {"explicit": len(at.mesh), "one explicit axis": 1}.get(at.run, 0)
         types = [AxisType.Explicit if n < explicit else AxisType.Auto for n in range(len(at.mesh))]
         devices = jax.devices(call.implementation or "cpu")[: math.prod(at.mesh.values())]
@@ -190,22 +208,23 @@ class OverRanks:
 
     def of_rows(self, a: Arrays, plan: Any) -> Any:
         """Mapped over the batch, together with the mask."""
-        mask = self.mask(a, plan)
-        names = {*calls.TENSORS, "q_places", "kv_places", "bias"} & {*a}
-        along = {name: a[name] for name in names if self.labels[name].startswith("b")}
-        along = {name: x for name, x in along.items() if len(x) > 1}
-
-        def one(along, mask):
-            rows = {name: x[None] for name, x in along.items()}
-            return [x[0] for x in self.attend(a | rows, mask)]
-
-        return (*jax.vmap(one, in_axes=(0, mask.vmap_axes()))(along, mask),)
+        return over_rows(self.attend, self.labels, a, self.mask(a, plan))
 
     def scanned(self, a: Arrays, plan: Any) -> Any:
         layer = jax.checkpoint(self.attend, policy=KEEP)
         mask = self.mask(a, plan)
         _, results = jax.lax.scan(lambda c, _: (c, layer(a, mask)), 0, None, length=1)
         return tuple(x[0] for x in results)
+
+    def staged(self, a: Arrays, plan: Any) -> Any:
+        """The second of two stages of a pipeline, of which the first has other tensors."""
+        mask = self.mask(a, plan)
+        stages = {n: jnp.stack([-a[n], a[n]]) for n in ("query", "key", "value")}
+        one = lambda tensors: self.attend(a | tensors, mask)  # noqa: E731
+        return tuple(x[1] for x in jax.vmap(one, spmd_axis_name="stage")(stages))
+
+    def of_one_device(self, a: Arrays, plan: Any) -> Any:
+        return self.attend(a, self.call.built(a), sharding=self.sharding)
 
     def plain(self, a: Arrays, plan: Any) -> Any:
         mask = self.mask(a, plan)
@@ -231,6 +250,7 @@ class OverRanks:
         """A jitted function of the operands, the attention, and more arrays like operands; and the
         operands in the order of the plan."""
         runs = {"vmap": self.of_rows, "scan": self.scanned, "shard_batch": self.of_batch}
+        runs |= {"stages": self.staged, "mask of one device": self.of_one_device}
         runs |= {name: self.mapped for name in RANKS if name.startswith("shard_map")}
         run = runs.get(self.at.run, self.plain)
         a = {name: self.moved(name, x) for name, x in self.arrays.items()}
@@ -245,14 +265,32 @@ class OverRanks:
                 place = lambda n, x: jax.device_put(x, NamedSharding(self.mesh, specs[n]))  # noqa: E731
                 a = {name: place(name, x) for name, x in a.items()}
                 along = {name: place(name, x) for name, x in dict(along).items()}
+            elif self.sharding is not None and odd(self.call):  # the sequence is cut otherwise
+                other = NamedSharding(self.mesh, P(None, self.mesh.axis_names))
+                a |= {name: jax.device_put(a[name], other) for name in ("query", "key", "value")}
             step = jax.jit(
                 lambda a, plan, along: function(a, functools.partial(run, plan=plan), along)
             )
             plan = jax.tree.map(np.asarray, self.plan)
+            self.program = str(step.trace(a, plan, along).jaxpr) if self.at.alone else ""
             return jax.block_until_ready(step(a, plan, along)), a
 
     def wrong(self) -> list[str]:
-        return self.call.wrong(self.results(), self.arrays)
+        wrong = self.call.wrong(self.results(), self.arrays)
+        names = [name for name in ("all_gather", "reduce_scatter") if name in self.program]
+        return wrong + [f"{name} of one rank" for name in names]
+
+
+def over_rows(attend: Any, labels: dict[str, str], a: Arrays, mask: Any) -> Any:
+    """attend, mapped over the rows of the batch and of the mask."""
+    names = {*calls.TENSORS, "q_places", "kv_places", "positions", "kv_positions", "bias"} & {*a}
+    along = {n: a[n] for n in names if labels[n].startswith("b") and len(a[n]) > 1}
+
+    def one(along, mask):
+        rows = {name: x[None] for name, x in along.items()}
+        return [x[0] for x in attend(a | rows, mask)]
+
+    return (*jax.vmap(one, in_axes=(0, mask.vmap_axes()))(along, mask),)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,12 @@ import functools
 import zlib
 
 import calls
+import jax
 import numpy as np
+import packax
 from calls import Call
-from ranks import ALONE, OverRanks, or_zigzag, why_not
+from packax._src.masks import planning
+from ranks import RANKS, OverRanks, or_zigzag, why_not
 
 from properties.rows import decodes, direction, directional, jax_nn, of_direction, row
 
@@ -40,7 +43,7 @@ def _(call):
 @over_ranks("local context plan", lambda x: no_local_plan(x) or why_not(x, "local"), multiple=512)
 def _(call):
     program = OverRanks(call, "local")
-    local = call.selector in ("documents", "positions") and call.ranks not in ALONE
+    local = call.selector in ("documents", "positions") and not program.at.alone
     ranks = int(np.prod([program.at.mesh[axis] for axis in program.at.context]))
     local &= int(np.sum(program.plan.shared)) * ranks < call.sizes()[0]  # not all rows are shared
     wrong = program.wrong()
@@ -84,6 +87,46 @@ def kinds_of(call: Call) -> dict[str | None, str | None]:
         "halos": no_halos(call),
         None: jax_nn(call) or decodes(call) or why_not(call, None),
     }
+
+
+@over_ranks(
+    "arrays of a mask as its specs say",
+    lambda call: (
+        decodes(call)
+        or jax_nn(call)
+        or (call.mask == "stacked" and "a mask of a stack has what indexing leaves")
+        or (RANKS[call.ranks].run and "masks inside of transformations")
+        or no_plan(call)
+    ),
+    multiple=512,
+)
+def _(call):
+    """Also those that XLA does not read. Outside of jit."""
+    program = OverRanks(call, or_zigzag(call, "balanced"))
+    with jax.set_mesh(program.mesh):
+        mask = program.mask(program.arrays, program.plan)
+    specs = jax.tree.leaves(program.sharding.mask_specs(mask))
+    arrays = jax.tree.leaves_with_path(mask)
+    return [
+        f"{jax.tree_util.keystr(path)} is sharded as {x.sharding}, not as {spec}"
+        for (path, x), spec in zip(arrays, specs, strict=True)
+        if not x.sharding.is_equivalent_to(jax.NamedSharding(program.mesh, spec), x.ndim)
+    ]
+
+
+@row(
+    "work of a plan on the host",
+    lambda call: decodes(call) or jax_nn(call),
+    multiple=128,
+)
+def _(call):
+    """What numpy counts for plans is what the arrays of a mask say."""
+    a, sizes = call.arrays(1), call.sizes()
+    expression = call.expression(a)
+    lengths = dict(zip(("q_len", "kv_len"), sizes, strict=True))
+    want = np.asarray(planning._keys_of_mask(packax.create_attention_mask(expression, **lengths)))
+    got = planning.keys_on_host(expression, *sizes)
+    return [] if np.array_equal(*np.broadcast_arrays(got, want)) else ["another number of keys"]
 
 
 @over_ranks(

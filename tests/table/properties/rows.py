@@ -68,6 +68,17 @@ def as_array(call: Call, given: Any, a: Arrays) -> list[str]:
     return [] if same else ["as_array is another mask"]
 
 
+def mapped(call: Call) -> tuple[list[Arrays], Arrays]:
+    """Operands of two calls, and both stacked."""
+    both = [call.arrays(seed) for seed in (1, 2)]
+    return both, {name: np.stack([a[name] for a in both]) for name in both[0]}
+
+
+def of_each(call: Call, got: Any, both: list[Arrays]) -> list[str]:
+    parts = [{name: x[n] for name, x in got.items()} for n in range(len(both))]
+    return [line for n, a in enumerate(both) for line in differences(call, parts[n], a, f"{n}: ")]
+
+
 def reference(call: Call, a: Arrays) -> Any:
     a = a | {name: np.asarray(a[name], np.float64) for name in (*call.differentiable(), "dout")}
     return dense.true_of(call.operands(a), call.allowed(a), **call.options(a))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import zlib
 from typing import Any
 from unittest import mock
@@ -19,20 +20,27 @@ import packax
 from calls import Arrays, Call
 from exported import restored
 from lowered import Extension
+from packax._src.core.schema import OPERANDS, TARGETS
 from packax._src.ops import ffi, lowering, primitives
 from packax.integrations import fallback
+from ranks import over_rows
 
-from properties.rows import STEP, as_array, decodes, differences, ragged, reference, row
+from properties.rows import (
+    STEP,
+    as_array,
+    decodes,
+    differences,
+    jax_nn,
+    mapped,
+    of_each,
+    ragged,
+    reference,
+    row,
+)
 from properties.values import compiled
 
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 transformed = functools.partial(row, group="transformations")
-
-
-def mapped(call: Call) -> tuple[list[Arrays], Arrays]:
-    """Operands of two calls, and both stacked."""
-    both = [call.arrays(seed) for seed in (1, 2)]
-    return both, {name: np.stack([a[name] for a in both]) for name in both[0]}
 
 
 @transformed("vmap")
@@ -49,7 +57,7 @@ def _(call):
     arrays = {name: (both[0] if name in shared else stacked)[name] for name in names}
     each = [a | {name: both[0][name] for name in shared} for a in both]
     if not {*shared} & {*call.differentiable()}:
-        return _each(call, jax.jit(jax.vmap(call.step, in_axes=(axes,)))(arrays), each)
+        return of_each(call, jax.jit(jax.vmap(call.step, in_axes=(axes,)))(arrays), each)
 
     @jax.jit
     def outside(a):  # the gradient of a shared array is a sum
@@ -62,12 +70,26 @@ def _(call):
     summed = {n: np.asarray(got.pop(n)) for n in [*got] if n.removeprefix("d") in shared}
     pairs = [call.references(a) for a in each]
     true, plain = ({n: sum(x[n] for x in y) for n in summed} for y in zip(*pairs, strict=True))
-    return _each(call, got, each) + dense.close(summed, true, plain, call.factor)
+    return of_each(call, got, each) + dense.close(summed, true, plain, call.factor)
 
 
-def _each(call: Call, got: Any, both: list[Arrays]) -> list[str]:
-    parts = [{name: x[n] for name, x in got.items()} for n in range(len(both))]
-    return [line for n, a in enumerate(both) for line in differences(call, parts[n], a, f"{n}: ")]
+@transformed(
+    "vmap of a mask's rows",
+    lambda call: (
+        decodes(call)
+        or jax_nn(call)
+        or (call.bias == "groups" and "mapped rows have a bias of their own")
+        or (call.dropout != "none" and "mapped rows count from 0")
+        or None
+    ),
+)
+def _(call):
+    """As Equinox maps a model of one row. The dense array of the mask is its definition."""
+    a = call.arrays(1)
+    mask = call.built(a)
+    rows = functools.partial(over_rows, call.attend, call.labels())
+    got = jax.jit(lambda a, mask: call.step(a, lambda x: rows(x, mask)))(a, mask)
+    return differences(call, got, a) + as_array(call, lambda *_: jax.jit(mask.as_array)(), a)
 
 
 @transformed("gradients in scan, with remat")
@@ -79,7 +101,7 @@ def _(call):
     def layer(carry, a):
         return carry, call.step(a, attend)
 
-    return _each(call, jax.jit(lambda a: jax.lax.scan(layer, 0, a)[1])(stacked), both)
+    return of_each(call, jax.jit(lambda a: jax.lax.scan(layer, 0, a)[1])(stacked), both)
 
 
 @transformed(
@@ -225,12 +247,60 @@ def _(call):
     ),
 )
 def _(call):
-    """Both passes are kernels, in the text that a machine without a GPU lowers."""
+    """Both passes are kernels, in the text that a machine without a GPU lowers, with the operands
+    of the call in the shapes of the schema."""
     jax.clear_caches()
     with mock.patch.object(ffi, "ext", Extension):
-        found = [target for target, *_ in lowered.calls(lowered.text_of(call.step, call.arrays(1)))]
-    passes = [name for name in found if "ward" in name]
-    return [] if passes == ["packax_forward_v1", "packax_backward_v1"] else [f"calls {found}"]
+        found = lowered.calls(lowered.text_of(call.step, call.arrays(1)))
+    targets = [target for target, *_ in found]
+    passes = [one for one in found if "ward" in one[0]]
+    if [target for target, *_ in passes] != ["packax_forward_v1", "packax_backward_v1"]:
+        return [f"calls {targets}"]
+    given = {
+        "scales": call.scale == "array" or call.bias == "alibi",
+        "slopes": call.bias == "alibi",
+        "sinks": call.sinks != "none",
+        "bias": call.bias in calls.BIASES,
+        "dropout_streams": call.dropout != "none",
+        "block_mask": "block" in call.selector
+        or call.selector in calls.TREES
+        or call.function == "jax.nn",
+    }
+    wrong = [line for one in passes for line in other_shapes(one)]
+    for one in passes:
+        of = lowered.by_name(one)
+        for name in {*given} & {*of}:
+            if (of[name] != lowered.ABSENT) != given[name]:
+                wrong.append(f"{name} is {'left out' if given[name] else 'an operand'}")
+    return wrong
+
+
+def other_shapes(call: Any) -> list[str]:
+    """Operands and results whose sizes are not those of the schema."""
+    target = TARGETS[call[0].removeprefix("packax_").removesuffix("_v1")]
+    rows = {x.name: x.shape for x in (*OPERANDS, *target.results)}
+    found = lowered.by_name(call) | dict(
+        zip((x.name for x in target.results), call[3], strict=True)
+    )
+    found = {name: kind.split("x")[:-1] for name, kind in found.items() if kind != lowered.ABSENT}
+    # The first limit is in the place of ids and positions that are not read.
+    unread = {"0": ("_ids", "_pos"), "1": ("_pos",)}.get(call[1]["mask_mode"][0], ())
+    found = {name: of for name, of in found.items() if name[-4:] not in unread}
+    sizes: dict[str, str] = {}
+    wrong = []
+    for name, of in found.items():
+        names = rows[name].removeprefix("(").split(")")[0].split(", ")
+        if like := re.match(r"like (\w+)", rows[name]):
+            names = found[like[1]]
+            if name == "q_pos" and call[1]["mask_mode"][0] == "3":  # two limits
+                names = [names[0], "2", names[1]]
+        if name == "q_pos" and len(names) != len(of):
+            wrong.append(f"{call[0]} {name}: has {len(of)} axes")
+        for size, n in zip(names, of, strict=False):
+            known = sizes.setdefault(size, n) if size.isidentifier() else size
+            if re.fullmatch(r"\w+", size) and n != known:
+                wrong.append(f"{call[0]} {name}: {size} is {n}, not {known}")
+    return wrong
 
 
 @transformed("rewrites for the kernels", decodes)
