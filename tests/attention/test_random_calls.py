@@ -23,7 +23,7 @@ def random_calls(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*segment_ids ends with 0")
 @pytest.mark.parametrize(
-    "seed,dtype", some([(22, "float32"), (24, "bfloat16"), (31, "float16")], 1)
+    "seed,dtype", some([(22, "float32"), (214, "bfloat16"), (152, "float16")], 1)
 )
 def test_cases_are_right(random_calls, seed, dtype, capsys):
     assert random_calls.run_seeds(seed, 1, 0) == 0
@@ -40,4 +40,4 @@ def test_a_wrong_result_is_seen(random_calls, monkeypatch, capsys):
 
     monkeypatch.setattr(packax, "flash_attention", wrong)
     assert random_calls.run_seeds(22, 1, 0) == 1
-    assert "WRONG seed 22: float32 64x64" in capsys.readouterr().out
+    assert "WRONG seed 22: interval=causal" in capsys.readouterr().out
