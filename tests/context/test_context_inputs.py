@@ -10,11 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import (
-    LENGTH,
-    mesh_of,
-    run_to_end,
-)
+from context import LENGTH, mesh_of, run_to_end
 from jax.sharding import PartitionSpec as P
 from packings import ids_of, positions_of
 from tiers import once_each, some

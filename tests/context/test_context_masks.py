@@ -6,14 +6,7 @@ Guards against key bounds taken over other ranks' rows.
 import jax
 import numpy as np
 import packax
-from context import (
-    BATCH,
-    CONTEXT,
-    LENGTH,
-    expression_of,
-    mesh_of,
-    plan_of,
-)
+from context import BATCH, CONTEXT, LENGTH, expression_of, mesh_of, plan_of
 
 
 def test_every_rank_has_the_hull_of_its_own_rows():
@@ -28,15 +21,8 @@ def test_every_rank_has_the_hull_of_its_own_rows():
         rows = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
         lo, hi = (np.asarray(x)[:, rows] for x in (mask.kv_start, mask.kv_end))
         alone = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=LENGTH)
-        for name in (
-            "kv_start",
-            "kv_end",
-            "q_blocks",
-            "kv_blocks",
-            "q_order",
-            "q_order_192",
-            "kv_order",
-        ):
+        names = "kv_start", "kv_end", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"
+        for name in names:
             of_rank = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
             np.testing.assert_array_equal(
                 of_rank, getattr(alone, name), err_msg=f"{name} of {rank}"

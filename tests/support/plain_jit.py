@@ -79,20 +79,11 @@ def causal_documents(ids):
     return packax.causal() & packax.documents(ids)
 
 
-SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
-
 CASES = {
     "documents": lambda q, k, v, ids: packax.flash_attention(q, k, v, causal_documents(ids)),
     "lse": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), return_lse=True
     ),
-    "sinks": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), sinks=SLOPES
-    ),
-    "deterministic": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, causal_documents(ids), deterministic=True
-    ),
-    "jax.nn's call": lambda q, k, v, ids: packax.dot_product_attention(q, k, v, is_causal=True),
 }
 
 

@@ -49,10 +49,6 @@ def attended(tree: Tree) -> np.ndarray:
     return path[np.ix_(ids, ids)]  # -1 indexes the last segment, which has no relatives
 
 
-def attended_of_batch(tree: Tree) -> np.ndarray:
-    return np.stack([attended(Tree(*x)) for x in zip(*tree, strict=True)])
-
-
 def depths(allowed: np.ndarray) -> np.ndarray:
     """The number of earlier tokens that each token attends, from the result of `attended`."""
     return np.tril(allowed, -1).sum(-1)
