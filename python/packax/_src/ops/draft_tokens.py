@@ -43,8 +43,8 @@ def with_drafts(
 
 
 def _among_drafts(spec: AttentionSpec, x: Operands, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention to the new tokens alone, and its log-sum-exp, in the accumulator's dtype. NaN in rows
-    that attend to a token beyond the cache or in a page that does not exist."""
+    """Attention to the new tokens alone, and its log-sum-exp, in the accumulator's dtype. NaN in
+    rows that attend to a token beyond the cache or in a page that does not exist."""
     batch, rows, heads, _ = x.query.shape
     size, kv_heads = x.key.shape[1:3]
     einsum = functools.partial(jnp.einsum, precision=spec.precision)
