@@ -29,6 +29,7 @@ from context import (
     tensors,
 )
 from context import results as all_results
+from jax.sharding import PartitionSpec as P
 from packings import positions_of
 from paths import DOCS
 from tiers import some
@@ -254,6 +255,23 @@ def test_windows_of_positions(kind, ids, positions, suffice):
             expected = got
     assert halos_suffice.tolist() == [suffice]
     assert_same(in_order(plan, got), expected)
+
+
+def test_all_devices_take_one_branch():
+    """Also if a shard_map gives each device one batch row: a collective waits for all devices."""
+    mesh, spec = mesh_of(2, 2, axes=("data", "context")), P("data", "context")
+    sharding = packax.AttentionSharding(spec, spec)
+    positions = np.stack([IN_ORDER[0], IN_ORDER[0, ::-1]])
+
+    def suffice(ids, positions):
+        expression = window(100) & packax.documents(ids, positions=positions)
+        return packax.create_attention_mask(expression, sharding=sharding).halos_suffice
+
+    mapped = jax.shard_map(
+        suffice, mesh=mesh, in_specs=P("data"), out_specs=P(("data", "context"))
+    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        assert jax.jit(mapped)(ONCE[:2], positions).tolist() == [0] * 4
 
 
 def test_what_reads_all_keys():

@@ -89,7 +89,12 @@ def halo_parts(
         computed: dict[str, Any] = {"parts": list(arrays)}
         if not halos.known:
             suffice = 1 - functools.reduce(jnp.logical_or, outside).astype(jnp.int32)
-            axes = ranks.mask_batch + ranks.context
+            # All devices must take the same branch, even those to which the caller's shard_map
+            # gives other batch rows: a collective waits for all of them.
+            assert ranks.layout is not None
+            axes = (*ranks.mask_batch, *ranks.context, *sorted(ranks.layout.manual))
+            axes = tuple(dict.fromkeys(axes))
+            suffice, _ = vary_together(suffice, jax.lax.axis_index(axes))
             computed["halos_suffice"] = jax.lax.pmin(suffice, axes)[None]
         return computed
 
