@@ -194,6 +194,7 @@ class OverRanks:
             own = {*self.at.context}
         of = {name: self.spec_of(name) for name in a}
         results = self.spec("bqh."), self.spec("bhq"), self.spec("bh")
+        results = results[: len(self.call.results.split("+"))]
         if self.at.run != "shard_map of a mask":
             of_plan = jax.tree.map(lambda x: self.spec("b") if len(x) > 1 else P(), plan)
             return jax.shard_map(
