@@ -4,13 +4,14 @@ Compilation is made cheap by xla_flags.py. Tests marked `gpu` need a CUDA device
 `exhaustive` run only under `-m exhaustive`. A `gpu` test becomes `exhaustive` if earlier tests of
 its function already cover each of its parameter values.
 PACKAX_TEST_PART="2/3" runs only the second third of the files, and of the cells of tests/table.
-JAX's compilation caches are cleared after each module. The summary reports the peak memory of each
+JAX's compilation caches are cleared after each module, and after 100 tests. The summary reports the peak memory of each
 worker and the processor time of each folder, and the command that runs each failure alone.
 """
 
 import collections
 import ctypes
 import gc
+import itertools
 import os
 import pathlib
 import resource
@@ -103,9 +104,24 @@ def _cpu_unless_gpu(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _clear_compilation_caches():
+def _clear_after_a_module():
     """The 4000 tests would otherwise keep 5 GB of compiled programs, and glibc the freed memory."""
     yield
+    _clear_compilation_caches()
+
+
+@pytest.fixture(autouse=True)
+def _clear_in_a_long_module():
+    """A cell of tests/table keeps 250 memory mappings, and Linux allows a process 65,530."""
+    yield
+    if next(_tests_run) % 100 == 0:
+        _clear_compilation_caches()
+
+
+_tests_run = itertools.count(1)
+
+
+def _clear_compilation_caches() -> None:
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
