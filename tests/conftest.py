@@ -4,8 +4,9 @@ Compilation is made cheap by xla_flags.py. Tests marked `gpu` need a CUDA device
 `exhaustive` run only under `-m exhaustive`. A `gpu` test becomes `exhaustive` if earlier tests of
 its function already cover each of its parameter values.
 PACKAX_TEST_PART="2/3" runs only the second third of the files, and of the cells of tests/table.
-JAX's compilation caches are cleared after each module, and after 100 tests. The summary reports the peak memory of each
-worker and the processor time of each folder, and the command that runs each failure alone.
+JAX's compilation caches are cleared after each module, and after 100 tests of a long one. The
+summary reports the peak memory of each worker and the processor time of each folder, and the
+command that runs each failure alone.
 """
 
 import collections
