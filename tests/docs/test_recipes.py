@@ -75,19 +75,19 @@ def test_a_ring_buffer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "parents", some([([-1, 0, 1, 0],), ([-1, -1, 1, 1],), ([-1, 0, 1, 2],)], 0)
+    "parents", some([([[-1, 0, 1, 0], [-1, -1, 1, 1]],), ([[-1, 0, 1, 2], [-1, 0, 0, 0]],)], 0)
 )
 def test_a_draft_tree(parents):
-    attend = of_page("decoding")["attend_to_drafts"]
-    lengths = np.array([4, 33])
+    verify = of_page("decoding")["verify"]
+    lengths = np.array([3, 33])
     query, key, value = (normal(2, 4, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
     caches = [normal(2, 40, KV_HEADS, DIM) + n for n in range(2)]
-    out = attend(query, key, value, *caches, jnp.asarray(lengths), parents)
-    allowed = np.eye(4, dtype=bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            allowed[i] |= allowed[parent]
+    out, *_ = verify(query, key, value, *caches, jnp.asarray(lengths), jnp.array(parents))
     for n, cached in enumerate(lengths):
+        allowed = np.eye(4, dtype=bool)
+        for i, parent in enumerate(parents[n]):
+            if parent >= 0:
+                allowed[i] |= allowed[parent]
         both = [
             np.concatenate([c[n, :cached], x[n]]) for c, x in zip(caches, (key, value), strict=True)
         ]
