@@ -79,8 +79,8 @@ def ragged_paged_attention(
         query: (T, H, Dqk), of a dtype of `decode_attention`. Rows that belong to no sequence are
             padding.
         key: the pages, (pages, page_size, Hkv, Dqk), or a dense cache (N, S, Hkv, Dqk), as in
-            `decode_attention`.
-            If a mesh shards pages or sequences, each device attends to its part.
+            `decode_attention`. If a mesh shards pages or sequences, each device attends to its
+            part.
         value: like key, with head dim Dv.
         kv_lens: the number of keys of each sequence, including its new ones: (N,) integers. If it
             is below the number of new tokens, the first ones are padding and attend to nothing.

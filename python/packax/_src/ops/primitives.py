@@ -279,9 +279,6 @@ def _decode_gradient(primals, tangents, **params):
     )
 
 
-_CACHES = ("key", "value", "key_scale", "value_scale")
-
-
 def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
     """Folds the mapped axis. Unmapped caches are not repeated, but read through a block table."""
     if "row_bounds" in names:  # the tiles of all mapped calls are decoded together
@@ -301,7 +298,8 @@ def _batch_decode(primitive, sharded, operands, dims, *, spec, names):
     folding = batching_rule(operands, dims)
     size = folding.size
     mapped = dict(zip(names, zip(operands, dims, strict=True), strict=True))
-    caches = {x: mapped[x] for x in _CACHES if x in mapped}
+    in_cache = {"key", "value", "key_scale", "value_scale"}
+    caches = {x: mapped[x] for x in names if x in in_cache}
     shared = all(dim is None for _, dim in caches.values())
     key, dim = mapped["key"]
     rows = key.shape[batch_axis(dim)]
