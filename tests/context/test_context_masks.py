@@ -6,7 +6,10 @@ Guards against key bounds taken over other ranks' rows.
 import jax
 import numpy as np
 import packax
+import pytest
+from calls import Call
 from context import BATCH, CONTEXT, LENGTH, expression_of, mesh_of, plan_of
+from ranks import OverRanks
 
 
 def test_every_rank_has_the_hull_of_its_own_rows():
@@ -30,3 +33,16 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     in_order = packax.create_attention_mask(expression_of("one mask for all"))
     in_order = np.broadcast_to(in_order.kv_end, (BATCH, LENGTH))
     np.testing.assert_array_equal(plan.unpermute(mask.kv_end), in_order)
+
+
+@pytest.mark.parametrize("selector,kind", [("ranges", "balanced"), ("positions", "local")])
+def test_stages_of_a_pipeline(selector, kind):
+    """vmap with spmd_axis_name, over layers that share a mask whose rows are permuted."""
+    call = Call(selector=selector, lengths="512x512", ranks="stages")
+    assert OverRanks(call, kind).wrong() == []
+
+
+def test_mask_of_one_device():
+    """Only the call gets the sharding. It shards batch and heads."""
+    call = Call(selector="documents", lengths="64x64", ranks="mask of one device")
+    assert OverRanks(call, None).wrong() == []

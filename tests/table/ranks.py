@@ -89,8 +89,6 @@ def why_not(call: Call, kind: str | None) -> str | None:
         return "shard_batch makes a plan"
     if run == "mask of one device" and kind is not None:
         return "its mask has no plan"
-    if run == "stages" and kind in ("plan", "local"):
-        return "with a plan, vmap takes no spmd_axis_name: an error"
     if run == "one device" and kind is None:
         return "one device in order is the first property"
     if RANKS[call.ranks].alone and kind == "halos":

@@ -19,8 +19,8 @@ import numpy as np
 
 from packax._src.context.all_gather_kv import update_at
 from packax._src.context.halo import Halo, Place, Stretch
+from packax._src.context.load_balance import take_each
 from packax._src.core.sharding import Layout, vary_together
-from packax._src.core.spec import common_batch
 
 
 def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
@@ -198,15 +198,3 @@ def _by_slot(places: Iterable[Place]) -> dict[int, list[Place]]:
     for place in places:
         by_slot.setdefault(place.slot, []).append(place)
     return by_slot
-
-
-def take_each(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
-    """x[b, index[b]]; both have batch 1 or B. unique: no index occurs twice in a batch row."""
-    batch = common_batch((x.shape[0], index.shape[0]))
-    x, index = vary_together(x, index)
-    x, index = (jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, index))
-
-    def take(x: jax.Array, index: jax.Array) -> jax.Array:
-        return x.at[index].get(unique_indices=unique, mode="promise_in_bounds")
-
-    return jax.vmap(take)(x, index)

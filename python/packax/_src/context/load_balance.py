@@ -23,8 +23,8 @@ import numpy as np
 from packax._src.context.halo import Halo, keys_of_halos
 from packax._src.core.arguments import PublicNames
 from packax._src.core.provenance import mark_permuted
-from packax._src.core.sharding import typed_axes
-from packax._src.core.spec import TILE
+from packax._src.core.sharding import typed_axes, vary_together
+from packax._src.core.spec import TILE, common_batch
 
 P = jax.sharding.PartitionSpec
 
@@ -248,14 +248,37 @@ def take_chunks(order: Any, axis: int, x: Any) -> Any:
             [np.take(s, o, axis - 1) for s, o in zip(split, order, strict=True)]
         ).reshape(x.shape)
 
-    def take(row: jax.Array, order: jax.Array, axis: int) -> jax.Array:
-        index = (slice(None),) * axis + (order,)
-        return row.at[index].get(unique_indices=True, mode="promise_in_bounds")
-
     split, order = jnp.asarray(split), jnp.asarray(order)
-    if order.shape[0] == 1:
-        return take(split, order[0], axis).reshape(x.shape)
-    return jax.vmap(functools.partial(take, axis=axis - 1))(split, order).reshape(x.shape)
+    if order.shape[0] > 1:
+        return take_each(split, order, axis, unique=True).reshape(x.shape)
+    index = (slice(None),) * axis + (order[0],)
+    return split.at[index].get(unique_indices=True, mode="promise_in_bounds").reshape(x.shape)
+
+
+def take_each(x: jax.Array, index: jax.Array, axis: int = 1, unique: bool = False) -> jax.Array:
+    """x[b] at index[b] along `axis` of x, for each batch row b; both have batch 1 or B.
+
+    unique: no index occurs twice in a batch row. Not written as a jax.vmap over the rows: in a
+    shard_map, that fails if the caller maps the call with spmd_axis_name.
+    """
+    batch = common_batch((x.shape[0], index.shape[0]))
+    x, index = vary_together(x, index)
+    x, index = (jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, index))
+    others = tuple(dim for dim in range(1, x.ndim) if dim != axis)
+    return jax.lax.gather(
+        x,
+        index[..., None],
+        jax.lax.GatherDimensionNumbers(
+            offset_dims=others,
+            collapsed_slice_dims=(axis,),
+            start_index_map=(axis,),
+            operand_batching_dims=(0,),
+            start_indices_batching_dims=(0,),
+        ),
+        slice_sizes=[size if dim in others else 1 for dim, size in enumerate(x.shape)],
+        unique_indices=unique,
+        mode="promise_in_bounds",
+    )
 
 
 def take_sharded(order: Any, axis: int, x: Any) -> Any:

@@ -27,9 +27,9 @@ from packax._src.context.all_gather_kv import (
     piece,
     update_at,
 )
-from packax._src.context.fetch_halos import fetch, index, numbers, return_gradients, take_each
+from packax._src.context.fetch_halos import fetch, index, numbers, return_gradients
 from packax._src.context.halo import Halo
-from packax._src.context.load_balance import take_chunks
+from packax._src.context.load_balance import take_chunks, take_each
 from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
 from packax._src.core.context_mask import ContextMask
 from packax._src.core.schema import ROWS

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.context.fetch_halos import index, take_each
+from packax._src.context.fetch_halos import index
 from packax._src.context.halo import Halo, Stretch
-from packax._src.context.load_balance import ContextPlan
+from packax._src.context.load_balance import ContextPlan, take_each
 from packax._src.core.context_mask import ContextMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import MaskMode

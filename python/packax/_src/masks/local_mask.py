@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.all_gather_kv import as_gathered, piece
-from packax._src.context.fetch_halos import take_each
-from packax._src.context.load_balance import ContextPlan, checksum
+from packax._src.context.load_balance import ContextPlan, checksum, take_each
 from packax._src.core.arguments import plus
 from packax._src.core.context_mask import ContextMask, dims_of
 from packax._src.core.sharding import Layout, vary_together
