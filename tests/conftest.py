@@ -2,7 +2,8 @@
 
 Compilation is made cheap by xla_flags.py. Tests marked `gpu` need a CUDA device; tests marked
 `exhaustive` run only under `-m exhaustive`. A `gpu` test becomes `exhaustive` if earlier tests of
-its function already cover each of its parameter values.
+its function already cover each of its parameter values. Tests on a GPU run in an order in which the
+first cases of every test come early.
 PACKAX_TEST_PART="2/3" runs only the second third of the files, and of the cells of tests/table.
 JAX's compilation caches are cleared after each module, and after 100 tests of a long one. The
 summary reports the peak memory of each worker and the processor time of each folder, and the
@@ -25,7 +26,7 @@ import xla_flags  # noqa: F401, before jax
 import jax
 import pytest
 from hypothesis import settings
-from tiers import repeats
+from tiers import repeats, spread
 
 # Compile times vary too much for a deadline. A fixed seed makes failures reproducible.
 # Tests with generated inputs try more examples under `-m exhaustive`.
@@ -70,6 +71,9 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if units[item] not in chosen]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if units[item] in chosen]
+    if on_gpu and _has_cuda():
+        of_gpu = {*on_gpu}
+        items[:] = [x for x in items if x not in of_gpu] + spread(x for x in items if x in of_gpu)
 
 
 def pytest_collection_finish(session):
@@ -81,10 +85,17 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist load`, give each worker neighbouring tests: tests of one file share compiled
-    programs. An idle worker steals half of the tests that another has left."""
-    from xdist.scheduler import WorkStealingScheduling
+    programs. An idle worker steals half of the tests that another has left. With `-m gpu`, workers
+    take the next tests of one queue."""
+    from xdist.scheduler import LoadScheduling, WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+    if config.option.dist != "load":
+        return None
+    if "gpu" not in config.option.markexpr:
+        return WorkStealingScheduling(config, log)
+    queue = LoadScheduling(config, log)
+    queue.maxschedchunk = 2
+    return queue
 
 
 def _has_cuda() -> bool:
@@ -105,10 +116,12 @@ def _cpu_unless_gpu(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _clear_after_a_module():
-    """The 4000 tests would otherwise keep 5 GB of compiled programs, and glibc the freed memory."""
+def _clear_after_a_module(request):
+    """The 4000 tests would otherwise keep 5 GB of compiled programs, and glibc the freed memory.
+    On a GPU, the next test is of another module."""
     yield
-    _clear_compilation_caches()
+    if not request.node.get_closest_marker("gpu"):
+        _clear_compilation_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from packax._src.core.spec import AttentionSpec
 from packax._src.ops import head_groups
 from primitive_calls import ALL, arrays_of, backward, forward, of_pass
 from properties.values import unequal
+from tiers import once_each
 
 pytestmark = pytest.mark.gpu
 
@@ -67,9 +68,11 @@ def call_of(dims, length, dtype="bfloat16"):
     return of(f"interval=causal,selector=packed,{text}")
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dims,dtype,deterministic",
+    once_each(DIMS, ["bfloat16", "float16"], [False, True]),
+    ids=lambda x: str(x),
+)
 def test_groups_of_heads_equal_the_whole_call(dims, dtype, deterministic):
     """Bit for bit, also in padding, except for a dq that is summed in varying order."""
     call = call_of("x".join(map(str, dims)), 500, dtype)

@@ -18,6 +18,7 @@ from exported import restored
 from gpu_runs import of
 from paths import SUPPORT, TESTS, importing
 from properties.values import Program, unequal
+from tiers import once_each
 
 pytestmark = pytest.mark.gpu
 
@@ -124,8 +125,10 @@ def python(code: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("kinds", ("", "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE,CONDITIONAL"))
-@pytest.mark.parametrize("order", ("deterministic", "any"))
+KINDS = ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE,CONDITIONAL", "")
+
+
+@pytest.mark.parametrize("kinds,order", once_each(KINDS, ("deterministic", "any")))
 def test_command_buffers(kinds, order):
     flags = f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1"
     assert "same bits" in python(COMMAND_BUFFERS.replace("ORDER", order), XLA_FLAGS=flags)

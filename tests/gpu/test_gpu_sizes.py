@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,27 @@ import pytest
 import trees
 from gpu_runs import of
 from properties.values import Program, unequal
+from tiers import once_each, some
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("first", range(1, 301, 25))
-def test_every_length_to_300(first):
-    for length in range(first, first + 25):
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *(
+            (1, 63, 64, 66),
+            (2, 65, 300),
+            (126, 127, 128),
+            (129, 132, 191, 192),
+            (193, 253, 256, 257),
+        ),
+        *some(range(first, first + 25) for first in range(1, 301, 25)),
+    ],
+    ids=lambda lengths: f"{lengths[0]} to {lengths[-1]}",
+)
+def test_every_length_to_300(lengths):
+    for length in lengths:
         dims = {13: "256x256", 11: "192x128", 7: "128x128"}
         dim = next((dim for n, dim in dims.items() if length % n == 0), "64x64")
         text = f"dims={dim},dtype=bfloat16,heads=2/1,batch=1,lengths={length}x{length}"
@@ -46,16 +61,19 @@ def check_long(call, a, unit=2.0**-6):
         np.testing.assert_allclose(x[some], y[some], rtol=0, atol=unit * size, err_msg=name)
 
 
-@pytest.mark.parametrize("size", ["128 128", "1 512", "64 16"])
 @pytest.mark.parametrize(
-    "dims,garbage",
-    [
-        ("264x264", np.nan),  # the fallback kernels ignore NaN where nothing is attended
-        *((dims, 1e30) for dims in ("64x64", "128x128", "192x128", "160x160", "256x256")),
-    ],
+    "size,dims",
+    some(
+        itertools.product(
+            ("128 128", "1 512", "64 16"),
+            ("64x64", "128x128", "192x128", "160x160", "256x256", "264x264"),
+        ),
+        *(0, 7, 14, 17),
+    ),
 )
-def test_long_lists_of_blocks(size, dims, garbage):
+def test_long_lists_of_blocks(size, dims):
     """Full and partial blocks, and garbage in rows that attend to nothing."""
+    garbage = np.nan if dims == "264x264" else 1e30  # the fallback kernels ignore NaN there
     text = f"dims={dims},dtype=bfloat16,heads=8/2,lengths=4096x4096"
     call = of(f"interval=causal,selector=block mask {size},{text}")
     a = call.arrays(1)
@@ -70,9 +88,10 @@ def test_long_lists_of_blocks(size, dims, garbage):
     check_long(call, a)
 
 
-@pytest.mark.parametrize("name", trees.LARGE)
-@pytest.mark.parametrize("dims", ["64x64", "128x128", "192x128", "256x256"])
-def test_large_trees(name, dims):
+@pytest.mark.parametrize(
+    "dims,name", once_each(("64x64", "128x128", "192x128", "256x256"), trees.LARGE)
+)
+def test_large_trees(dims, name):
     """Long lists of mostly full blocks; the mask kernels produce the same integers as XLA."""
     tree = trees.LARGE[name]()
     length = len(tree.ids)
@@ -89,8 +108,7 @@ def test_large_trees(name, dims):
     check_long(call, drawn | given)
 
 
-@pytest.mark.parametrize("sinks", ["none", "sinks"])
-@pytest.mark.parametrize("window", [9, 128, 500])
+@pytest.mark.parametrize("window,sinks", once_each([128, 500, 9], ["none", "sinks"]))
 def test_windows(window, sinks):
     """`row_keys` chooses the kernel on Hopper; every choice gives the results of XLA."""
     text = f"dims=64x64,dtype=bfloat16,sinks={sinks},lengths=3001x3001"
@@ -150,8 +168,7 @@ def test_head_dim_512():
     np.testing.assert_allclose(np.float32(first["dvalue"]).sum(1), sums, atol=3.0)
 
 
-@pytest.mark.parametrize("length", [1000, 8192])
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim,length", once_each([128, 64, 80], [8192, 1000]))
 def test_tangents(dim, length):
     """Along all operands, a kernel for Hopper runs, and along one of them, the fallback kernel.
     Many tiles: two rows of documents, grouped heads."""

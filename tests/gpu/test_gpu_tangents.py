@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gpu_runs import of
 from packax._src.ops import ffi
+from tiers import some
 
 pytestmark = pytest.mark.gpu
 DOCUMENTS = "interval=causal,selector=packed,lengths=409x409"
@@ -46,7 +47,7 @@ def operands(call):
     return a, {name: other[name] for name in call.differentiable()}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", some(CALLS, 0, 3, 4, 5, 7, 9, 10))
 def test_tangents(name):
     """The root mean square of errors in 16 bits is at most 1.4 units, which is twice that of plain
     attention; in float32 it is at most twice that of XLA with products in TF32, too."""

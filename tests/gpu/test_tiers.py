@@ -1,11 +1,11 @@
-"""Which GPU tests run without `-m exhaustive`. Needs no GPU."""
+"""Which GPU tests run without `-m exhaustive`, and in which order. Needs no GPU."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
 
-from tiers import repeats
+from tiers import repeats, spread
 
 
 def item(function, *marks, **parameters):
@@ -37,3 +37,11 @@ def test_items_are_compared_with_those_of_their_function():
 def test_exhaustive_items_stand_for_no_others():
     marked, first = item("f", "exhaustive", n=0), item("f", n=0)
     assert repeats([marked, first]) == []
+
+
+def test_the_first_cases_of_every_test_come_early():
+    long, short = [item("f", n=n) for n in range(6)], [item("g", n=n) for n in range(2)]
+    one = SimpleNamespace(function="h", get_closest_marker=lambda name: None)
+    found = spread([*long, *short, one])
+    assert [x.function for x in found] == list("ffgfhffgf")
+    assert [x for x in found if x.function == "f"] == long

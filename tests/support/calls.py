@@ -523,7 +523,7 @@ class Call:
         names = {*TENSORS, *self.parameters()}
         if "pairs" in a:
             a = a | {"dlse": np.zeros_like(a["dlse"])}
-        return {"scale": np.float64(self.number)} | {name: a[name] for name in names}
+        return {"scale": np.float64(self.number)} | {name: a[name] for name in names if name in a}
 
     def references(self, a: Arrays) -> Any:
         """The results in float64, and those of plain attention in the dtype of the call."""
@@ -537,11 +537,12 @@ class Call:
             return 8
         return 2 if self.implementation else 4
 
-    def wrong(self, got: dict[str, Any], a: Arrays) -> list[str]:
-        """How results differ from the reference. Of kernels, the largest logits are exact to
-        float32, and sums over all pairs are few numbers, whose plain error may be small by luck."""
+    def wrong(self, got: dict[str, Any], a: Arrays, references: Any = None) -> list[str]:
+        """How results differ from the references, by default those of the arrays. Of kernels, the
+        largest logits are exact to float32, and sums over all pairs are few numbers, whose plain
+        error may be small by luck."""
         got = {name: np.asarray(x) for name, x in got.items()}
-        true, plain = self.references(a)
+        true, plain = references or self.references(a)
         if not self.implementation:
             return dense.close(got, true, plain, self.factor)
         sums = {name: got.pop(name) for name in ("dscale", "dslopes") if name in got}

@@ -271,21 +271,20 @@ class DecodeCall:
         caches = self.caches(a)
         static = self.static()
         scale = static.get("scale", a["query"].shape[-1] ** -0.5)
-        out = np.zeros((*a["query"].shape[:3], caches["value"].shape[3]))
-        operands = caches | {"query": a["query"], "scale": scale, "dout": out}
+        operands = caches | {"query": a["query"], "scale": scale}
         operands |= {"sinks": a["sinks"]} if "sinks" in a else {}
         allowed, cap = self.allowed(a), static.get("soft_cap")
         return dense.true_and_plain(operands, allowed, self.dtype, tf32, soft_cap=cap)
 
     def wrong(
         self, got: dict[str, Any], a: Arrays, factor: float = 0, tf32: bool = False,
-        lost: Any = None,
+        lost: Any = None, references: Any = None,
     ) -> list[str]:  # fmt: skip
-        """How results differ from the reference. `factor`: 0 for that of `calls.Call`. `lost`: the
-        query tokens whose results must be NaN."""
+        """How results differ from the references, by default those of the arrays. `factor`: 0 for
+        that of `calls.Call`. `lost`: the query tokens whose results must be NaN."""
         got = {name: np.asarray(x) for name, x in got.items()}
         factor = factor or (8 if self.dtype == "float32" else 4)
-        true, plain = self.references(a, tf32)
+        true, plain = references or self.references(a, tf32)
         if lost is not None:
             true["out"] = np.where(lost[..., None, None], np.nan, true["out"])
             true["lse"] = np.where(np.expand_dims(lost, -2), np.nan, true["lse"])

@@ -57,7 +57,8 @@ def dense(
 ) -> Results:
     """Results and gradients, named like the arrays with "d" before the name.
 
-    arrays: query, key, value, dout, scale, and perhaps dlse, sinks, slopes, bias (all axes).
+    arrays: query, key, value, scale, and perhaps dout, dlse, sinks, slopes, bias (all axes).
+    Without dout there are no gradients.
     tf32: whether the operands of the forward's products are rounded.
     places: positions of queries and keys, (B or 1, length), for the slopes. factors: of the
     probabilities (dropout). Gradients of `OF_ROWS` are given for each query, (B, H, Sq).
@@ -68,7 +69,7 @@ def dense(
     shape = x["query"].shape[0], x["query"].shape[2]
     group = shape[1] // x["key"].shape[2]
     allowed = four_axes(allowed)
-    q, k, v, do = (x[n].transpose(0, 2, 1, 3) for n in ("query", "key", "value", "dout"))
+    q, k, v = (x[n].transpose(0, 2, 1, 3) for n in ("query", "key", "value"))
     k, v = (np.repeat(y, group, 1) for y in (k, v))
     raw = r(operand(q) @ operand(k).swapaxes(2, 3))
     s = r(x["scale"] * raw)
@@ -94,8 +95,12 @@ def dense(
     lse = np.where(some, shift + np.log(total), -np.inf)
     p, sink = r(p / total[..., None]), sink / total
     kept = p if factors is None else r(p * factors)
-    out = r(operand(kept) @ operand(v))
+    out = r(operand(kept) @ operand(v)).transpose(0, 2, 1, 3)
+    results = {"out": out, "lse": lse, "top": largest.max(-1, initial=-np.inf)}
+    if "dout" not in x:
+        return results
 
+    do = x["dout"].transpose(0, 2, 1, 3)
     dlse = np.where(some, x.get("dlse", 0), 0)
     dkept = r(do @ v.swapaxes(2, 3))
     dp = dkept if factors is None else r(dkept * factors)
@@ -105,9 +110,8 @@ def dense(
     scaled = r(du * x["scale"])
     dk, dv = scaled.swapaxes(2, 3) @ q, kept.swapaxes(2, 3) @ do
     dk, dv = (y.reshape(len(y), -1, group, *y.shape[2:]).sum(2) for y in (dk, dv))
-    found = {"out": out, "dquery": scaled @ k, "dkey": dk, "dvalue": dv}
-    found = {name: r(y.transpose(0, 2, 1, 3)) for name, y in found.items()}
-    found |= {"lse": lse, "top": largest.max(-1, initial=-np.inf)}
+    found = {"dquery": scaled @ k, "dkey": dk, "dvalue": dv}
+    found = results | {name: r(y.transpose(0, 2, 1, 3)) for name, y in found.items()}
     found["dscale"] = (du * raw).sum(-1)
     if "sinks" in x:
         found["dsinks"] = -sink * delta
@@ -121,7 +125,7 @@ def dense(
 def true_of(arrays: Mapping[str, Any], allowed: Any, **options: Any) -> Results:
     """Results in float64, with gradients in the shapes of the arrays."""
     found = dense(arrays, allowed, **options)
-    for name in {*OF_ROWS} & {*arrays}:
+    for name in {*OF_ROWS} & {*arrays} if "dout" in arrays else ():
         found["d" + name] = found["d" + name].sum((0, 2) if np.shape(arrays[name]) else None)
     return found
 
@@ -136,7 +140,7 @@ def true_and_plain(
     """
     true = dense(arrays, allowed, **options)
     plain = dense(arrays, allowed, dtype=dtype, tf32=tf32, **options)
-    for name in {*OF_ROWS} & {*arrays}:
+    for name in {*OF_ROWS} & {*arrays} if "dout" in arrays else ():
         rows, near = (np.asarray(y["d" + name], np.float64) for y in (true, plain))
         axes = (0, 2) if np.shape(arrays[name]) else None
         true["d" + name] = rows.sum(axes)

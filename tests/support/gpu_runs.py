@@ -1,12 +1,13 @@
 """What the GPU tests share: head dims of the kernels, memory for results that holds NaN, and which
 bits of results are the same in every run.
 
-numpy creates the arrays, because jax would compile a program for every shape, which takes half the
-time of a short test on a CPU.
+numpy creates the arrays and device_put copies them, because jax would compile a program for every
+shape, for jnp.asarray as well. Only large buffers are filled on the GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import calls
@@ -24,18 +25,29 @@ def of(text: str) -> calls.Call:
     return parse(f"implementation=cuda,results=out+lse,{text}")
 
 
+NAN = 0x7FC07FC0  # a float32 NaN, each half of which is a NaN in both dtypes of 16 bits
+LARGE = 2**22  # of a buffer, in float32
+
+
 def poison(a: dict[str, Any]) -> None:
     """Fill buffers of the sizes that the results of a call need with NaN, and free them to the
     pool, so that an element that no kernel writes is a NaN."""
     batch, q_len, heads, dim = a["query"].shape
-    kinds = [((batch, heads, q_len), np.dtype(np.float32))] * 4
-    kinds += [(a[n].shape, a[n].dtype) for n in ("query", "key", "value", "dout") for _ in "12"]
-    kinds += [(a["bias"].shape, a["bias"].dtype)] if "bias" in a else []
-    kinds.append(((4 * batch, q_len + 64, heads, dim), np.dtype(np.float32)))  # workspace
-    buffers = [jnp.asarray(np.full(shape, np.nan, dtype)) for shape, dtype in kinds]
+    sizes = [4 * batch * heads * q_len] * 4
+    sizes += [a[n].nbytes for n in ("query", "key", "value", "dout") for _ in "12"]
+    sizes += [a["bias"].nbytes] if "bias" in a else []
+    sizes.append(16 * batch * (q_len + 64) * heads * dim)  # workspace
+    counts = [-(-size // 4) for size in sizes]
+    small = np.full(min(max(counts), LARGE), NAN, np.int32)
+    buffers = [jax.device_put(small[:n]) if n <= LARGE else _large(n) for n in counts]
     jax.block_until_ready(buffers)
     for y in buffers:
         y.delete()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _large(count: int) -> jax.Array:
+    return jnp.full(count, NAN, jnp.int32)
 
 
 def on_gpu(call: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Decides which of many similar tests run every time, and which only under `-m exhaustive`."""
+"""Decides which of many similar tests run every time, and which only under `-m exhaustive`; and
+the order of those on a GPU."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +46,20 @@ def repeats(items: Iterable[Any]) -> list[Any]:
                 found.append(item)
             seen |= values
     return found
+
+
+def spread(items: Iterable[Any]) -> list[Any]:
+    """The pytest items with those of each function evenly spread, in their order: a run that is cut
+    short has run the first cases of every test."""
+    items = list(items)
+    counts = collections.Counter(item.function for item in items)
+    seen: collections.Counter[Any] = collections.Counter()
+
+    def place(item: Any) -> float:
+        seen[item.function] += 1
+        return (seen[item.function] - 0.5) / counts[item.function]
+
+    return sorted(items, key=place)
 
 
 def marked(values: Iterable[Any], every_time: bool) -> Any:

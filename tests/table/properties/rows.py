@@ -57,8 +57,12 @@ def row(
     return add
 
 
-def differences(call: Call, got: Any, a: Arrays, where: str = "") -> list[str]:
-    return [f"{where}{line}" for line in call.wrong(got, a)]
+def differences(
+    call: Call, got: Any, a: Arrays, where: str = "", references: Any = None
+) -> list[str]:
+    """`references`: those of the call, if they are known."""
+    more = {} if references is None else {"references": references}
+    return [f"{where}{line}" for line in call.wrong(got, a, **more)]
 
 
 def as_array(call: Call, given: Any, a: Arrays) -> list[str]:
