@@ -197,5 +197,6 @@ def _(call):
     a = call.arrays(2)
     program = compiled(call)
     wrong = differences(call, program(a), a)
+    before = program.traced  # not always 1: conftest.py clears jax's caches between tests
     program(call.arrays(3))
-    return wrong + ([] if program.traced == 1 else [f"traced {program.traced} times"])
+    return wrong + ([] if program.traced == before else ["traced again"])
