@@ -4,6 +4,7 @@ No `shard_map`, no `sharding=`. The compiled program may sum gradients of replic
 must not gather, permute or exchange anything, and results equal one device's.
 """
 
+import functools
 import pickle
 import re
 
@@ -73,17 +74,19 @@ def test_an_exported_program_of_explicit_axes(sizes):
         assert_equal(jax.export.export(function)(*args).call(*args), want)
 
 
-def test_an_explicit_mesh_that_is_not_set():
-    """With `AttentionSharding(mesh=)` alone. jax.make_mesh makes explicit axes by default."""
+@pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
+def test_an_explicit_mesh_that_is_not_set(result):
+    """With `AttentionSharding(mesh=)` alone. jax.make_mesh makes explicit axes by default. The zero
+    gradient of a result that is not used has no sharding in its type."""
     mesh, spec = mesh_of("Explicit"), P("data", None, "tensor")
-    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
+    over_mesh = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
 
-    def attention(query, key, value, ids):
+    def attention(query, key, value, ids, sharding=over_mesh):
         mask = packax.create_attention_mask(causal_documents(ids), sharding=sharding)
-        return packax.flash_attention(query, key, value, mask)
+        return packax.flash_attention(query, key, value, mask, return_lse=True)[result]
 
     got = jax.jit(both(attention))(*shard(mesh, *tensors()))
-    assert_equal(got, expected("documents", 2))
+    assert_equal(got, jax.jit(both(functools.partial(attention, sharding=None)))(*tensors()))
 
 
 def test_an_eager_shard_map_with_replicated_weights():
