@@ -39,7 +39,10 @@ def known(flag: str) -> bool:
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 # One LLVM module per program: splitting it into 32 costs more than compiling these small programs.
 CHEAP = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
-flags += [f"--{f}={value}" for f, value in CHEAP.items() if f not in flags[0] and known(f)]
+# XLA aborts if a device joins a collective a minute late, as happens on a busy machine.
+PATIENT = {"xla_cpu_collective_call_terminate_timeout_seconds": "300"}
+chosen = CHEAP | PATIENT
+flags += [f"--{f}={value}" for f, value in chosen.items() if f not in flags[0] and known(f)]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 
