@@ -1,15 +1,14 @@
 """Times forward mode: the forward pass, its jvp, and gradients of losses that hold a jvp.
 
     python benchmarks/forward_mode.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
-        [--check-only | --time-only] [--settings 512,1024,2048,1024_float32]
+        [--check-only | --time-only]
 
 First compares the tangents of small calls, and the gradients of a loss that holds them, with
 float64. An error above twice that of dense attention in the same dtype is a failure. Then times,
 in turns: the forward pass; its gradient; jvp along query, key and value; the gradient of a loss
 with the tangent under stop_gradient (MeanFlow); and the gradient through the tangent. jax.nn is
-dense attention in XLA, where its scores fit. --settings also times the gradient through the tangent
-with other tiles of blockwise XLA, and with factors of products in float32. Writes forward_mode.json
-into --out (default: $OUT, else benchmarks/results).
+dense attention in XLA, where its scores fit. Writes forward_mode.json into --out (default: $OUT,
+else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from lib.cases import document_lengths
 from lib.machine import machine
 from lib.output import Report, arguments_of, first_line, picked, require_gpu, say
 from lib.turns import as_row, interleaved
-from packax._src.ops import xla_attention, xla_tiles
 
 Arrays = tuple[jax.Array, ...]
 Attention = Callable[..., jax.Array]
-FACTOR_DTYPE = xla_attention._factor_dtype
 DENSE_BYTES = 2 << 30  # of float32 scores, at most, for which dense attention is timed
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
@@ -187,17 +184,7 @@ def check(case: ModeCase) -> dict[str, float]:
     }  # fmt: skip
 
 
-def set_xla(setting: str) -> None:
-    """The side of XLA's tiles on GPUs, perhaps followed by _float32, for what is traced next."""
-    size, _, rest = setting.partition("_")
-    xla_tiles.GPU_SIZE, xla_tiles.GPU_SCORES = int(size), 1 << 40
-    xla_attention._factor_dtype = (
-        (lambda dtype, on_gpu: jnp.dtype(jnp.float32)) if rest == "float32" else FACTOR_DTYPE
-    )
-    jax.clear_caches()
-
-
-def run_case(case: ModeCase, rounds: int, settings: list[str]) -> dict[str, Any]:
+def run_case(case: ModeCase, rounds: int) -> dict[str, Any]:
     arrays = case.arrays()
     attentions = {"packax": packax_attention(case)}
     if case.documents == 1 and 4 * case.batch * case.heads * case.seq**2 <= DENSE_BYTES:
@@ -207,10 +194,6 @@ def run_case(case: ModeCase, rounds: int, settings: list[str]) -> dict[str, Any]
         for who, attention in attentions.items()
         for name, function in programs(case, attention).items()
     }
-    for setting in settings:
-        set_xla(setting)
-        through = programs(case, packax_attention(case))["through"]
-        lowered[f"through {setting}"] = jax.jit(through).lower(*arrays)
     functions, failed = {}, {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {name: pool.submit(x.compile) for name, x in lowered.items()}
@@ -245,9 +228,6 @@ def table(results: dict[str, Any]) -> str:
             rest = ours["jvp"] + ours["gradient"] - ours["forward"]
             line += f"{ours['jvp'] / ours['forward']:>9.2f}{ours['stopped'] / rest:>21.2f}"
         lines.append(line + "  " + " ".join(f"{x:.3f}" for x in theirs.values() if x))
-        others = [name for name in rows if name.startswith("through ")]
-        if others:
-            lines.append("  " + ", ".join(f"{name} {rows[name]['ms']:.3f}" for name in others))
         lines += [f"  {name}: {text}" for name, text in rows.get("failed", {}).items()]
     return "\n".join(lines)
 
@@ -257,7 +237,6 @@ def main(arguments: list[str] | None = None) -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check-only", action="store_true", help="compare, but time nothing")
     only.add_argument("--time-only", action="store_true", help="compare nothing")
-    parser.add_argument("--settings", default="", help="of blockwise XLA, comma-separated")
     options = parser.parse_args(arguments)
     cases = picked(TIMED, options.cases, lambda case: "")
     if not options.check_only:
@@ -277,8 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"{case}: {ratios}")
         report["checks"][case] = ratios
     if not options.check_only:
-        settings = [x for x in options.settings.split(",") if x]
-        report.run(cases, lambda case: run_case(case, options.rounds, settings), table)
+        report.run(cases, lambda case: run_case(case, options.rounds), table)
     for name, ratios in report["checks"].items():
         print(f"error relative to dense, {name}: {ratios}")
     return report.end(bad)

@@ -31,9 +31,11 @@ KEYS = 128
 SHORT = 256
 SCORES = 1 << 19
 # On a GPU, each step of a loop launches several kernels, which take microseconds whatever the size
-# of a tile: there tiles are as large as the scores of one step, of all heads, may be.
-GPU_SIZE = 1024
-GPU_SCORES = 1 << 25
+# of a tile: there tiles are as large as the scores of one step, of all heads, may be. On an H200,
+# gradients through a tangent at 4k tokens with 16 heads took 1.21 times as long with 1024, and 1.9
+# times with 512.
+GPU_SIZE = 2048
+GPU_SCORES = 1 << 26
 
 
 class Tiles(NamedTuple):
