@@ -62,6 +62,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
     "backward_sm90": {
         dim: {
             "QK_CHUNK": chunk,
+            **({"V_CHUNK": chunk} if dim == 96 else {}),
             "KEYS": 128,
             "PARTS": 1,
             **plan,
@@ -76,7 +77,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             # 64, DQ 2 with SKIP is 12 to 19 % faster than DQ 1. At 128, SKIP gains -3 to 1 %, and
             # PING_PONG 3 to 12 % (docs/experiments.md).
             (64, 64, 200, {"PING_PONG": 0, "SKIP": 1, "DQ": 2}),
-            (96, 32, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
+            (96, 64, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
             (128, 128, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
         )
     },

@@ -49,6 +49,7 @@ from sm90.bwd_chunked_consumer import consume_chunked
 from sm90.bwd_consumer import consume_half
 from sm90.bwd_producer import allocate_row_stats, mask_mode_of_tile, produce, tile_of_program
 from sm90.bwd_split_consumer import consume_gradients, consume_scores
+from sm90.chunked_mma import count
 from sm90.config import constants
 from sm90.dq_reduce import columns_of_dq, sum_rows
 from sm90.lse_by_mma import COLUMNS
@@ -94,10 +95,11 @@ def backward_sm90(
     """
     HALVES: gl.constexpr = KEYS // 64
     ROWS: gl.constexpr = 64 // PARTS
-    CHUNKS: gl.constexpr = QK_DIM // PARTS // QK_CHUNK
-    V_CHUNKS: gl.constexpr = V_DIM // PARTS // V_CHUNK
-    config: gl.constexpr = constants(  # of a part
-        QK_DIM=QK_DIM // PARTS, V_DIM=V_DIM // PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
+    CHUNKS: gl.constexpr = count(QK_DIM // PARTS, QK_CHUNK)
+    V_CHUNKS: gl.constexpr = count(V_DIM // PARTS, V_CHUNK)
+    config: gl.constexpr = constants(  # of a part: in shared memory, then of products
+        QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK,
+        QK_COLUMNS=QK_DIM // PARTS, V_COLUMNS=V_DIM // PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, HALVES=HALVES, PARTS=PARTS,
         PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,

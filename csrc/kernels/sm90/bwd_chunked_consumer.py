@@ -118,7 +118,7 @@ def begin_scores(stage, phase, k, shared, CHUNKS: gl.constexpr):
     """Starts the scores of the block in `stage`."""
     mbarrier.wait(shared.q_full.index(stage), phase)
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    return scores(k, shared.q_s, stage, zero, CHUNKS)
+    return scores(k, shared.q_s, stage, zero)
 
 
 @gluon.jit
@@ -154,7 +154,7 @@ def add_block(
     if masked:  # P is 0 at masked pairs, dP may be anything
         ds = clear_bits(ds, bits)
     ds_half = unpack(ds, ROWS, ds_layout, dtype)
-    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum)
     # only the last chunk overlaps with the next scores: more would not fit the registers
     dk_sum = wait_products(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
     s_token = begin_scores(stage ^ 1, phase ^ stage, k, shared, CHUNKS)
@@ -182,18 +182,17 @@ def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
     tile = args.tile
     q_range = args.q_range
     V_DIM: gl.constexpr = config.V_DIM
-    QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-    dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
+    dk_sum = zeros(config.QK_COLUMNS, config.QK_CHUNK)
     dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
-    k = half_of_keys(shared.k_s, 0, W, CHUNKS)
+    k = half_of_keys(shared.k_s, 0, W, config.QK_COLUMNS)
     v = shared.v_s.index(W)
     if q_range.steps > 0:
         if not BLOCK_LISTS:
@@ -201,7 +200,7 @@ def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
                 args.mask, tile.first_key // 64 + W, args.scalars.kv_len
             )
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=(scores(k, shared.q_s, 0, zero, CHUNKS),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, shared.q_s, 0, zero),))
         stage = 0
         phase = 0
         if BLOCK_LISTS:
@@ -211,7 +210,7 @@ def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
                 for i in range(0, partial + full_count):
                     row = gl.load(listed + i) * ROWS
                     k_left = half_of_keys(
-                        shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS
+                        shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, config.QK_COLUMNS
                     )
                     v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
                     dk_sum, dv_sum, s = add_block(
@@ -225,7 +224,9 @@ def consume_chunked(W: gl.constexpr, args, config: gl.constexpr):
             for i in range(0, q_range.steps * tile.group):
                 masked = i < q_range.partial * tile.group
                 row = q_range.start + q_range.nth_partial(n) * ROWS
-                k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
+                k_left = half_of_keys(
+                    shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, config.QK_COLUMNS
+                )
                 v_left = shared.v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
                 full = i >= q_range.partial * tile.group
                 if full | ((row < live_end) & (row + ROWS > live_start)):

@@ -42,10 +42,10 @@ def ping_pong_pass(W: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(k, shared, stage, CHUNKS: gl.constexpr, LSE_BY_MMA: gl.constexpr):
+def start_scores(k, shared, stage, LSE_BY_MMA: gl.constexpr):
     """Starts S^T of a block of rows. With LSE_BY_MMA, LSE in units of S is subtracted from it."""
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    s = scores(k, shared.q_s, stage, zero, CHUNKS)
+    s = scores(k, shared.q_s, stage, zero)
     return subtract_stats(s, shared.lse_parts.index(stage)) if LSE_BY_MMA else s
 
 
@@ -71,23 +71,25 @@ def step(
     shared = args.shared
     ds_shared = args.ds
     scale = args.scalars.scale
-    QK_DIM: gl.constexpr = config.QK_DIM
+    QK_COLUMNS: gl.constexpr = config.QK_COLUMNS
     DQ: gl.constexpr = config.DQ
     LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
-    k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, CHUNKS)
-    v_left = left_chunks(shared.v_s, W + rematerialized_zero(i, REMATERIALIZE), V_CHUNKS)
+    k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, QK_COLUMNS)
+    v_left = left_chunks(
+        shared.v_s, W + rematerialized_zero(i, REMATERIALIZE), config.V_COLUMNS
+    )
     NEW: gl.constexpr = CHUNKS + (1 if LSE_BY_MMA else 0)  # wgmma groups of the next scores
     if LSE_BY_MMA:
         scale2 = lse_scale(scale)
     else:
         scale2 = (args.scalars.soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = shared.q_s.dtype
-    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[0]
-    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[1]
+    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_COLUMNS, config.QK_CHUNK, DQ)[0]
+    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_COLUMNS, config.QK_CHUNK, DQ)[1]
     s_layout: gl.constexpr = accumulator(ROWS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.V_CHUNK), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(config.QK_CHUNK), 2)
@@ -97,7 +99,7 @@ def step(
     mbarrier.wait(shared.do_full.index(stage), phase)
     if LIVE:
         zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-        dp_token = scores(v_left, shared.do_s, stage, zero, V_CHUNKS)
+        dp_token = scores(v_left, shared.do_s, stage, zero)
         if LSE_BY_MMA:
             dp_token = subtract_stats(dp_token, shared.delta_parts.index(stage))
         if SOFT_CAP:
@@ -116,7 +118,7 @@ def step(
         if SOFT_CAP:
             p = p * dtanh
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
-        dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
+        dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum)
         if LSE_BY_MMA:
             ds32 = p * dp
         else:
@@ -136,7 +138,7 @@ def step(
         ping_pong_wait(W)
     if LIVE:
         ds_half = gl.convert_layout(ds, ds_layout)
-        dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+        dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum)
     if DQ == 1:
         mbarrier.wait(ds_shared.full.index(other), phase)
         ds_t = ds_shared.tiles.index(other).permute((1, 0))
@@ -147,13 +149,13 @@ def step(
         warp_arrive(shared.q_empty.index(stage))
     phase = phase ^ stage
     mbarrier.wait(shared.q_full.index(other), phase)
-    s_token = start_scores(k_left, shared, other, CHUNKS, LSE_BY_MMA)
+    s_token = start_scores(k_left, shared, other, LSE_BY_MMA)
     if config.PING_PONG:
         ping_pong_pass(W)
     if DQ == 1:
         dq = wait_products(dq_tokens, NEW, len(k_part))
         warp_arrive(ds_shared.empty.index(other))
-        cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_DIM) + FIRST_CELL
+        cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_COLUMNS) + FIRST_CELL
         add_staged(dq, cells, args.dq_s.index(W), CELLS)
     else:
         if LIVE:
@@ -171,28 +173,28 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
     tile = args.tile
     q_range = args.q_range
     group = tile.group
-    QK_DIM: gl.constexpr = config.QK_DIM
+    QK_COLUMNS: gl.constexpr = config.QK_COLUMNS
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     SKIP: gl.constexpr = config.SKIP
     DQ: gl.constexpr = config.DQ
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     PARTS: gl.constexpr = 0 if BLOCK_LISTS else 2
-    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[0]
-    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_DIM, config.QK_CHUNK, DQ)[1]
+    FIRST_CELL: gl.constexpr = ROWS * columns_of_dq(W, QK_COLUMNS, config.QK_CHUNK, DQ)[0]
+    CELLS: gl.constexpr = ROWS * columns_of_dq(W, QK_COLUMNS, config.QK_CHUNK, DQ)[1]
     row_blocks = tile.padded // ROWS
     dtype: gl.constexpr = args.dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = tile.first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    dv_sum = zeros(accumulator(config.V_CHUNK), config.V_CHUNK, V_CHUNKS)
-    dk_sum = zeros(accumulator(config.QK_CHUNK), config.QK_CHUNK, CHUNKS)
+    dv_sum = zeros(config.V_COLUMNS, config.V_CHUNK)
+    dk_sum = zeros(QK_COLUMNS, config.QK_CHUNK)
     mbarrier.wait(shared.kv_full.index(0), 0)
     mbarrier.wait(shared.kv_full.index(1), 0)
-    k = half_of_keys(shared.k_s, 0, W, CHUNKS)
-    v = left_chunks(shared.v_s, W, V_CHUNKS)
+    k = half_of_keys(shared.k_s, 0, W, QK_COLUMNS)
+    v = left_chunks(shared.v_s, W, config.V_COLUMNS)
     k_part = ()
     if DQ == 1:
-        k_part = keys_of_dq(shared.k_s, W, QK_DIM)
+        k_part = keys_of_dq(shared.k_s, W, QK_COLUMNS)
     if q_range.steps > 0:
         if SKIP:
             live_start, live_end = rows_of_half(
@@ -201,7 +203,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
         if config.PING_PONG and W == 1:
             ping_pong_pass(1)
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = start_scores(k, shared, 0, CHUNKS, config.LSE_BY_MMA)
+        s = start_scores(k, shared, 0, config.LSE_BY_MMA)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # dS of "block -1" is 0: the first step adds 0 to dQ
             half_s = ds_shared.tiles.index(1).slice(W * 64, 64, dim=0)
@@ -259,7 +261,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
             mbarrier.wait(ds_shared.full.index(stage ^ 1), phase)
             ds_t = ds_shared.tiles.index(stage ^ 1).permute((1, 0))
             dq = wait_products(products(ds_t, k_part), 0, len(k_part))
-            cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_DIM) + FIRST_CELL
+            cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_COLUMNS) + FIRST_CELL
             add_staged(dq, cells, args.dq_s.index(W), CELLS)
             tma.store_wait(0)
         if config.PING_PONG and W == 0:

@@ -122,13 +122,13 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
         if BIAS:
             top = gl.load(args.top + stat, mask=in_bounds, other=0.0)
-        dq_sum = zeros(q_layout, QK_CHUNK, CHUNKS)
+        dq_sum = zeros(config.QK_DIM, QK_CHUNK)
         mbarrier.wait(shared.q_full.index(W), q_phase)
-        q = left_chunks(shared.q_s, W, CHUNKS)
+        q = left_chunks(shared.q_s, W, config.QK_DIM)
         if DO_REGISTERS:  # halves the reads of shared memory by its product
             do = (shared.do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2)),)
         else:
-            do = left_chunks(shared.do_s, W, V_CHUNKS)
+            do = left_chunks(shared.do_s, W, V_DIM)
         if BLOCK_LISTS:
             first = 0
             last = partial
@@ -143,7 +143,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
         end = gl.where(partial == steps, last, steps)
         mbarrier.wait(shared.k_full.index(stage), phase)
-        s = scores(q, shared.k_s, stage, zero, CHUNKS)
+        s = scores(q, shared.k_s, stage, zero)
         s = warpgroup_mma_wait(0, deps=(s,))
         for part in gl.static_range(2):  # partial steps, then full steps
             begin = first if part == 0 else gl.maximum(first, partial)
@@ -155,13 +155,13 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 mbarrier.wait(shared.v_full.index(v_stage), v_phase)
                 if V_DIM > 128:  # tile descriptors hoisted out of the loop would be spilled
                     w = opaque(stage * 0 + W)
-                    q_left = left_chunks(shared.q_s, w, CHUNKS)
-                    do_left = left_chunks(shared.do_s, w, V_CHUNKS)
+                    q_left = left_chunks(shared.q_s, w, config.QK_DIM)
+                    do_left = left_chunks(shared.do_s, w, V_DIM)
                 else:
                     w = W + rematerialized_zero(i, config.REMATERIALIZE)
-                    q_left = left_chunks(shared.q_s, w, CHUNKS)
-                    do_left = do if DO_REGISTERS else left_chunks(shared.do_s, w, V_CHUNKS)
-                dp_token = scores(do_left, shared.v_s, v_stage, zero, V_CHUNKS)
+                    q_left = left_chunks(shared.q_s, w, config.QK_DIM)
+                    do_left = do if DO_REGISTERS else left_chunks(shared.do_s, w, V_DIM)
+                dp_token = scores(do_left, shared.v_s, v_stage, zero)
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / scalars.soft_cap, BLOCK_N)
                     dtanh = 1.0 - s * s  # the derivative of tanh
@@ -183,14 +183,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
                 ping_pong_wait(W, 2)
-                dq_tokens = add_products(ds_half, shared.k_s, stage, dq_sum, CHUNKS)
+                dq_tokens = add_products(ds_half, shared.k_s, stage, dq_sum)
                 old = stage
                 stage, phase = next_stage(stage, phase, STAGES)
                 more = i + 1 < end
                 if more:
                     mbarrier.wait(shared.k_full.index(stage), phase)
                 # the last step computes its own scores again, and drops them
-                s_token = scores(q_left, shared.k_s, gl.where(more, stage, old), zero, CHUNKS)
+                s_token = scores(q_left, shared.k_s, gl.where(more, stage, old), zero)
                 ping_pong_pass(W, 2)
                 dq_sum = wait_products(dq_tokens, CHUNKS, CHUNKS)
                 if more:

@@ -192,14 +192,14 @@ def consume_scores(args, config: gl.constexpr):
     # rows past the end get lse2 +inf and delta 0, as rows that attend to nothing have
     lse = gl.load(args.lse2 + stat, mask=in_bounds, other=float("inf"))
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    dq_sum = zeros(q_layout, QK_CHUNK, PART_CHUNKS)
+    dq_sum = zeros(PART_CHUNKS * QK_CHUNK, QK_CHUNK)
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         last = (shared.last_s.index(0).load(gl.DotOperandLayout(0, s_layout, 2)),)
         gl.barrier()  # before P overwrites it
         mbarrier.wait(shared.k_full.index(0), 0)
-        q = left_chunks(shared.q_s, 0, CHUNKS - 1) + last
-        s = scores(q, shared.k_s, 0, zero, CHUNKS)
+        q = left_chunks(shared.q_s, 0, (CHUNKS - 1) * QK_CHUNK) + last
+        s = scores(q, shared.k_s, 0, zero)
         s = warpgroup_mma_wait(0, deps=(s,))
         stage = 0
         phase = 0
@@ -216,13 +216,13 @@ def consume_scores(args, config: gl.constexpr):
                 mbarrier.arrive(shared.p_full.index(0))
                 mbarrier.wait(shared.ds_full.index(0), turn)
                 ds = shared.ds_s.load(ds_layout)
-                dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum, PART_CHUNKS)
+                dq_tokens = add_products(ds, shared.k_s, stage * PARTS, dq_sum)
                 old = stage
                 stage, phase = next_stage(stage, phase, 2)
                 mbarrier.wait(shared.k_full.index(stage), phase)
                 zero_index = opaque(stage * 0)
-                q_left = left_chunks(shared.q_s, zero_index, CHUNKS - 1) + last
-                s_token = scores(q_left, shared.k_s, stage, zero, CHUNKS)
+                q_left = left_chunks(shared.q_s, zero_index, (CHUNKS - 1) * QK_CHUNK) + last
+                s_token = scores(q_left, shared.k_s, stage, zero)
                 dq_sum = wait_products(dq_tokens, CHUNKS, PART_CHUNKS)
                 warp_arrive(shared.k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -234,7 +234,7 @@ def consume_scores(args, config: gl.constexpr):
 def begin_dp(zero_index, phase, zero, shared):
     """Starts do v^T, each half of the columns as soon as it has been loaded. `zero_index`: see
     bwd_split_consumer.start_scores."""
-    do = left_chunks(shared.do_s, zero_index, PARTS)
+    do = left_chunks(shared.do_s, zero_index, PARTS * shared.do_s.shape[2])
     mbarrier.wait(shared.v_full.index(0), phase)
     v_t = shared.v_s.index(zero_index).permute((1, 0))
     dp = warpgroup_mma(do[0], v_t, zero, use_acc=False, is_async=True)
@@ -263,7 +263,7 @@ def consume_gradients(args, config: gl.constexpr):
     _, in_bounds, stat = rows_of_tile(args, gl.SliceLayout(1, s_layout))
     dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    dq_sum = zeros(q_layout, QK_CHUNK, PART_CHUNKS)
+    dq_sum = zeros(PART_CHUNKS * QK_CHUNK, QK_CHUNK)
     if steps > 0:
         mbarrier.wait(shared.q_full.index(0), 0)
         dp = begin_dp(0, 0, zero, shared)
@@ -287,9 +287,7 @@ def consume_gradients(args, config: gl.constexpr):
                 mbarrier.arrive(shared.ds_full.index(0))
                 ds_half = gl.convert_layout(rounded, ds_layout)
                 mbarrier.wait(shared.k_full.index(stage), phase)
-                dq_tokens = add_products(
-                    ds_half, shared.k_s, stage * PARTS + 1, dq_sum, PART_CHUNKS
-                )
+                dq_tokens = add_products(ds_half, shared.k_s, stage * PARTS + 1, dq_sum)
                 old = stage
                 stage, phase = next_stage(stage, phase, 2)
                 turn = turn ^ 1

@@ -45,10 +45,11 @@ def start_scores(left_s, tiles_s, rest, last, zero_index, stage, CHUNKS: gl.cons
     """
     ROWS: gl.constexpr = tiles_s.shape[1]
     zero = gl.zeros([KEYS, ROWS], gl.float32, accumulator(ROWS))
-    left = left_chunks(left_s, zero_index, CHUNKS)
+    left = left_chunks(left_s, zero_index, CHUNKS * left_s.shape[2])
     if rest is not None:
-        rest_left = left_chunks(rest.left_s, zero_index, CHUNKS - len(last)) + last
-    s = scores(left, tiles_s, stage, zero, CHUNKS)
+        COLUMNS: gl.constexpr = (CHUNKS - len(last)) * left_s.shape[2]
+        rest_left = left_chunks(rest.left_s, zero_index, COLUMNS) + last
+    s = scores(left, tiles_s, stage, zero)
     if rest is not None:
         mbarrier.wait(rest.full.index(0), stage)  # its phase flips with every block
         for c in gl.static_range(CHUNKS):
@@ -177,7 +178,7 @@ def add_to_values(
     mbarrier.arrive(args.p.full.index(stage))
     p_half = gl.convert_layout(p, p_layout)
     mbarrier.wait(shared.do_full.index(stage), phase)
-    dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum, V_CHUNKS)
+    dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum)
     phase = phase ^ stage
     mbarrier.wait(shared.q_full.index(other), phase)
     zero_index = opaque_zero(i, stage, rest, config)
@@ -195,14 +196,13 @@ def consume_scores(args, config: gl.constexpr):
     tile = args.tile
     rest = args.q_rest if config.PARTS > 1 else None
     CHUNKS: gl.constexpr = config.CHUNKS
-    V_CHUNK: gl.constexpr = config.V_CHUNK
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     scale2 = (args.scalars.soft_cap if config.SOFT_CAP else args.scalars.scale) * LOG2E
     if args.bias is not None:
         scale2 = LOG2E
     s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
     keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-    dv_sum = zeros(accumulator(V_CHUNK), V_CHUNK, V_CHUNKS)
+    dv_sum = zeros(config.V_DIM, config.V_CHUNK)
     mbarrier.wait(shared.kv_full.index(0), 0)
     if rest is None:
         last = ()
@@ -265,7 +265,7 @@ def add_to_keys(
     if DBIAS:  # all warps read P before dS overwrites it
         gl.barrier()
         args.p.tiles.index(stage).permute((1, 0)).store(ds.to(dtype))
-    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum, CHUNKS)
+    dk_tokens = add_products(ds_half, shared.q_s, stage, dk_sum)
     # The products have consumed dS, so delta and P have been read. An earlier arrival could
     # overtake their loads.
     warp_arrive(shared.do_empty.index(stage))
@@ -292,12 +292,11 @@ def consume_gradients(args, config: gl.constexpr):
     shared = args.shared
     tile = args.tile
     rest = args.do_rest if config.PARTS > 1 else None
-    QK_CHUNK: gl.constexpr = config.QK_CHUNK
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     s_layout: gl.constexpr = accumulator(shared.q_s.shape[1])
     keys = tile.first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-    dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
+    dk_sum = zeros(config.QK_DIM, config.QK_CHUNK)
     mbarrier.wait(shared.kv_full.index(0), 0)
     if args.q_range.steps > 0:
         mbarrier.wait(shared.do_full.index(0), 0)

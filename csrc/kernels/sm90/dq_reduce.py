@@ -7,7 +7,14 @@ contiguous range.
 """
 
 from sm90.bwd_producer import ROWS, next_block
-from sm90.chunked_mma import left_chunks, products, wait_products
+from sm90.chunked_mma import (
+    count,
+    first_columns,
+    left_chunks,
+    products,
+    wait_products,
+    width,
+)
 from sm90.common import named_barrier, warp_arrive
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -164,20 +171,21 @@ def keys_of_dq(k_s, W: gl.constexpr, QK_DIM: gl.constexpr):
         keys = (k_s.index(0).slice(FIRST, COLUMNS, dim=1),)
     else:
         keys = ()
-        for c in gl.static_range(COLUMNS // CHUNK):
-            keys = keys + (k_s.index(FIRST // CHUNK + c),)  # noqa: RUF005
+        for c in gl.static_range(count(COLUMNS, CHUNK)):
+            tile = first_columns(k_s.index(FIRST // CHUNK + c), width(c, COLUMNS, CHUNK))
+            keys = keys + (tile,)  # noqa: RUF005
     return keys
 
 
 @gluon.jit
 def sum_rows(args, config: gl.constexpr):
     """The third warp group: computes dQ of every block of rows, from the dS of the other two."""
-    QK_DIM: gl.constexpr = config.QK_DIM
+    QK_COLUMNS: gl.constexpr = config.QK_COLUMNS
     tile = args.tile
     q_range = args.q_range
-    CELLS: gl.constexpr = ROWS * QK_DIM
+    CELLS: gl.constexpr = ROWS * QK_COLUMNS
     row_blocks = tile.padded // ROWS
-    k = left_chunks(args.shared.k_s, 0, config.CHUNKS)
+    k = left_chunks(args.shared.k_s, 0, QK_COLUMNS)
     mbarrier.wait(args.shared.kv_full.index(0), 0)
     mbarrier.wait(args.shared.kv_full.index(1), 0)
     g = 0

@@ -18,6 +18,7 @@ The scores are computed again each time.
 
 from common.kv_ranges import LOG2E
 from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
+from sm90.chunked_mma import count
 from sm90.config import constants
 from sm90.fwd_consumer import ForwardArgs, consume, query_slots
 from sm90.row_producer import bytes_of_bias, load, produce, schedule
@@ -50,9 +51,9 @@ def forward_sm90(
     receives the largest logit of every row. With a bias, logits are in base e, and `lse` has two
     numbers per row (portable/row_sums.py). Every kernel takes `sinks` (common/sinks.py).
     """
-    CHUNKS: gl.constexpr = (QK_DIM + QK_CHUNK - 1) // QK_CHUNK
+    CHUNKS: gl.constexpr = count(QK_DIM, QK_CHUNK)
     SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
-    V_CHUNKS: gl.constexpr = (V_DIM // V_PARTS + V_CHUNK - 1) // V_CHUNK
+    V_CHUNKS: gl.constexpr = count(V_DIM // V_PARTS, V_CHUNK)
     config: gl.constexpr = constants(
         # of tiles in shared memory, then of products
         QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK * V_PARTS,

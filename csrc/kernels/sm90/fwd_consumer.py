@@ -7,7 +7,7 @@ from common.soft_cap import tanh_of_scores
 from sm90.alibi import add_alibi
 from sm90.args import Map, Number, RowTileArgs
 from sm90.block_lists import list_of_rows, mask_of_head
-from sm90.chunked_mma import wait_products
+from sm90.chunked_mma import first_columns, wait_products, width, zeros
 from sm90.common import (
     accumulator,
     lanes_arrive,
@@ -63,32 +63,6 @@ class ForwardArgs(RowTileArgs):
     scale2: Number
 
 
-@gluon.constexpr_function
-def width(c, dim, chunk):
-    """The columns of the c-th chunk of `dim` columns. The last chunk may be narrower than the
-    others: 96 columns are 64 and 32, and products take a slice of the second tile of 64."""
-    return min(chunk, dim - c * chunk)
-
-
-@gluon.jit
-def columns(tile, N: gl.constexpr):
-    """The first N columns of a tile."""
-    return tile.slice(0, N, dim=1) if tile.shape[1] > N else tile
-
-
-@gluon.jit
-def zero_chunk(N: gl.constexpr):
-    return gl.zeros([64, N], gl.float32, accumulator(N))
-
-
-@gluon.jit
-def zeros(DIM: gl.constexpr, CHUNK: gl.constexpr):
-    sums = ()
-    for c in gl.static_range((DIM + CHUNK - 1) // CHUNK):
-        sums = sums + (zero_chunk(width(c, DIM, CHUNK)),)  # noqa: RUF005
-    return sums
-
-
 @gluon.jit
 def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
     """Starts q k^T. As chunked_mma.scores, except that the first key tile comes before the queries:
@@ -98,8 +72,8 @@ def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
     s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
-        q = columns(q_s.index(w * SLOTS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
-        k = columns(k_s.index(stage * CHUNKS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+        q = first_columns(q_s.index(w * SLOTS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+        k = first_columns(k_s.index(stage * CHUNKS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
         s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
     return s
 
@@ -110,7 +84,7 @@ def add_products(p, v_s, at, sums, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
     CHUNKS: gl.constexpr = len(sums)
     tokens = ()
     for c in gl.static_range(CHUNKS):
-        tile = columns(v_s.index(at * CHUNKS + c), sums[c].shape[1])
+        tile = first_columns(v_s.index(at * CHUNKS + c), sums[c].shape[1])
         left = unpack(p, BLOCK_N, gl.DotOperandLayout(0, sums[c].type.layout, 2), dtype)
         tokens = tokens + (warpgroup_mma(left, tile, sums[c], is_async=True),)  # noqa: RUF005
     return tokens
@@ -293,7 +267,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             outputs = outputs + (normalized(acc[c], inverse),)  # noqa: RUF005
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
-            columns(shared.o_s.index(FIRST_O + c), outputs[c].shape[1]).store(outputs[c].to(dtype))
+            first_columns(shared.o_s.index(FIRST_O + c), outputs[c].shape[1]).store(outputs[c].to(dtype))
         row = tile.row + W * 64
         column = tile.head_part % config.V_PARTS * (config.V_DIM // config.V_PARTS)
         start_store(out, shared.o_s, FIRST_O, tile.b, row, head, column, V_CHUNKS)

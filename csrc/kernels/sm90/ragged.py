@@ -281,7 +281,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         lanes_arrive(shared.work_empty.index(slot))
         row = tile.row + W * 64
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        acc = zeros(o_layout, V_CHUNK, V_CHUNKS)
+        acc = zeros(config.V_DIM, V_CHUNK)
         mbarrier.wait(shared.q_full.index(W), q_phase)
 
         # the first step has no second product: there is no previous P
@@ -309,7 +309,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
                 mbarrier.wait(shared.v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
-                acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
+                acc_tokens = add_products(p_half, shared.v_s, old, acc)
                 ping_pong_pass(W, 2)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
                 warp_arrive(shared.k_empty.index(stage))
@@ -327,7 +327,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         old, old_phase = previous_stage(stage, phase, STAGES)
         mbarrier.wait(shared.v_full.index(old), old_phase)
         p_half = unpack(p, BLOCK_N, p_layout, dtype)
-        acc_tokens = add_products(p_half, shared.v_s, old, acc, V_CHUNKS)
+        acc_tokens = add_products(p_half, shared.v_s, old, acc)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
         valid = rows < end_row
         lo = gl.load(args.kv_start + rows, mask=valid, other=0)

@@ -138,12 +138,10 @@ def produce(args, config: gl.constexpr):
 @gluon.jit
 def start_products(shared, w, stage, zero, config: gl.constexpr):
     """Starts S and dP of the batch row in `stage`."""
-    CHUNKS: gl.constexpr = config.CHUNKS
-    V_CHUNKS: gl.constexpr = config.V_CHUNKS
-    q = left_chunks(shared.q_s, stage * 2 + w, CHUNKS)
-    s = scores(q, shared.k_s, stage, zero, CHUNKS)
-    do = left_chunks(shared.do_s, stage * 2 + w, V_CHUNKS)
-    return s, scores(do, shared.v_s, stage, zero, V_CHUNKS)
+    q = left_chunks(shared.q_s, stage * 2 + w, config.QK_DIM)
+    s = scores(q, shared.k_s, stage, zero)
+    do = left_chunks(shared.do_s, stage * 2 + w, config.V_DIM)
+    return s, scores(do, shared.v_s, stage, zero)
 
 
 @gluon.jit

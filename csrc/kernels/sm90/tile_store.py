@@ -68,6 +68,7 @@ def store_half(
         dk_tile = dk_tile.slice(W * 64, 64, dim=2)
         tma.async_store(args.dk, [tile.b, tile.kv_head, first_key, c * QK_CHUNK], dk_tile)
     for c in gl.static_range(V_CHUNKS):
-        dv_tile = v[c].reinterpret(dtype, [1, 1, 64, V_CHUNK], args.dv.layout)
+        dv_tile = shared.v_s.index(W * V_CHUNKS + c)
+        dv_tile = dv_tile.reinterpret(dtype, [1, 1, 64, V_CHUNK], args.dv.layout)
         tma.async_store(args.dv, [tile.b, tile.kv_head, first_key, c * V_CHUNK], dv_tile)
     tma.store_wait(0)
