@@ -124,6 +124,7 @@ _SM90 = {
     "bias": ("bias", "bias_axes", "top"),  # also in kernels ending in "dbias"
     "dbias": ("dbias",),
     "block_lists": _of("block_mask"),
+    "dropout": _of("dropout"),
 }
 
 
@@ -144,6 +145,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         absent += _of("fp8")
     if kernel in SM90_TILES:
         absent += [x for end, names in _SM90.items() if not kernel.endswith(end) for x in names]
+        absent += [] if kernel in ("forward_sm90", "forward_sm90_short") else ["choice"]
         absent += ["dq_sum"] if kernel.startswith("backward_dkdv") else []
     if kernel == "backward_sm80":
         absent += _of("soft_cap")

@@ -194,6 +194,28 @@ SM90_TILES["backward_dkdv_sm90_block_lists"] |= {
 SM90_TILES["backward_dq_sm90_block_lists"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] for dim in (192, 256)
 }
+# With dropout, whose bits take registers: two warp groups, and 64 keys in a step of dQ.
+DROPOUT = {
+    f"{kernel}_dropout": kernel
+    for kernel in ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+}
+SM90_TILES |= {
+    "forward_sm90_dropout": {
+        64: SM90_TILES["forward_sm90"][64]
+        | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
+        128: SM90_TILES["forward_sm90"][128],
+    },
+    "backward_preprocess_dropout": {
+        dim: SM90_TILES["backward_preprocess"][dim] | {"LSE_IN_TWO": 1} for dim in (64, 128)
+    },
+    "backward_dq_sm90_dropout": {
+        dim: SM90_TILES["backward_dq_sm90_soft_cap"][dim] for dim in (64, 128)
+    },
+    **{
+        f"{kernel}_dropout": {dim: without_lse_by_mma(SM90_TILES[kernel][dim]) for dim in (64, 128)}
+        for kernel in ("backward_sm90", "backward_dkdv_sm90")
+    },
+}
 # With a bias array, whose tiles are loaded with those of the keys. At 64, three warp groups would
 # not have enough registers. At 128, shared memory has no room for a separate output.
 BIAS = {
@@ -220,7 +242,7 @@ SM90_TILES["forward_sm90_float32_bias"] = {
 # with a float32 bias, that of dK and dV would exceed the shared memory by 16 bytes.
 BIAS_BACKWARD_DIMS: tuple[Dims, ...] = ((32, 32), 64, 128, 256)
 SM90_TILES["backward_preprocess_dbias"] = dict.fromkeys(
-    BIAS_BACKWARD_DIMS, SM90_TILES["backward_preprocess"][256]
+    BIAS_BACKWARD_DIMS, SM90_TILES["backward_preprocess"][256] | {"LSE_IN_TWO": 1}
 )
 SM90_TILES["backward_dkdv_sm90_dbias"] = dict.fromkeys(
     BIAS_BACKWARD_DIMS, SM90_TILES["backward_dkdv_sm90"][256]
@@ -293,7 +315,7 @@ SM90_TILES["ragged_sm90"] = {
     for dim in (64, 128)
 }
 # kernel -> the plain kernel whose function and tensor maps it uses
-LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | MAX_LOGITS | LOW_OCCUPANCY | SHORT
+LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | DROPOUT | MAX_LOGITS | LOW_OCCUPANCY | SHORT
 # Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
 # dims at which the accumulators of 64 keys or rows do not fit in one warp group.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers

@@ -96,6 +96,7 @@ struct AttentionOperands : AttentionFields {
 // row_max is null if not requested; the kernel then does not write it.
 struct ForwardOperands : AttentionOperands, ForwardFields {
   int32_t sink_batch;  // 1 or batch; 0: none
+  int32_t choice = 0;  // not 0: two kernels are launched (csrc/kernels/sm90/fwd.py)
 };
 
 // The tangents of query, key and value may be absent.

@@ -157,12 +157,14 @@ ffi::Error Select(const Operands& o, Device** device, Selected<Operands>* select
          << "kernels";
 }
 
+// `each` has the operands of all steps, or of each step in turn.
 template <typename Operands>
-ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selected) {
+ffi::Error Run(Stream stream, std::span<const Operands> each, const Selected<Operands>& selected) {
   std::array<Launch, kMaxSteps> launches;
   size_t count = 0;
   for (size_t i = 0; i < kMaxSteps && selected.row->steps[i].list != nullptr; ++i) {
     const Step<Operands>& step = selected.row->steps[i];
+    const Operands& o = each[std::min(i, each.size() - 1)];
     if (step.needed != nullptr && !step.needed(o)) continue;
     Launch& launch = launches[count++];
     launch.kernel = selected.kernels[i];
@@ -173,6 +175,11 @@ ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selec
     step.list(o, &launch.arguments);
   }
   return Run(stream, std::span(launches).first(count));
+}
+
+template <typename Operands>
+ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selected) {
+  return Run(stream, std::span(&o, 1), selected);
 }
 
 template <typename Operands>

@@ -110,6 +110,16 @@ constexpr Steps<F> Short() {
   return steps;
 }
 
+// Packed documents may be short or long, which only the mask's data says.
+bool HasDocuments(const F& o, const Device&) {
+  return o.options() == 0 && o.mask_mode != kNoCheck;
+}
+
+// The kernel for few keys and that for many, of which one finds nothing to do.
+constexpr Steps<F> ByLength() {
+  return {Short()[0], Persistent<ForwardSm90Args>()[0]};
+}
+
 template <typename Args>
 constexpr Steps<F> OneTile() {
   return {Use<Args, F>(QueryTiles)};
@@ -125,6 +135,7 @@ constexpr Row<F> kForward[] = {
     {HasOnly<kAlibi>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90AlibiArgs>()},
     {HasOnly<kRowStats>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90MaxLogitsArgs>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90SoftCapArgs>()},
+    {HasOnly<kDropout>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90DropoutArgs>()},
     {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 1); }, Gpus::kSome, Dims::kClipped,
      Persistent<ForwardSm90BiasArgs>()},
     {[](const F& o, const Device&) { return OnlyBiasOfRows(o, 2); }, Gpus::kSome, Dims::kClipped,
@@ -132,6 +143,7 @@ constexpr Row<F> kForward[] = {
     {IsShort, Gpus::kSome, Dims::kClipped, Short()},
     {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
      Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90LowOccupancyArgs>()},
+    {HasDocuments, Gpus::kSome, Dims::kClipped, ByLength()},
     {HasOnly<0>, Gpus::kSome, Dims::kClipped, Persistent<ForwardSm90Args>()},
     {HasOnly<kSoftCap>, Gpus::kSome, Dims::kExact, OneTile<ForwardSm80SoftCapArgs>()},
     {[](const F& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
@@ -199,17 +211,18 @@ bool NoDbiasOnSm90(const B& o, const Device& device) {
 
 // One kernel for all gradients. It accumulates dQ in float32 in no fixed order; dK and dV do not
 // depend on the order.
-template <typename Gradients, typename Postprocess = BackwardPostprocessArgs>
+template <typename Gradients, typename Postprocess = BackwardPostprocessArgs,
+          typename Preprocess = BackwardPreprocessArgs>
 constexpr Steps<B> Fused() {
-  return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
+  return {Use<Preprocess, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
           Use<Postprocess, B>(PaddedRows, NeedsDq)};
 }
 
 // One kernel for dK and dV and one for dQ, without accumulation in memory: deterministic, and only
 // for gradients that are needed. Also used where there is no fused kernel.
-template <typename Dkdv, typename Dq>
+template <typename Dkdv, typename Dq, typename Preprocess = BackwardPreprocessArgs>
 constexpr Steps<B> Separate() {
-  return {Use<BackwardPreprocessArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
+  return {Use<Preprocess, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
           Use<Dq, B>(Rows, NeedsDq, &B::counter)};
 }
 
@@ -259,8 +272,7 @@ constexpr Steps<B> SeparateWithDbias() {
 
 template <typename Dkdv, typename Dq>
 constexpr Steps<B> SeparateWithBias() {
-  return {Use<BackwardPreprocessDbiasArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
-          Use<Dq, B>(Rows, NeedsDq, &B::counter)};
+  return Separate<Dkdv, Dq, BackwardPreprocessDbiasArgs>();
 }
 
 // With the gradient of a bias that batch rows share.
@@ -282,6 +294,12 @@ constexpr Row<B> kBackward[] = {
      true},
     {HasOnly<kSoftCap, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90SoftCapArgs, BackwardDqSm90SoftCapArgs>()},
+    {HasOnly<kDropout, kFused>, Gpus::kSome, Dims::kClipped,
+     Fused<BackwardSm90DropoutArgs, BackwardPostprocessArgs, BackwardPreprocessDropoutArgs>(),
+     true},
+    {HasOnly<kDropout, kSeparate>, Gpus::kSome, Dims::kClipped,
+     Separate<BackwardDkdvSm90DropoutArgs, BackwardDqSm90DropoutArgs,
+              BackwardPreprocessDropoutArgs>()},
     {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
@@ -346,11 +364,16 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Selected<F> selected;
   PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  // The tile size determines the order; emit.py rejects other tile sizes.
-  if (selected.block(0) == kTile192) o.q_order = o.q_order_192;
   // Clearing the counter takes longer than it saves between so short tiles (docs/experiments.md).
   if (HasFewSteps(o)) o.counter = nullptr;
-  return Run(stream, o, selected);
+  const bool by_length = selected.row->steps[1].list != nullptr;
+  std::array<F, 2> each = {o, o};
+  for (int i = 0; i <= int{by_length}; ++i) {
+    // The tile size determines the order; emit.py rejects other tile sizes.
+    if (selected.block(i) == kTile192) each[i].q_order = o.q_order_192;
+    if (by_length) each[i].choice = i + 1;
+  }
+  return Run<F>(stream, std::span(each).first(1 + by_length), selected);
 }
 
 ffi::Error RunBackward(Stream stream, BackwardOperands o) {

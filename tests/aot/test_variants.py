@@ -54,7 +54,7 @@ def test_queries_over_fp8_caches_have_their_merging_kernel(dtypes) -> None:
 def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
     """C++ takes it if there are fewer tiles of 192 rows than multiprocessors."""
     ((few, plain),) = tiles.LOW_OCCUPANCY.items()
-    assert arguments_of(few) == arguments_of(plain)
+    assert arguments_of(few) == [name for name in arguments_of(plain) if name != "choice"]
     assert {(v.block, v.qk_dim) for v in ALL if v.kernel == few} == {(128, 64)}
     assert {v.block for v in ALL if v.kernel == plain and v.qk_dim == 64} == {192}
 
@@ -129,7 +129,7 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
                 tiles = (64,)
             assert v.block in tiles, v.name
         # The backward's workspace has whole blocks of 64 rows.
-        if v.kernel in ("backward_preprocess", "backward_postprocess"):
+        if v.kernel.startswith(("backward_preprocess", "backward_postprocess")):
             assert 64 % v.block == 0, v.name
 
 
@@ -241,6 +241,7 @@ def test_parameters_do_not_depend_on_the_variant() -> None:
     (sm90,) = (line for line in lines if line[0] == "forward_sm90")
     portable = [p.replace(":ptr", ":tma") for p in lines[0][1:5]] + lines[0][5:]
     sm90.remove("counter:ptr")
+    sm90.remove("choice:i32")
     assert portable.pop() == "row_heads:i32", "a tensor map has that itself"
     assert sm90[1:] == portable, "the handler fills both in from one call"
 

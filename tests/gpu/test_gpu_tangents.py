@@ -78,14 +78,15 @@ def test_tangents(name):
 
 
 def test_padding_may_be_nan():
-    """In queries that attend to nothing, and in keys that share no tile with an attended one."""
-    length, end = 409, 300
-    call = of(f"{DOCUMENTS},dims=64x64,dtype=bfloat16,heads=2/2,batch=1")
+    """In queries that attend to nothing, and in keys that share no step with an attended one. A
+    step of at most 128 keys may begin anywhere."""
+    length, end = 609, 300
+    call = of(f"{DOCUMENTS},lengths={length}x{length},dims=64x64,dtype=bfloat16,heads=2/2,batch=1")
     a, along = operands(call)
     a["ids"] = np.repeat(np.int32([[0, -1, 1, -1]]), [70, 61, end - 131, length - end], 1)
 
     def broken(name, x):
-        begin = end if name == "query" else -(-end // 128) * 128
+        begin = end if name == "query" else end + 128
         return np.where(np.arange(length)[:, None, None] < begin, x, np.nan).astype(x.dtype)
 
     got = tangents(call, a, along)
@@ -103,7 +104,7 @@ def check_equals_xla(derivative):
     call = of(f"{DOCUMENTS},dims=64x64,dtype=bfloat16")
     a, along = operands(call)
     found = []
-    for implementation in ("cuda", "xla"):
+    for implementation in ("", "xla"):  # "cuda" has no kernels for second derivatives
         one = dataclasses.replace(call, implementation=implementation)
 
         def out(x, one=one):

@@ -34,7 +34,7 @@ class Row:
     sizes: Sizes
     options: dict
     cc: int
-    wanted: str  # the kernel, or an entry of BACKWARD
+    wanted: str  # kernels, or an entry of BACKWARD
 
     def call(self, machine, **more):
         options = self.options | more
@@ -46,7 +46,7 @@ class Row:
     def kernels(self, of):
         """Those whose results the call needs; `of`: its fields."""
         if self.target != "backward":
-            return [self.wanted]
+            return self.wanted.split()
         dq, dkv, dbias = (of[f"needs_{x}"] for x in ("dq", "dkv", "dbias"))
         needed = {"dkdv": dkv, "dq": dq, "postprocess": dq}
         needed |= dict.fromkeys(("dbias", "shared", "sum"), dbias)

@@ -239,10 +239,23 @@ def test_a_head_group_equals_a_separate_call() -> None:
 # --- Constants that are not those of the table
 
 
-def test_forward_in_turns() -> None:
+@pytest.mark.parametrize("kernel,dim", [("forward_sm90", 96), ("forward_sm90_short", 64)])
+def test_forward_in_turns(kernel: str, dim: int) -> None:
     """Without a counter, programs take the same number of tiles, in alternating directions."""
-    x = of(f"{DOCUMENTS},dims=96x96,dtype=bfloat16")
-    forward(x, "forward_sm90", "90a", counter=np.zeros(0, np.int32))
+    x = of(f"{DOCUMENTS},dims={dim}x{dim},dtype=bfloat16")
+    forward(x, kernel, "90a", counter=np.zeros(0, np.int32))
+    x.check_forward()
+
+
+@pytest.mark.parametrize("lengths,few", [("150x300", True), ("150x1500", False)])
+def test_one_of_two_forwards(lengths: str, few: bool) -> None:
+    """Of two kernels that are launched, the number of keys that rows attend to chooses one."""
+    x = of(f"lengths={lengths},dims=64x64,dtype=bfloat16")
+    chosen, other = ("forward_sm90", "forward_sm90_short")[:: -1 if few else 1]
+    choice = {"forward_sm90_short": 1, "forward_sm90": 2}
+    forward(x, other, "90a", choice=choice[other])
+    assert np.isnan(x.arrays["out"].astype(float)).all() and np.isnan(x.arrays["lse"]).all()
+    forward(x, chosen, "90a", choice=choice[chosen])
     x.check_forward()
 
 

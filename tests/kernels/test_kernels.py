@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from decode_calls import parse
 from simulated import Simulation, kernels_of, variant_of
@@ -95,6 +96,29 @@ def test_triton(family: str, text: str, mask: str, tiles: Any) -> None:
     check_portable(simulation(text, mask, block, tiles=tiles), family)
 
 
+@pytest.mark.parametrize(
+    "kernel,forward,option",
+    [("", "", ""), ("_dbias", "_bias", ",bias=shared"), ("_dropout", "_bias", ",dropout=dropout")],
+)
+def test_preprocess(kernel: str, forward: str, option: str) -> None:
+    """Against what the other tests pass to the kernels that follow it."""
+    x = simulation(f"dims=16x16{option}", "documents")
+    x.triton(f"forward{forward}")
+    x.prepare()
+    names = ("lse2", "delta", "lo", "hi", "top") if "bias" in x.a else ("lse2", "delta", "lo", "hi")
+    want = {name: x.arrays[name] for name in names}
+    x.arrays |= {name: np.full_like(a, -7) for name, a in want.items()}
+    x.arrays["dq_sum"][:] = np.nan
+    x.triton(f"backward_preprocess{kernel}")
+    attends = np.isfinite(want["lse2"])
+    for name, a in want.items():
+        got = x.arrays[name]
+        if name in ("delta", "top"):  # of other rows, whose P is 0, any number
+            a, got = a[attends], got[attends]
+        np.testing.assert_allclose(got, a, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert not x.arrays["dq_sum"].any()
+
+
 # --- Gluon's kernels: those with mma.sync (8.x), and Hopper's
 
 
@@ -150,6 +174,15 @@ OF_SM90 = [
     ("forward_sm90_soft_cap", "fused_soft_cap", "dims=64x64,cap=soft cap", "window", "ids"),
     ("forward_sm90_soft_cap", "separate_soft_cap", "dims=256x256,cap=soft cap", "", "ids"),
     ("", "separate_soft_cap", "dims=64x64,cap=soft cap", "ids", "longer keys"),
+    *(
+        ("forward_sm90_dropout", f"{family}_dropout", f"dropout=dropout,{text}", first, more)
+        for family, text, first, more in (
+            ("fused", "dims=64x64", "documents", "*"),
+            ("fused", "dims=128x128", "", "ids, window"),
+            ("separate", "dims=64x64,heads=4/1", "", "*"),
+            ("separate", "dims=120x104", "longer keys", "*"),
+        )
+    ),
     ("forward_sm90_alibi", "fused_alibi", "dims=128x128,bias=alibi", "documents", "ids"),
     *(
         (f"forward_sm90{x}_bias", f"sm90{x}_bias", f"dims={dim},bias={bias}", first, "*")

@@ -25,11 +25,11 @@ def walk_of_sm90():
     """common.kv_ranges.place_of_tile as a Python function, because Gluon has no interpreter."""
     source = (KERNEL_DIR / "common/kv_ranges.py").read_text()
     module = ast.parse(source)
-    names = ("scheduler_phases", "place_of_tile")
+    names = ("tiles_are_near", "scheduler_phases", "place_of_tile")
     parts = [x for x in module.body if getattr(x, "name", "") in names]
     for part in parts:
         part.decorator_list = []
-    constant = next(x for x in module.body if ast.unparse(x).startswith("ALTERNATE = "))
+    constants = [x for x in module.body if ast.unparse(x).startswith(("ALTERNATE =", "NEAR_"))]
     words = SimpleNamespace(
         minimum=min,
         maximum=max,
@@ -38,7 +38,7 @@ def walk_of_sm90():
         constexpr=int,
     )
     space = {"gl": words}
-    exec(compile(ast.Module([constant, *parts], []), "common/kv_ranges.py", "exec"), space)
+    exec(compile(ast.Module([*constants, *parts], []), "common/kv_ranges.py", "exec"), space)
     return space["place_of_tile"]
 
 
@@ -50,14 +50,14 @@ class Pointer(SimpleNamespace):
 WALK = walk_of_sm90()
 
 
-def places(order, batch, mask_batch, group, kv_heads, block=128):
+def places(order, batch, mask_batch, group, kv_heads, block=128, near=False):
     """Head, key/value head, batch row, mask row and first row of every program."""
     tiles = order.shape[-1]
     parts = 128 // block
     at = Pointer(base=order.reshape(-1), offset=0)
     return np.array(
         [
-            WALK(n, at, batch, mask_batch, tiles, group, kv_heads, block, parts)
+            WALK(n, at, batch, mask_batch, tiles, group, kv_heads, block, parts, near)
             for n in range(tiles * batch * group * kv_heads * parts)
         ]
     )
@@ -84,6 +84,25 @@ def test_every_tile_once(tiles, heads, batch, mask_batch, block):
     assert sorted((h, b, row) for h, _, b, _, row in found.tolist()) == sorted(every)
     assert (found[:, 0] // group == found[:, 1]).all()
     assert (found[:, 3] == (found[:, 2] if mask_batch > 1 else 0)).all()
+
+
+@pytest.mark.parametrize("tiles,block", ((2, 64), (8, 128)))
+def test_heads_of_short_rows_follow_each_other(tiles, block):
+    """Guards against phases, between which a GPU would forget a head's keys, and the cache lines
+    that heads of a batch row share."""
+    batch, group, kv_heads = 64, 2, 4
+    order = np.arange(tiles, dtype=np.int32)[None]
+    found = places(order, batch, 1, group, kv_heads, block, near=True)
+    assert (np.diff(found[:, 2] * kv_heads + found[:, 1]) >= 0).all()
+    every = itertools.product(range(group * kv_heads), range(batch), range(0, tiles * 128, block))
+    assert sorted((h, b, row) for h, _, b, _, row in found.tolist()) == sorted(every)
+
+
+@pytest.mark.parametrize("tiles,batch", ((1, 64), (9, 64), (2, 63)))
+def test_other_rows_are_in_phases(tiles, batch):
+    order = np.arange(tiles, dtype=np.int32)[None]
+    found = places(order, batch, 1, 2, 4, near=True)
+    np.testing.assert_array_equal(found, places(order, batch, 1, 2, 4))
 
 
 def tiles_of_keys(lengths):

@@ -60,8 +60,8 @@ def varying(call: Any) -> tuple[str, ...]:
         return ()
     hopper = jax.devices()[0].compute_capability == "9.0"
     fixed = max(map(int, call.dims.split("x"))) > (128 if hopper else 256)
-    fixed |= call.bias in calls.BIASES or call.dropout != "none" or call.scale == "array"
-    fixed |= call.bias == "alibi" and not hopper
+    fixed |= call.bias in calls.BIASES or call.scale == "array"
+    fixed |= (call.bias == "alibi" or call.dropout != "none") and not hopper
     fixed |= "block" in call.selector or call.selector in calls.TREES
     fixed |= call.bias != "alibi" and bool({"key", "value"} & {*call.frozen.split("+")})
     return () if fixed else ("dquery",)

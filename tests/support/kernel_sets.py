@@ -15,6 +15,9 @@ BACKWARD = {
 } | {  # on Hopper
     f"fused{x}": f"preprocess sm90{x} postprocess" for x in ("", "_soft_cap", "_alibi")
 } | {
+    "fused_dropout": "preprocess_dropout sm90_dropout postprocess",
+    "separate_dropout": "preprocess_dropout dkdv_sm90_dropout dq_sm90_dropout",
+} | {
     f"separate{x}": f"preprocess dkdv_sm90{x} dq_sm90{x}"
     for x in ("", "_soft_cap", "_block_lists", "_parts")
 } | {

@@ -9,7 +9,7 @@ import triton.language as tl
 def backward_preprocess(
     out, dout, lse, dlse, kv_start, kv_end, delta, row_delta, lse2, lo, hi, top, dq_sum,
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads, v_dim,
-    V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr, LSE_IN_TWO: tl.constexpr,
 ):  # fmt: skip
     """Results have P = q_len rounded up to 64 rows, so that for TMA every block is aligned and rows
     past the end are empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e),
@@ -18,8 +18,9 @@ def backward_preprocess(
     `row_heads` heads of v_dim columns apart, of which this launch computes `heads`. v_dim is at
     most V_DIM.
 
-    With a bias (top is not None), lse has two numbers per row (row_sums.py): top (B, H, P) is a
-    row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it.
+    With LSE_IN_TWO, lse has two numbers per row (row_sums.py). With a bias, top (B, H, P) is a
+    row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it. With
+    dropout alone, top is None, and lse2 is computed from the sum of both numbers.
     """
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
@@ -47,7 +48,7 @@ def backward_preprocess(
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
         total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
-    if top is None:
+    if not LSE_IN_TWO:
         natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
         # a segment-checked row may attend to no key: with lse -inf, p would be infinite
         natural = tl.where(natural == float("-inf"), float("inf"), natural)
@@ -55,10 +56,13 @@ def backward_preprocess(
         pair = lse + 2 * (bh * q_len + rows)
         largest = tl.load(pair, mask=attended, other=0.0)
         natural = tl.load(pair + 1, mask=attended, other=float("inf"))
+        # if all logits of a row are -inf, its logarithm is so large that lse2 becomes +inf
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
     at = bh * padded + rows
     if top is not None:
-        # if all logits of a row are -inf, its logarithm is so large that lse2 becomes +inf
-        tl.store(top + at, tl.where(largest == float("-inf"), 0.0, largest))
+        tl.store(top + at, largest)
+    elif LSE_IN_TWO:
+        natural += largest
     tl.store(delta + at, total)
     if row_delta.to(tl.int64) != 0:
         tl.store(row_delta + bh * q_len + rows, total, mask=in_bounds)

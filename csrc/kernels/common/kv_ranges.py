@@ -7,8 +7,22 @@ from triton.experimental.gluon import language as gl
 BLOCK = gl.constexpr(64)
 EMPTY_MIN = gl.constexpr(2147483647)
 ALTERNATE = gl.constexpr(256)
+NEAR_TILES = gl.constexpr(8)
+NEAR_HEADS = gl.constexpr(256)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def tiles_are_near(tiles, heads, NEAR: gl.constexpr):
+    """Whether all tiles of a head, and all heads of a batch row, follow each other. With many heads
+    of few tiles, no order leaves much of the GPU idle at the end, and in this one, memory is read
+    once: heads of a row may share cache lines."""
+    if NEAR:
+        near = (tiles > 1) & (tiles <= NEAR_TILES) & (heads >= NEAR_HEADS)
+    else:
+        near = False
+    return near
 
 
 @gluon.jit
@@ -20,22 +34,30 @@ def scheduler_phases(tiles, heads):
 
 @gluon.jit
 def place_of_tile(
-    tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr
-):
+    tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr,
+    NEAR: gl.constexpr = False,
+):  # fmt: skip
     """Head, key/value head, batch row, mask row and first row (or key) of a tile. Tiles are
     numbered in the order of `tile_of_program` in portable/kv_ranges.py. Each tile in `order` is
-    divided into SUB tiles of ROWS rows, which are numbered separately."""
+    divided into SUB tiles of ROWS rows, which are numbered separately. NEAR: short rows may have
+    another order (`tiles_are_near`)."""
     per_tile = group * SUB
     heads = batch * kv_heads
-    second, last = scheduler_phases(tiles, heads)
     at = tile // per_tile
-    begin = gl.where(at < second * heads, 0, gl.where(at < last * heads, second, last))
-    length = gl.where(begin == 0, second, gl.maximum(last - second, 1))
-    at -= begin * heads
-    head = gl.where(begin == last, at % heads, at // length)
-    nth = begin + gl.where(begin == last, at // heads, at % length)
-    b = head % batch
-    kv_head = head // batch
+    if tiles_are_near(tiles, heads, NEAR):
+        nth = at % tiles
+        head = at // tiles
+        b = head // kv_heads
+        kv_head = head % kv_heads
+    else:
+        second, last = scheduler_phases(tiles, heads)
+        begin = gl.where(at < second * heads, 0, gl.where(at < last * heads, second, last))
+        length = gl.where(begin == 0, second, gl.maximum(last - second, 1))
+        at -= begin * heads
+        head = gl.where(begin == last, at % heads, at // length)
+        nth = begin + gl.where(begin == last, at // heads, at % length)
+        b = head % batch
+        kv_head = head // batch
     rest = tile % per_tile
     member = rest % group
     mask_b = gl.where(mask_batch > 1, b, 0)

@@ -10,6 +10,9 @@ and the largest finite number, which make every probability 0.
 
 Both forms include the sink. If it takes all the weight of a row, the log-sum-exp is the sink; as
 two numbers, the sink and 0, but for a sink of +inf the largest logit and +inf.
+
+Any two numbers with the same sum are valid if the first is no smaller than the largest logit. With
+dropout alone, forward_sm90_dropout stores the log-sum-exp and 0.
 """
 
 from typing import NamedTuple

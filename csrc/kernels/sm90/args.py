@@ -88,6 +88,17 @@ class StepRange:
         return gl.where(n < self.full_begin, n, n + self.full_end - self.full_begin)
 
 
+@gluon.aggregate
+class Dropout:
+    """See portable/dropout.py. rows_batch: batch rows of `rows`."""
+
+    streams: Number
+    rows: Number
+    threshold: Number
+    rows_batch: Number
+    inverse_keep: Number
+
+
 # Kernels with tiles of rows: forward and dQ.
 
 
@@ -150,6 +161,7 @@ class RowTileArgs:
     q_order: Number
     counter: Number
     programs: Number
+    dropout: Dropout
 
 
 # Kernels with tiles of keys: dK and dV, and the fused backward.
@@ -278,3 +290,4 @@ class KeyTileArgs:
     q_rest: Rest
     do_rest: Rest
     bias: PairBias | gl.constexpr
+    dropout: Dropout

@@ -33,6 +33,7 @@ The order of additions to it is not fixed, so dQ differs by rounding from run to
 
 from sm90.args import (
     BlockMask,
+    Dropout,
     Exchange,
     KernelScalars,
     KeyTileArgs,
@@ -77,8 +78,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
 def backward_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, top, bias, dbias,
     q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order, slopes, block_mask, kv_block_lists,
-    scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
+    dropout_streams, dropout_rows, scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch,
+    block_mask_heads, q_block, kv_block, bias_axes, dropout_threshold, dropout_rows_batch,
+    inverse_keep, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     KEYS: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, SKIP: gl.constexpr,
     DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -89,9 +91,10 @@ def backward_sm90(
     PARTS 32 of query, dout and the row statistics.
 
     Without `dq_sum` (DQ 0) the kernel computes only dK and dV. Options are as in forward_sm90:
-    `soft_cap`, `slopes`, block lists or a bias. Block lists exist only without `dq_sum`. They are
-    of tiles of 128 keys, so a program of 64 keys may visit blocks of rows that attend only to the
-    other 64. A bias needs 64 KEYS. If it has an element for every logit, `dbias` is its gradient.
+    `soft_cap`, `slopes`, block lists, a bias or dropout. Block lists exist only without `dq_sum`.
+    They are of tiles of 128 keys, so a program of 64 keys may visit blocks of rows that attend only
+    to the other 64. A bias needs 64 KEYS, and dropout 128. If a bias has an element for every
+    logit, `dbias` is its gradient.
     """
     HALVES: gl.constexpr = KEYS // 64
     ROWS: gl.constexpr = 64 // PARTS
@@ -104,9 +107,12 @@ def backward_sm90(
         PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=block_mask is not None, BIAS_BYTES=bytes_of_bias(bias, query),
+        DROPOUT=dropout_streams is not None,
     )  # fmt: skip
     gl.static_assert(
-        not (LSE_BY_MMA and (config.SOFT_CAP or config.ALIBI or config.BLOCK_LISTS)),
+        not (
+            LSE_BY_MMA and (config.SOFT_CAP or config.ALIBI or config.BLOCK_LISTS or config.DROPOUT)
+        ),
         "scores must be multiplied by a scale alone",
     )
     dtype: gl.constexpr = query.dtype
@@ -203,6 +209,9 @@ def backward_sm90(
         dk=dk, dv=dv, mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars,
         dq_sum=dq_sum, slopes=slopes, p=p, blocks=blocks, ds=ds, dq_s=dq_s,
         part=part, q_rest=q_rest, do_rest=do_rest, bias=pair_bias,
+        dropout=Dropout(
+            dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
+        ),
     )  # fmt: skip
     if DQ == 2:
         third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS

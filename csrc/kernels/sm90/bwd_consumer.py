@@ -17,6 +17,7 @@ from sm90.chunked_mma import (
 )
 from sm90.common import accumulator, named_barrier, rematerialized_zero, select_bits, warp_arrive
 from sm90.dq_reduce import add_staged, columns_of_dq, keys_of_dq, keys_read, publish_ds
+from sm90.dropout import key_keep_bits
 from sm90.lse_by_mma import lse_scale, subtract_stats
 from sm90.tile_store import store_half
 from triton.experimental import gluon
@@ -59,13 +60,13 @@ def wait_both(dv_tokens, dk_tokens, pending: gl.constexpr, V_CHUNKS: gl.constexp
 @gluon.jit
 def step(
     W: gl.constexpr, sums, s, row, i, stage, phase, previous, args, k_part, keys, head_mask,
-    slope2,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
+    per_head, MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
     """Processes the i-th block of rows: adds to dk and dv, shares dS, adds dQ of the block
     `previous`, and computes the next scores.
 
-    LIVE: there may be a pair of this warp group's keys and these rows.
+    LIVE: there may be a pair of this warp group's keys and these rows. `per_head`: the slope of
+    ALiBi, or with dropout the head.
     """
     dk_sum, dv_sum = sums
     shared = args.shared
@@ -79,9 +80,7 @@ def step(
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
     k_left = half_of_keys(shared.k_s, rematerialized_zero(i, REMATERIALIZE), W, QK_COLUMNS)
-    v_left = left_chunks(
-        shared.v_s, W + rematerialized_zero(i, REMATERIALIZE), config.V_COLUMNS
-    )
+    v_left = left_chunks(shared.v_s, W + rematerialized_zero(i, REMATERIALIZE), config.V_COLUMNS)
     NEW: gl.constexpr = CHUNKS + (1 if LSE_BY_MMA else 0)  # wgmma groups of the next scores
     if LSE_BY_MMA:
         scale2 = lse_scale(scale)
@@ -102,11 +101,13 @@ def step(
         dp_token = scores(v_left, shared.do_s, stage, zero)
         if LSE_BY_MMA:
             dp_token = subtract_stats(dp_token, shared.delta_parts.index(stage))
+        if config.DROPOUT:
+            keep = key_keep_bits(keys, per_head, row, args)
         if SOFT_CAP:
             s = tanh_of_scores(s, scale / args.scalars.soft_cap, ROWS)
             dtanh = 1.0 - s * s  # the derivative of tanh
         if config.ALIBI:
-            s = add_alibi(s, keys, row, scale2, slope2, ROWS)
+            s = add_alibi(s, keys, row, scale2, per_head, ROWS)
             scale2 = 1.0
         if MASKED:
             bits = mask_bits(keys, row, stage, args)
@@ -114,11 +115,14 @@ def step(
                 bits = bits & bits_of_rows(head_mask, keys, row, args.scalars.q_len)
             s = select_bits(s, bits, float("-inf"))
         p = gl.exp2(s * scale2 if LSE_BY_MMA else s * scale2 - lse[None, :])
-        p_half = gl.convert_layout(p.to(dtype), p_layout)
+        kept = select_bits(p, keep, 0.0) if config.DROPOUT else p
+        p_half = gl.convert_layout(kept.to(dtype), p_layout)
         if SOFT_CAP:
             p = p * dtanh
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_tokens = add_products(p_half, shared.do_s, stage, dv_sum)
+        if config.DROPOUT:
+            dp = select_bits(dp, keep, 0.0) * args.dropout.inverse_keep
         if LSE_BY_MMA:
             ds32 = p * dp
         else:
@@ -237,18 +241,20 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
                 at = q_range.nth_partial(n) if part == 0 else q_range.full_begin + n
                 row = q_range.start + at * ROWS
                 if config.ALIBI:
-                    slope2 = gl.load(args.slopes + tile.kv_head * group + g) * -LOG2E
+                    per_head = gl.load(args.slopes + tile.kv_head * group + g) * -LOG2E
+                elif config.DROPOUT:
+                    per_head = tile.kv_head * group + g
                 else:
-                    slope2 = ()
+                    per_head = ()
                 if part == 1 or not SKIP or (row < live_end) & (row + ROWS > live_start):
                     dk_sum, dv_sum, s, phase = step(
                         W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
-                        keys, (), slope2, part == 0, True, config,
+                        keys, (), per_head, part == 0, True, config,
                     )  # fmt: skip
                 else:
                     dk_sum, dv_sum, s, phase = step(
                         W, (dk_sum, dv_sum), s, row, i, stage, phase, previous, args, k_part,
-                        keys, (), slope2, True, False, config,
+                        keys, (), per_head, True, False, config,
                     )  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS

@@ -14,6 +14,7 @@ from common.kv_ranges import LOG2E, opaque
 from common.soft_cap import tanh_of_scores
 from sm90.args import (
     BlockMask,
+    Dropout,
     KernelScalars,
     Map,
     Maps,
@@ -24,8 +25,16 @@ from sm90.args import (
 )
 from sm90.block_lists import list_of_rows, mask_of_head
 from sm90.chunked_mma import add_products, left_chunks, scores, wait_products, zeros
-from sm90.common import accumulator, lanes_arrive, own_steps, rematerialized_zero, warp_arrive
+from sm90.common import (
+    accumulator,
+    lanes_arrive,
+    own_steps,
+    rematerialized_zero,
+    select_bits,
+    warp_arrive,
+)
 from sm90.config import constants
+from sm90.dropout import row_keep_bits, row_numbers, stream_of_head
 from sm90.pipeline import (
     apply_mask,
     mask_of_batch_row,
@@ -86,7 +95,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     SOFT_CAP: gl.constexpr = config.SOFT_CAP
     BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     CHUNKS: gl.constexpr = config.CHUNKS
-    V_CHUNKS: gl.constexpr = config.V_CHUNKS
     padded = (q_len + 63) // 64 * 64
     BIAS: gl.constexpr = config.BIAS
     if BIAS:
@@ -122,6 +130,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         dl = gl.load(args.delta + stat, mask=in_bounds, other=0.0)
         if BIAS:
             top = gl.load(args.top + stat, mask=in_bounds, other=0.0)
+        if config.DROPOUT:
+            numbers = row_numbers(args.dropout, tile.b, rows, q_len)
+            stream = stream_of_head(args.dropout, tile.b, scalars.heads, head)
         dq_sum = zeros(config.QK_DIM, QK_CHUNK)
         mbarrier.wait(shared.q_full.index(W), q_phase)
         q = left_chunks(shared.q_s, W, config.QK_DIM)
@@ -162,6 +173,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     q_left = left_chunks(shared.q_s, w, config.QK_DIM)
                     do_left = do if DO_REGISTERS else left_chunks(shared.do_s, w, V_DIM)
                 dp_token = scores(do_left, shared.v_s, v_stage, zero)
+                if config.DROPOUT:
+                    keep = row_keep_bits(numbers, stream, kv_range.nth(i, BLOCK_N), args, BLOCK_N)
                 if SOFT_CAP:
                     s = tanh_of_scores(s, scale / scalars.soft_cap, BLOCK_N)
                     dtanh = 1.0 - s * s  # the derivative of tanh
@@ -178,6 +191,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                     p = p * dtanh
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(shared.v_empty.index(v_stage))
+                if config.DROPOUT:
+                    dp = select_bits(dp, keep, 0.0) * args.dropout.inverse_keep
                 ds = p * (dp - gl.expand_dims(dl, 1))
                 if part == 0:  # P is 0 at masked pairs, dP may be anything
                     ds = gl.where(p == 0.0, 0.0, ds)
@@ -223,16 +238,17 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
 def backward_dq_sm90(
     query, key, value, dout, dq, lse2, delta, top, bias,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask,
-    q_block_lists, scale, soft_cap, mask_mode, batch, mask_batch, block_mask_batch,
-    block_mask_heads, q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
+    q_block_lists, dropout_streams, dropout_rows, scale, soft_cap, mask_mode, batch, mask_batch,
+    block_mask_batch, block_mask_heads, q_block, kv_block, bias_axes, dropout_threshold,
+    dropout_rows_batch, inverse_keep, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout and dq are tensor maps (batch, heads, length, dim) with boxes of 64
     or BLOCK_N rows of one head. lse2 and delta are results of backward_preprocess, as is `top` with
-    a bias. `counter` is as in forward_sm90, as are the options: `soft_cap`, block lists or
-    `bias`."""
+    a bias. `counter` is as in forward_sm90, as are the options: `soft_cap`, block lists, `bias` or
+    dropout."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
@@ -240,9 +256,10 @@ def backward_dq_sm90(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         CHUNKS=CHUNKS, SLOTS=CHUNKS, V_CHUNKS=V_CHUNKS, V_PARTS=1, DOUT=True,
         WARP_GROUPS=2, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=V_STAGES,
-        DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE,
+        DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE, NEAR=False,
         SOFT_CAP=soft_cap is not None, BLOCK_LISTS=block_mask is not None,
         BIAS=bias is not None, BIAS_BYTES=bytes_of_bias(bias, query),
+        DROPOUT=dropout_streams is not None,
     )  # fmt: skip
     gl.static_assert(not (DO_REGISTERS and V_CHUNKS > 1), "cotangents in registers are one tile")
     dtype: gl.constexpr = query.dtype
@@ -278,6 +295,9 @@ def backward_dq_sm90(
         ),
         bias_axes=bias_axes, q_blocks=q_blocks, q_order=q_order, counter=counter,
         programs=gl.num_programs(0),
+        dropout=Dropout(
+            dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
+        ),
         shared=shared, dq=dq, lse2=lse2, delta=delta, top=top,
     )  # fmt: skip
     gl.warp_specialize(

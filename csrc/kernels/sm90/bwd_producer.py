@@ -90,7 +90,7 @@ def tile_of_program(
     part = nth % PARTS
     _, kv_head, b, mask_b, first_key = place_of_tile(
         nth // PARTS, kv_order, scalars.batch, scalars.mask_batch, (kv_len + 127) // 128, 1,
-        scalars.kv_heads, KEYS, 128 // KEYS,
+        scalars.kv_heads, KEYS, 128 // KEYS, True,
     )  # fmt: skip
     if KEYS == 128:
         start, end, full_lo, full_hi = row_range(mask.kv_blocks, mask_b, first_key, kv_len)

@@ -16,8 +16,8 @@ registers (512), a tile is computed V_PARTS times, each time for another part of
 The scores are computed again each time.
 """
 
-from common.kv_ranges import LOG2E
-from sm90.args import BlockMask, KernelScalars, Maps, Mask, RowTileShared
+from common.kv_ranges import BLOCK, LOG2E
+from sm90.args import BlockMask, Dropout, KernelScalars, Maps, Mask, RowTileShared
 from sm90.chunked_mma import count
 from sm90.config import constants
 from sm90.fwd_consumer import ForwardArgs, consume, query_slots
@@ -26,14 +26,37 @@ from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+SAMPLE = gl.constexpr(128)
+FEW_KEYS = gl.constexpr(1024)
+
+
+@gluon.jit
+def attends_to_few(q_blocks, mask_batch, q_len):
+    """Whether blocks of 64 rows span at most FEW_KEYS keys on average, in a sample of SAMPLE."""
+    n = gl.arange(0, SAMPLE, gl.BlockedLayout([1], [32], [4], [0]))
+    blocks = (q_len + BLOCK - 1) // BLOCK
+    at = n * (blocks // SAMPLE) + n * (blocks % SAMPLE) // SAMPLE
+    first = q_blocks + (n % mask_batch).to(gl.int64) * (5 * blocks) + at
+    keys = gl.load(first + 3 * blocks) - gl.load(first)
+    return gl.sum(gl.maximum(keys, 0) // SAMPLE, 0) <= FEW_KEYS
+
+
+@gluon.jit
+def is_chosen(choice, q_blocks, mask_batch, q_len):
+    chosen = choice == 0
+    if choice != 0:
+        chosen = attends_to_few(q_blocks, mask_batch, q_len) == (choice == 1)
+    return chosen
+
 
 @gluon.jit
 def forward_sm90(
     query, key, value, out, lse, row_max, sinks,
     kv_start, kv_end, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    slopes, bias, block_mask, q_block_lists,
+    slopes, bias, block_mask, q_block_lists, dropout_streams, dropout_rows,
     scale, soft_cap, mask_mode, batch, mask_batch, sink_batch, block_mask_batch, block_mask_heads,
-    q_block, kv_block, bias_axes, q_len, kv_len, heads, kv_heads,
+    q_block, kv_block, bias_axes, dropout_threshold, dropout_rows_batch, inverse_keep, choice,
+    q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
@@ -46,11 +69,17 @@ def forward_sm90(
 
     At most one option is given, and the arguments of the others are None: `soft_cap` (soft_cap.py),
     ALiBi `slopes` for positions that are indices (alibi.py), block lists (block_lists.py), `bias`,
-    or `row_max`. `bias` is a tensor map of an array in the query's dtype or float32, whose planes
-    `bias_axes` describes (portable/bias.py); its tiles are loaded with those of the keys. `row_max`
-    receives the largest logit of every row. With a bias, logits are in base e, and `lse` has two
-    numbers per row (portable/row_sums.py). Every kernel takes `sinks` (common/sinks.py).
+    `row_max`, or dropout (dropout.py). `bias` is a tensor map of an array in the query's dtype or
+    float32, whose planes `bias_axes` describes (portable/bias.py); its tiles are loaded with those
+    of the keys. `row_max` receives the largest logit of every row. With a bias or dropout, `lse`
+    has two numbers per row (portable/row_sums.py): with a bias, logits are in base e; with dropout
+    alone, the numbers are the log-sum-exp and 0. Every kernel takes `sinks` (common/sinks.py).
+
+    If `choice` is 1 or 2, two kernels are launched, of which the other does nothing: 1 computes the
+    call if its rows attend to few keys (`attends_to_few`), and 2 if to many.
     """
+    if choice is not None and QK_DIM == 64:  # the head dim that has both
+        batch = gl.where(is_chosen(choice, q_blocks, mask_batch, q_len), batch, 0)
     CHUNKS: gl.constexpr = count(QK_DIM, QK_CHUNK)
     SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
     V_CHUNKS: gl.constexpr = count(V_DIM // V_PARTS, V_CHUNK)
@@ -61,10 +90,11 @@ def forward_sm90(
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
-        SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96,
+        SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96, NEAR=QK_DIM == 96,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
+        DROPOUT=dropout_streams is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     bias_s = None
@@ -119,6 +149,9 @@ def forward_sm90(
         programs=gl.num_programs(0),
         shared=shared, out=out, lse=lse, row_max=row_max, sinks=sinks, sink_batch=sink_batch,
         slopes=slopes,
+        dropout=Dropout(
+            dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
+        ),
         first_scale=first_scale, scale2=scale2,
     )  # fmt: skip
     if SCHEDULER:

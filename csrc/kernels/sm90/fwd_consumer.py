@@ -17,6 +17,7 @@ from sm90.common import (
     rematerialized_zero,
     warp_arrive,
 )
+from sm90.dropout import keep_pairs, row_keep_bits, row_numbers, stream_of_head
 from sm90.pipeline import (
     apply_mask,
     mask_of_batch_row,
@@ -64,6 +65,12 @@ class ForwardArgs(RowTileArgs):
 
 
 @gluon.jit
+def columns_of(tiles_s, at, c: gl.constexpr, config: gl.constexpr):
+    """The c-th chunk of queries or keys, which is the at-th of tiles_s."""
+    return first_columns(tiles_s.index(at), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+
+
+@gluon.jit
 def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
     """Starts q k^T. As chunked_mma.scores, except that the first key tile comes before the queries:
     at head dim 512, the other order would spill more."""
@@ -72,8 +79,8 @@ def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
     s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
     for c in gl.static_range(1, CHUNKS):
-        q = first_columns(q_s.index(w * SLOTS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
-        k = first_columns(k_s.index(stage * CHUNKS + c), width(c, config.QK_COLUMNS, config.QK_CHUNK))
+        q = columns_of(q_s, w * SLOTS + c, c, config)
+        k = columns_of(k_s, stage * CHUNKS + c, c, config)
         s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
     return s
 
@@ -160,6 +167,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         acc = zeros(config.V_COLUMNS // config.V_PARTS, V_CHUNK)
         if config.ALIBI:
             slope2 = gl.load(args.slopes + head) * -LOG2E
+        if config.DROPOUT:
+            numbers = row_numbers(args.dropout, tile.b, rows, q_len)
+            stream = stream_of_head(args.dropout, tile.b, scalars.heads, head)
         mbarrier.wait(shared.q_full.index(W), q_phase)
 
         if BLOCK_LISTS:
@@ -180,6 +190,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         ping_pong_wait(W, config.WARP_GROUPS)
         s = scores(shared.q_s, shared.k_s, W, stage, zero, config)
         ping_pong_pass(W, config.WARP_GROUPS)
+        if config.DROPOUT:
+            keep = row_keep_bits(numbers, stream, kv_range.nth(first, BLOCK_N), args, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(s,))
         if config.BIAS:
             s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
@@ -198,6 +210,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
+        if config.DROPOUT:
+            p = keep_pairs(p, keep)
         stage, phase = next_stage(stage, phase, config.STAGES)
         for part in gl.static_range(2):  # partial steps, then full steps
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
@@ -213,6 +227,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 mbarrier.wait(shared.v_full.index(old), old_phase)
                 acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
                 ping_pong_pass(W, config.WARP_GROUPS)
+                if config.DROPOUT:
+                    keep = row_keep_bits(numbers, stream, kv_range.nth(i, BLOCK_N), args, BLOCK_N)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
                 if config.BIAS:
                     s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
@@ -226,6 +242,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if part == 0:
                     s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
                 p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
+                if config.DROPOUT:
+                    p = keep_pairs(p, keep)
                 acc = wait_products(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
                 acc = rescaled(acc, alpha)
@@ -249,6 +267,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             log = gl.where(sink_alone, sink - top, gl.log2(l) * LN2)
             gl.store(pair, gl.where(attended, top, float("-inf")), mask=in_bounds)
             gl.store(pair + 1, gl.where(attended, log, -LEAST), mask=in_bounds)
+        elif config.DROPOUT:
+            pair = args.lse + 2 * ((tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows)
+            natural = gl.where(attended, log_sum_exp(l, m, sink), float("-inf"))
+            gl.store(pair, natural, mask=in_bounds)
+            gl.store(pair + 1, gl.where(attended, 0.0, -LEAST), mask=in_bounds)
         else:
             lse_row = args.lse + (tile.b.to(gl.int64) * scalars.heads + head) * q_len
             natural = gl.where(attended, log_sum_exp(l, m, sink), float("-inf"))
@@ -256,7 +279,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         if config.ROW_MAX:
             max_row = args.row_max + (tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows
             gl.store(max_row, gl.where(attended, m * LN2, float("-inf")), mask=in_bounds)
-        inverse = gl.where(attended, 1.0 / l, -1.0)
+        factor = args.dropout.inverse_keep if config.DROPOUT else 1.0
+        inverse = gl.where(attended, factor / l, -1.0)
         tma.store_wait(0)  # the previous output has left o_s
         acc = wait_products(acc_tokens, 0, V_CHUNKS)
         warp_arrive(shared.v_empty.index(old))
@@ -267,7 +291,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             outputs = outputs + (normalized(acc[c], inverse),)  # noqa: RUF005
         gl.barrier()
         for c in gl.static_range(V_CHUNKS):
-            first_columns(shared.o_s.index(FIRST_O + c), outputs[c].shape[1]).store(outputs[c].to(dtype))
+            to = first_columns(shared.o_s.index(FIRST_O + c), outputs[c].shape[1])
+            to.store(outputs[c].to(dtype))
         row = tile.row + W * 64
         column = tile.head_part % config.V_PARTS * (config.V_DIM // config.V_PARTS)
         start_store(out, shared.o_s, FIRST_O, tile.b, row, head, column, V_CHUNKS)

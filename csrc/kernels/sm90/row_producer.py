@@ -125,7 +125,7 @@ def produce(args, config: gl.constexpr):
     while nth < total:
         head, kv_head, b, mask_b, row = place_of_tile(
             nth // V_PARTS, args.q_order, scalars.batch, scalars.mask_batch, tiles, group,
-            scalars.kv_heads, ROWS, 1,
+            scalars.kv_heads, ROWS, 1, config.NEAR,
         )  # fmt: skip
         v_part = nth % V_PARTS
         plane = 0
@@ -134,8 +134,8 @@ def produce(args, config: gl.constexpr):
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
         )
-        if config.BIAS_BYTES:
-            start = start // 8 * 8  # TMA loads begin at multiples of 16 bytes
+        if config.BIAS_BYTES or config.DROPOUT:
+            start = start // 8 * 8  # loads of a bias by TMA begin there, and calls of Philox at 4
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
         partial = steps - full_end + full_begin
         if config.BLOCK_LISTS:

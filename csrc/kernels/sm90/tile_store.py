@@ -50,16 +50,19 @@ def store_half(
     W: gl.constexpr, k, v, dk_sum, dv_sum, args, CHUNKS: gl.constexpr, V_CHUNKS: gl.constexpr
 ):
     """Stores dK and dV of the W-th 64 of 128 keys. They overwrite these keys `k` and values `v` in
-    shared memory. All are in chunks."""
+    shared memory. All are in chunks. With dropout, the sum of dV is of P that has been kept, but
+    not divided by the fraction that is kept."""
     shared = args.shared
     tile = args.tile
     dtype: gl.constexpr = args.dk.dtype
     QK_CHUNK: gl.constexpr = shared.k_s.shape[2]
     V_CHUNK: gl.constexpr = shared.v_s.shape[2]
+    inverse_keep = args.dropout.inverse_keep
     for c in gl.static_range(CHUNKS):
         k[c].store((dk_sum[c] * args.scalars.scale).to(dtype))
     for c in gl.static_range(V_CHUNKS):
-        v[c].store(dv_sum[c].to(dtype))
+        dv = dv_sum[c] if inverse_keep is None else dv_sum[c] * inverse_keep
+        v[c].store(dv.to(dtype))
     fence_async_shared()
     gl.barrier()
     first_key = tile.first_key + W * 64

@@ -157,7 +157,7 @@ def attention_values(machine, call, kernels):
     few = f["kv_len"] <= SHORT_KEYS or 0 < f.get("row_keys", 0) <= SHORT_KEYS
     if "counter" in arrays and few:
         values["counter"] = 0
-    return values | {"q_order_192": 0}, arrays, f
+    return values | {"q_order_192": 0, "choice": 0}, arrays, f
 
 
 def rounded(x):
@@ -196,6 +196,8 @@ def expect(machine, call, kernels, values=None, grids=None):
         own |= maps_of(machine, kernel, arrays, f.get("row_heads", 0))
         if row["block"] == 192:  # the tile size determines the order
             own["q_order"] = addresses["q_order_192"]
+        if kernels == ["forward_sm90_short", "forward_sm90"]:  # the mask's data chooses one
+            own["choice"] = 1 + kernels.index(kernel)
         names = signature(kernel)
         got = dict(zip(names, launch["params"], strict=False))
         assert got == {name: rounded(own[name]) for name in names}, kernel

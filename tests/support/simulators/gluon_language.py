@@ -36,6 +36,7 @@ from gluon_threads import (
     tile,
 )
 from paths import KERNEL_DIR
+from philox import LOW, philox
 
 
 class Bits:
@@ -147,6 +148,14 @@ def bits_of_rows(
     return Bits(of)
 
 
+def kept(rows: Any, keys: Any, stream: Pointer, threshold: int) -> Any:
+    """Which pairs dropout keeps."""
+    k0, k1, b, head = (int(x) & LOW for x in load(stream + np.arange(4)))
+    rows, fours = np.broadcast_arrays(rows, np.asarray(keys) // 4)
+    words = philox((fours, rows, head, b), (k0, k1))
+    return np.choose(np.broadcast_to(keys % 4, rows.shape), words) >= threshold & LOW
+
+
 def rounded(half: str, x: Any) -> Tile:
     return x.to(next(dtype for dtype in DTYPES.values() if dtype.name == half))
 
@@ -199,6 +208,11 @@ def send_tile(plan: Shared, *numbers: int) -> None:
     plan.array[: len(numbers)] = numbers
 
 
+def kept_of_rows(_n: int, rows: Any, stream: Any, first: int, threshold: int) -> Bits:
+    assert first % 4 == 0, "a call of Philox has four keys"
+    return Bits(lambda n: kept(rows[:, None], first + column(n), stream, threshold))
+
+
 ASSEMBLY: dict[str, Callable[..., Any]] = {
     "row_bits_asm": lambda n, keys, lo, hi: Bits(
         lambda _n: (lo.array <= keys[:, None]) & (keys[:, None] < hi.array)
@@ -220,6 +234,11 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "biased_asm": lambda n, s, rows, start, scale, slope: (
         s * scale + slope * np.abs(rows[:, None] - start - column(2 * n)).astype(np.float32)
     ),
+    "row_keep_bits_asm": kept_of_rows,
+    "key_keep_bits_asm": lambda keys, rows, stream, threshold: Bits(
+        lambda _n: kept(rows[None], keys[:, None], stream, threshold)
+    ),
+    "keep_pairs_asm": lambda p, bits: tile(np.where(bits.of(p.shape[1]), p, np.zeros((), p.dtype))),
     "bits_of_keys_asm": bits_of_keys,
     "bits_of_rows_asm": bits_of_rows,
     "p_asm": lambda half, s, scale2, lse: rounded(half, np.exp2(s * scale2 - lse.array)),

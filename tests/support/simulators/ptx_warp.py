@@ -48,6 +48,13 @@ class Warp:
         if line.startswith("@"):
             name, _, line = line[1:].partition(" ")
             taken = ~values[name[1:]] if name.startswith("!") else values[name]
+            if not line.startswith("bra"):
+                before = dict(values)
+                self.step(line, values)
+                for register, x in before.items():
+                    if values[register] is not x:
+                        values[register] = np.where(taken, bits(values[register]), bits(x))
+                return None
             assert (taken == taken[0]).all(), "the warp takes two ways"
             if not taken[0]:
                 return None
@@ -65,6 +72,15 @@ class Warp:
         if pair := re.fullmatch(r"(\w+), \{(\S+), (\S+)\}", rest):
             low, high = (values[pair[i]].astype(np.uint32) for i in (2, 3))
             values[pair[1]] = high << 16 | low
+            return None
+        if words := re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest):
+            values[words[1]] = values[words[3]].astype(np.uint32)
+            values[words[2]] = (values[words[3]] >> np.uint64(32)).astype(np.uint32)
+            return None
+        if opcode == "ld.global.v4.u32":
+            registers, address = re.fullmatch(r"\{(.*)\}, \[(\S+)\]", rest).groups()
+            words = values[address]  # in place of the pointer
+            values |= {name.strip(): words[i] for i, name in enumerate(registers.split(","))}
             return None
         target, *arguments = (x.strip() for x in rest.split(","))
         if opcode == "vote.sync.any.pred":
@@ -181,6 +197,11 @@ class Warp:
         assert (clamp == 31).all() and (members == -1).all()
         return a[np.arange(LANES) ^ lane]
 
+    @staticmethod
+    def shfl_sync_idx_b32(a, lane, clamp, members):
+        assert (clamp == 31).all() and (members == -1).all()
+        return a[lane]
+
     def _packed(half):
         def cvt(_, high, low):
             high, low = (
@@ -212,6 +233,39 @@ class Warp:
     @staticmethod
     def xor_b32(a, b):
         return bits(a) ^ bits(b)
+
+    @staticmethod
+    def lop3_b32(a, b, c, table):
+        assert (table == 0x96).all()
+        return bits(a) ^ bits(b) ^ bits(c)
+
+    @staticmethod
+    def prmt_b32(a, b, selector):
+        both = bits(b).astype(np.uint64) << np.uint64(32) | bits(a)
+        result = np.zeros(LANES, np.uint32)
+        for i in range(4):
+            nibble = bits(selector) >> np.uint32(4 * i) & np.uint32(15)
+            byte = both >> (nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
+            sign = np.where(byte >> np.uint64(7), 255, 0)
+            byte = np.where(nibble & 8, sign, byte).astype(np.uint32)
+            result |= byte << np.uint32(8 * i)
+        return result
+
+    @staticmethod
+    def selp_b32(a, b, p):
+        return np.where(p, bits(a), bits(b))
+
+    @staticmethod
+    def setp_ge_u32(a, b):
+        return bits(a) >= bits(b)
+
+    @staticmethod
+    def setp_ne_u32(a, b):
+        return bits(a) != bits(b)
+
+    @staticmethod
+    def mul_wide_u32(a, b):
+        return bits(a).astype(np.uint64) * bits(b)
 
     @staticmethod
     def shl_b32(a, b):

@@ -79,7 +79,7 @@ class Simulation:
             "block_mask_batch": 1, "block_mask_heads": 0, "q_block": 1, "kv_block": 1,
             "bias_kind": 0, "bias_axes": 0, "dropout_threshold": 0, "dropout_rows_batch": 1,
             "inverse_keep": 1.0, "sink_batch": 0, "has_dlse": 1, "has_score_grads": 1,
-            "clear_dq": 1, "dbias_parts": 2,
+            "clear_dq": 1, "dbias_parts": 2, "choice": 0,
         }  # fmt: skip
         if "scale" in self.a:
             arrays["scales"], f["scales_batch"] = np.float32([self.a["scale"]]), 1
@@ -140,7 +140,7 @@ class Simulation:
         )
         found = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys}
         found["STAGES"] = 1 if kernel.endswith("bias") else 2  # as in the table
-        found |= {"FLOAT32_PRODUCTS": 1, "ROWS": 32}
+        found |= {"FLOAT32_PRODUCTS": 1, "ROWS": 32, "LSE_IN_TWO": int(self.two)}
         return {name: x for name, x in found.items() if name in arguments_of(kernel)}
 
     def triton(self, kernel: str) -> None:
@@ -195,6 +195,8 @@ class Simulation:
         if self.two:
             top, lse = lse[..., 0], np.where(np.isneginf(lse[..., 0]), np.inf, lse[..., 1])
             top = np.where(np.isneginf(top), 0, top)
+            if "bias" not in self.a:  # with dropout alone
+                top, lse = None, top + lse
         lse2 = np.where(np.isneginf(lse), np.inf, lse) / np.log(2)
         found = {"lse2": (lse2, np.inf), "delta": (delta, 0), "lo": (self.arrays["kv_start"], 0)}
         found |= {"hi": (self.arrays["kv_end"], 0)} | ({} if top is None else {"top": (top, 0)})

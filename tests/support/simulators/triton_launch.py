@@ -38,6 +38,7 @@ def load_kernels() -> dict[str, Any]:
         modules = [
             importlib.import_module(m)
             for m in (
+                "common.bwd_preprocess",
                 "portable.kv_ranges",
                 "portable.fwd",
                 "portable.bwd",
