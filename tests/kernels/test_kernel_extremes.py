@@ -247,6 +247,18 @@ def test_forward_in_turns(kernel: str, dim: int) -> None:
     x.check_forward()
 
 
+@pytest.mark.parametrize("kernel,dim", [("forward_sm90", 96), ("forward_sm90_short", 64)])
+def test_rows_without_keys_in_tiles_without_masked_steps(kernel: str, dim: int) -> None:
+    """Their sums are not those of an attended row, though no step of their tile is masked."""
+    ids = np.repeat(np.int32([[0, -1, 0, -1]]), [40, 24, 60, 4], 1)
+    text = f"selector=kv ids,lengths=128x128,batch=1,dims={dim}x{dim},dtype=bfloat16"
+    x = of(text, ids=ids, kv_ids=np.zeros((1, 128), np.int32))
+    full = x.arrays["q_blocks"].reshape(5, -1)[1:3]
+    assert (full == [[0], [128]]).all(), "no step is masked"
+    forward(x, kernel, "90a")
+    x.check_forward()
+
+
 @pytest.mark.parametrize("lengths,few", [("150x300", True), ("150x1500", False)])
 def test_one_of_two_forwards(lengths: str, few: bool) -> None:
     """Of two kernels that are launched, the number of keys that rows attend to chooses one."""

@@ -103,8 +103,8 @@ def row_keep_bits_asm(n):
     (a multiple of 4), threshold.
 
     In a pass over 16 keys, an even thread computes four keys of the first octet and an odd thread
-    four of the second, which are those of its own columns and of its neighbour's, in both rows. It
-    then gives the neighbour the bits of two of them.
+    four of the second: its own columns, and those of its neighbour, in both rows. It then gives the
+    neighbour the bits of two of them.
     """
     t = begin("$4")
     for r in (0, 1):
