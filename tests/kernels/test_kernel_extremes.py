@@ -85,6 +85,29 @@ def test_a_sink_of_minus_infinity_changes_no_bit(kernel: str, arch: str, text: s
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "family,text",
+    some(
+        [
+            ("fallback", DOCUMENTS),
+            ("fallback", "interval=causal,selector=block mask,lengths=200x200"),
+            ("bias", f"{DOCUMENTS},bias=shared"),
+            ("portable", DOCUMENTS),
+        ],
+        0,
+        2,
+    ),
+)
+def test_gradients_with_sinks(family: str, text: str) -> None:
+    """The reference has sinks of at most 200, which take all the weight, too."""
+    x = of(f"{text},dims=16x16,sinks=sinks", sinks=np.minimum(SINKS, 200))
+    x.arrays["sinks"], x.fields["sink_batch"] = SINKS, 2
+    x.triton("forward" if family == "portable" else f"forward_{family}")
+    for kernel in kernels_of(family):
+        x.triton(kernel)
+    x.check_backward()
+
+
 def test_nan_in_sinks_and_under_a_large_sink() -> None:
     """A NaN sink makes the rows of its head NaN. A NaN in a value reaches the rows that attend to
     it, even if the sink takes all the weight."""

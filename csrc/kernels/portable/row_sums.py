@@ -23,9 +23,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-3.4028234663852886e38)
-# Values of masked loads, for rows that attend to nothing: the pair (0, inf) as one int64, or -inf.
+# Values of masked loads, which make every probability 0: the pair (0, inf) as one int64, or inf.
 EMPTY_PAIR = tl.constexpr(0x7F800000 << 32)
-EMPTY_LSE = tl.constexpr(float("-inf"))
+EMPTY_LSE = tl.constexpr(float("inf"))
 
 
 class RowSums(NamedTuple):
@@ -86,7 +86,7 @@ def row_sums(loaded, bias):
 
 @triton.jit
 def attending(sums):
-    """Whether each row attends to any key."""
+    """Whether each row attends to any key; false also where a sink of +inf takes all the weight."""
     return tl.abs(sums.log2) != float("inf")
 
 
