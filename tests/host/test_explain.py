@@ -47,6 +47,14 @@ def test_a_plain_call():
     assert len(packax.explain(X, X, X, CAUSAL, gpu=9.0, gradients=False).passes) == 1
 
 
+def test_packed_documents_at_head_dim_64():
+    ids = np.zeros((1, LENGTH), np.int32)
+    x = like(X, dim=64)
+    found = packax.explain(x, x, x, packax.causal() & packax.documents(ids), gpu="H100")
+    assert found["forward"].kernels == ("forward_sm90_short", "forward_sm90")
+    assert "forward: forward_sm90_short or forward_sm90\n" in str(found)
+
+
 @pytest.mark.parametrize("gpu", ["A100", "8.0", 8.0, 80, "sm_80", "NVIDIA A100"])
 def test_names_of_gpus(gpu):
     found = packax.explain(X, X, X, CAUSAL, gpu=gpu)

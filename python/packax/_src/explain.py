@@ -52,7 +52,8 @@ class ExplainedPass:
     Attributes:
         name: "forward", "backward" or "decode".
         path: "kernels", "XLA", or "error": the call raises an error when it is lowered.
-        kernels: the names of the kernels, in order.
+        kernels: the names of the kernels, in order. Of two forward kernels, one runs, depending on
+            how long the documents are.
         changes: how the call is rewritten before kernels run, such as padded head dims.
         why: why no faster path is taken, or the text of the error.
         workspace: bytes of temporary memory, without operands and results; None where XLA allocates
@@ -69,7 +70,8 @@ class ExplainedPass:
     calls: int = 1
 
     def __str__(self) -> str:
-        how = {"kernels": ", ".join(self.kernels), "XLA": "blockwise XLA"}.get(self.path, "error")
+        kernels = (" or " if self.name == "forward" else ", ").join(self.kernels)
+        how = {"kernels": kernels, "XLA": "blockwise XLA"}.get(self.path, "error")
         lines = [f"{self.name}: {how}" + (f" ({self.calls} calls)" if self.calls > 1 else "")]
         lines += [f"  {change}" for change in self.changes]
         lines += [f"  {reason}" for reason in self.why]

@@ -114,7 +114,7 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
         call["q_block"], call["kv_block"] = spec.block_size
         call["block_mask_heads"] = 1
     if target == "forward":
-        return call | {"row_keys": spec.row_keys}
+        return call | {"row_keys": spec.row_keys, "mask_mode": int(spec.mask_mode)}
     return call | {
         "deterministic": spec.deterministic,
         "needs_dq": "query" in spec.needs_grad or spec.score_grads,
