@@ -122,11 +122,11 @@ def test_tiles_for_gpus():
         assert tiles.rows == tiles.keys
         return tiles.rows
 
-    assert [side(n) for n in (1, 32, 64, 512, 4096)] == [1024, 1024, 512, 256, 128]
+    assert [side(n) for n in (1, 32, 64, 512, 4096)] == [2048, 1024, 1024, 256, 128]
     assert side(1, length=300) == 300 and side(1, lists=0) == 128
     rng = np.random.default_rng(0)
-    x = tuple(jnp.asarray(rng.standard_normal((1, 1100, 1, 8)), jnp.float32) for _ in range(3))
-    mask = packax.create_attention_mask(packax.causal(), q_len=1100, kv_len=1100)
+    x = tuple(jnp.asarray(rng.standard_normal((1, 2100, 1, 8)), jnp.float32) for _ in range(3))
+    mask = packax.create_attention_mask(packax.causal(), q_len=2100, kv_len=2100)
     spec = AttentionSpec(scale=0.3, mask_mode=mask.mask_mode)
 
     @functools.partial(jax.jit, static_argnames="on_gpu")
