@@ -32,7 +32,7 @@ NO_OPTIONS: dict[str, Any] = {
         "dropout_rows", "sinks", "row_delta")),
     **dict.fromkeys(("scales_batch", "bias_batch", "block_mask_batch", "block_mask_heads",
         "has_score_grads", "bias_kind", "bias_axes", "dropout_threshold",
-        "dropout_rows_batch", "sink_batch"), 0),
+        "dropout_rows_batch", "sink_batch", "choice"), 0),
     "soft_cap": 0.0, "inverse_keep": 1.0, "q_block": 64, "kv_block": 64,
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ Keys are unique, every row can be built, unexpected PTX is refused, and builds a
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import gpu_runs
 import pytest
 from aot_modules import ALL, arguments_of, compiler, table, tiles
-from paths import ROOT
+from paths import BENCHMARKS, ROOT
 
 
 def test_keys_and_names_are_unique() -> None:
@@ -244,6 +245,17 @@ def test_parameters_do_not_depend_on_the_variant() -> None:
     sm90.remove("choice:i32")
     assert portable.pop() == "row_heads:i32", "a tensor map has that itself"
     assert sm90[1:] == portable, "the handler fills both in from one call"
+
+
+def test_the_tuner_names_every_argument_of_its_kernels(monkeypatch) -> None:
+    """tune.py fills arguments in by name; without one of them, it fails on the GPU."""
+    pytest.importorskip("triton", reason="a build dependency")
+    monkeypatch.syspath_prepend(BENCHMARKS / "tune")
+    kernels = importlib.import_module("tune").KERNELS
+    text = (BENCHMARKS / "tune/work.py").read_text()
+    lines = (compiler.lower.kernel_line(kernel).split() for kernel in table.KERNELS)
+    names = {x.split(":")[0] for kernel, *rest in lines if kernel in kernels for x in rest}
+    assert not [name for name in names if not re.search(rf"[\"']{name}[\"']|\b{name}=", text)]
 
 
 PTX = """

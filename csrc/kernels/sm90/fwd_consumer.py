@@ -87,7 +87,7 @@ def scores(q_s, k_s, w, stage, zero, config: gl.constexpr):
 
 @gluon.jit
 def add_products(p, v_s, at, sums, BLOCK_N: gl.constexpr, dtype: gl.constexpr):
-    """Starts sums + P V. Like chunked_mma.add_products, for chunks of different widths."""
+    """Starts sums + P V. Like chunked_mma.add_products, for P in pairs of 16 bits."""
     CHUNKS: gl.constexpr = len(sums)
     tokens = ()
     for c in gl.static_range(CHUNKS):
