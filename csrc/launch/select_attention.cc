@@ -116,9 +116,7 @@ bool HasDocuments(const F& o, const Device&) {
 }
 
 // The kernel for few keys and that for many, of which one finds nothing to do.
-constexpr Steps<F> ByLength() {
-  return {Short()[0], Persistent<ForwardSm90Args>()[0]};
-}
+constexpr Steps<F> ByLength() { return {Short()[0], Persistent<ForwardSm90Args>()[0]}; }
 
 template <typename Args>
 constexpr Steps<F> OneTile() {

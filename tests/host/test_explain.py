@@ -48,6 +48,8 @@ def test_a_plain_call():
 
 
 def test_packed_documents_at_head_dim_64():
+    if ext.find("forward_sm90_short", 90, "bf16", 64, 64) is None:
+        pytest.skip("this build has no kernels of head dim 64")
     ids = np.zeros((1, LENGTH), np.int32)
     x = like(X, dim=64)
     found = packax.explain(x, x, x, packax.causal() & packax.documents(ids), gpu="H100")
