@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import sys
 import warnings
@@ -69,17 +68,3 @@ def test_the_program_for_kvax_trains(monkeypatch, capsys):
     shown = capsys.readouterr().out
     losses = [float(line.split()[-1]) for line in shown.splitlines() if "loss" in line]
     assert losses[-1] < losses[0] - 0.5, shown
-
-
-def test_the_flow_of_its_readme_trains():
-    """The code that test_kvax_readme.py runs on CPUs, in bfloat16: it uses the kernels, and the
-    loss goes down."""
-    pytest.importorskip("flax")
-    pytest.importorskip("optax")
-    readme = importlib.import_module("kvax_readme")
-    model = readme.Transformer(readme.config(dtype=jnp.bfloat16, head_dim=64))
-    with readme.started(model, (1, 1), "cuda", times=5) as (step, parameters, state):
-        compiled = step.lower(parameters, state).compile().as_text()
-    for target in ("packax_forward_v1", "packax_backward_v1"):
-        assert f'custom_call_target="{target}"' in compiled, target
-    readme.check_training(model, "cuda", times=5)
