@@ -1,243 +1,59 @@
 """create_attention_mask: its arrays allow exactly the pairs that the expression allows."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from decode_calls import parse
 from mask_checks import check
-from packings import BACK, LENGTH, ODD, PADDED, ids_of, positions_of
-from tiers import marked
+from packings import positions_of
+from tiers import some
 
-INT32 = np.iinfo(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    why: str
-    expression: Callable[[], Any]
-    q_len: int = LENGTH
-    kv_len: int = LENGTH
-    batch: int = 1
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def _causal_documents(ids, **more):
-    return packax.causal() & packax.documents(ids, **more)
-
-
-def _batch_of_three():
-    one_document = ids_of((5, LENGTH))
-    return np.stack([ODD, PADDED, one_document])
-
-
-def _hashed():
-    # Values 1024, 4096 and 2^20 apart share a slot of the id table's first hash.
-    values = [INT32.min, INT32.max, 12, 12 + 1024, 12 + 4096, 12 + (1 << 20), -2, 0, 123456789]
-    return ids_of(*((value, 18 + 7 * n) for n, value in enumerate(values)))[:LENGTH]
-
-
-def _random_ranges(seed, batch, q_len, kv_len):
-    rng = np.random.default_rng(seed)
-    return rng.integers(-5, kv_len + 5, (2, batch, q_len))
-
-
-def _window():
-    index = np.arange(LENGTH)
-    return packax.masks.ranges(index - 50, index + 1)
-
-
-def _prefix():
-    # Positions max(i, 99): the first 100 tokens attend to each other in both directions.
-    return _causal_documents(ids_of((0, LENGTH)), positions=np.maximum(np.arange(LENGTH), 99))
-
-
-def _falling():
-    rng = np.random.default_rng(1)
-    return _causal_documents(PADDED, positions=rng.integers(0, 60, len(PADDED)))
-
-
-def _random_positions(seed, end):
-    return np.random.default_rng(seed).integers(0, end, LENGTH)
-
-
-def _images():
-    """Adjacent spans of different ids, spans across document ends, and a span of one token."""
-    return ids_of((-1, 10), (0, 30), (1, 60), (-1, 5), (0, 1), (-1, 100), (4, 129), (-1, 74))
-
-
-def _cross():
-    return packax.documents(
-        ids_of((0, 33), (1, 70), (-1, 10), (3, 60)),
-        kv_segment_ids=ids_of((1, 120), (3, 44), (-1, 30), (0, 106)),
-    )
-
-
-def _cross_positions():
-    kv_ids = ids_of((1, 130), (2, 131))
-    ids = ids_of((2, 50), (1, 51))
-    return _causal_documents(
-        ids,
-        kv_segment_ids=kv_ids,
-        positions=positions_of(ids) + 40,
-        kv_positions=positions_of(kv_ids),
-    )
-
-
+# Of several tiles, a part of one, or one row. tests/table compares `as_array` with definitions, and
+# test_intervals.py draws expressions over shorter rows.
 CASES = [
-    Case("one_token", "smallest shapes", packax.causal, 1, 1),
-    Case("full", "no mask, partial last tiles", packax.full),
-    Case("causal", "no ids", packax.causal),
-    Case("causal_tiles", "whole tiles only", packax.causal, 256, 256, batch=2),
-    Case("causal_long", "many tiles, mask-free cores", packax.causal, 1000, 1000),
-    Case("causal_wide", "Sq < Skv: keys after the last row", packax.causal, 150, 333),
-    Case("causal_tall", "Sq > Skv: rows after the last key", packax.causal, 333, 150),
-    Case("one_row", "one row, many keys", packax.full, 1, 321),
-    Case("documents_odd", "odd lengths", lambda: _causal_documents(ODD)),
-    Case("documents_full", "documents both ways", lambda: packax.documents(ODD)),
-    Case("padding", "at the start, the middle, the end", lambda: _causal_documents(PADDED)),
-    Case("all_padding", "nothing at all", lambda: _causal_documents(ids_of((-1, LENGTH)))),
-    Case("single_tokens", "one key per row", lambda: _causal_documents(np.arange(LENGTH))),
-    Case(
-        "batch_of_three",
-        "different documents per row",
-        lambda: _causal_documents(_batch_of_three()),
-        batch=3,
-    ),
-    Case("one_mask_for_all", "mask batch 1", lambda: _causal_documents(PADDED), batch=3),
-    Case("hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed())),
-    Case("ids_reappear", "hulls: segment-checked rows", lambda: _causal_documents(BACK)),
-    Case("ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(LENGTH) % 2)),
-    Case(
-        "positions_restart",
-        "ordinary positions",
-        lambda: _causal_documents(ODD, positions=positions_of(ODD)),
-    ),
-    Case(
-        "positions_reappear",
-        "an id that comes back, positions that restart",
-        lambda: _causal_documents(BACK, positions=positions_of(BACK)),
-    ),
-    Case("positions_fall", "positions in any order", _falling),
-    Case("positions_prefix", "equal positions: both ways", _prefix),
-    Case("cross_documents", "ids of keys, in another order", _cross, 173, 300),
-    Case("cross_positions", "ids and positions of keys", _cross_positions, 101, 261),
-    Case("window", "ranges, one mask", _window),
-    Case(
-        "ranges_random",
-        "no order at all, outside [0, Skv], empty rows",
-        lambda: packax.masks.ranges(*_random_ranges(2, 2, 190, 310)),
-        190,
-        310,
-        batch=2,
-    ),
-    Case(
-        "ranges_of_documents",
-        "three narrowings",
-        lambda: _window() & _causal_documents(np.arange(LENGTH) // 77),
-    ),
-    Case(
-        "ranges_of_hulls",
-        "ranges narrow segment-checked rows until they attend nothing",
-        lambda: (
-            packax.masks.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK)
-        ),
-    ),
-    Case(
-        "causal_offsets",
-        "rows that continue a cache, another length in each row of the batch",
-        lambda: packax.causal(offset=np.array([120, -7])),
-        190,
-        310,
-        batch=2,
-    ),
-    Case(
-        "window_of_documents",
-        "Mistral: both ends are edges",
-        lambda: packax.sliding_window(50) & packax.documents(ODD),
-    ),
-    Case(
-        "chunked",
-        "Llama 4, padding in chunks",
-        lambda: _causal_documents(PADDED) & packax.chunked(100),
-    ),
-    Case("prefix", "the first keys for all", lambda: packax.prefix(99) & packax.documents(PADDED)),
-    Case(
-        "spans",
-        "Gemma 3's local layers: images wider than the window, cut by documents",
-        lambda: packax.masks.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD),
-    ),
-    Case(
-        "union",
-        "`|`: the chunk, and never less than a window",
-        lambda: (packax.causal() & packax.chunked(64)) | packax.sliding_window(30),
-    ),
-    Case(
-        "window_of_positions",
-        "two limits of positions, no row is tested",
-        lambda: (
-            packax.sliding_window(20, 3) & packax.documents(ODD, positions=2 * positions_of(ODD))
-        ),
-    ),
-    Case(
-        "window_of_any_positions",
-        "two limits of positions, rows are tested",
-        lambda: (
-            packax.sliding_window(15, 10)
-            & packax.documents(BACK, positions=_random_positions(3, 100))
-        ),
-        batch=3,
-    ),
-    Case(
-        "spans_of_positions",
-        "spans in documents that come back, positions that restart",
-        lambda: (
-            packax.masks.spans(_images(), packax.causal() & packax.chunked(32))
-            & packax.documents(
-                np.stack([BACK, ODD]), positions=np.stack([positions_of(BACK), positions_of(ODD)])
-            )
-        ),
-        batch=2,
-    ),
+    "interval=causal,lengths=150x333",
+    "interval=causal,lengths=256x256",
+    "interval=offset,lengths=190x310",
+    "lengths=1x321",
+    "interval=causal,selector=packed,lengths=409x409",
+    "selector=packed,rows=one mask,lengths=409x409",
+    "interval=window 50 3,selector=packed,lengths=409x409",
+    "interval=chunked 100,selector=packed,lengths=409x409",
+    "interval=prefix,selector=packed,lengths=409x409",
+    "interval=spans,selector=packed,lengths=409x409",
+    "interval=union 64 30,lengths=409x409",
+    "selector=ranges,lengths=190x310",
+    "interval=causal,lengths=333x150",
+    "interval=causal,lengths=1000x1000",
+    "lengths=1x1",
 ]
-
-# Cases that differ from others only in lengths, heads, ids or the order of positions: they run
-# under `-m exhaustive`.
-AGAIN = {"one_token", "causal_tiles", "causal_long", "causal_tall", "documents_full"}
-AGAIN |= {"single_tokens", "ids_alternate", "positions_prefix"}
-AGAIN |= {"ranges_of_documents", "ranges_of_hulls", "window_of_documents"}
-AGAIN |= {"full", "documents_odd", "hashed_ids", "cross_documents", "positions_restart"}
-AGAIN |= {"causal", "one_mask_for_all", "ids_reappear", "positions_fall"}
-# Only these cases may need the comparison of the ids of every pair.
-SEGMENT_CHECKED = {
-    "ids_reappear",
-    "ids_alternate",
-    "positions_reappear",
-    "positions_fall",
-    "ranges_of_hulls",
-    "window_of_any_positions",
-    "spans_of_positions",
-}
+SEGMENT_CHECKED = [  # these alone may need the comparison of the ids of every pair
+    "interval=causal,selector=documents,lengths=409x409",
+    "interval=spans,selector=positions,lengths=409x409",
+    "interval=window 15 10,selector=any positions,lengths=409x409",
+    "selector=kv ids,lengths=173x300",
+    "interval=causal,selector=positions,lengths=101x261",
+    "interval=causal,selector=any positions,lengths=333x333",
+]
+ROWS = [(text, False) for text in CASES] + [(text, True) for text in SEGMENT_CHECKED]
 
 
-@pytest.mark.parametrize("case", [marked([x], x.name not in AGAIN) for x in CASES], ids=str)
-def test_cases(case):
-    expression = case.expression()
-    mask = packax.create_attention_mask(expression, q_len=case.q_len, kv_len=case.kv_len)
-    assert mask.kv_start.shape[0] in (1, case.batch)
+@pytest.mark.parametrize("text,checked", some(ROWS, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16, 17))
+def test_arrays(text, checked):
+    call = parse(text)
+    a = call.arrays()
+    mask, expression = call.built(a), call.expression(a)
     check(mask, expression)
-    assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == (case.name in SEGMENT_CHECKED)
+    assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == checked
+
+
+ODD = np.repeat(np.int32([0, 1, 2, 3, 4, 5, 6]), [1, 17, 128, 63, 131, 64, 5])
 
 
 def test_leaves_are_as_documented():
-    ids = np.stack([ODD, PADDED])
+    ids = np.stack([ODD, ODD[::-1]])
     kv_ids = np.zeros((1, 300), np.int32)
     mask = packax.create_attention_mask(
         packax.causal()
