@@ -78,8 +78,10 @@ SPILLS: dict[tuple, int] = {
     ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4
     ("forward_sm90", (192, 192)): 112,  # under ptxas 12.9; 40 under 13.4
     ("forward_sm90", 512): 144,  # under ptxas 13.4; 112 under 12.9
-    ("ragged_sm90", 64): 80,  # under ptxas 12.9
-    ("ragged_sm90", 128): 80,  # under ptxas 12.9; 24 under 13.4
+    ("ragged_sm90", 64): 96,  # under ptxas 12.9; 24 under 13.4
+    ("ragged_sm90", 128): 96,  # under ptxas 12.9; 56 under 13.4
+    ("ragged_sm90_large_pages", 64): 88,  # under ptxas 12.9
+    ("ragged_sm90_large_pages", 128): 88,  # under ptxas 12.9
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,

@@ -156,6 +156,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "decode_tall_fp8_pages": "portable.decode",
     "decode_combine": "portable.decode",
     "ragged_sm90": "sm90.ragged",
+    "ragged_sm90_large_pages": "sm90.ragged",
 }
 
 # module -> its functions. Modules that are not listed have a function for each kernel.
@@ -174,6 +175,7 @@ FUNCTIONS = {
     "sm90.bwd_dq": ("backward_dq_sm90",),
     "sm90.bwd_postprocess": ("backward_postprocess",),
     "sm90.shared_dbias": ("backward_shared_dbias",),
+    "sm90.ragged": ("ragged_sm90",),
     "sm80.fwd": ("forward",),
     "sm80.bwd": ("backward_sm80", "backward_postprocess_sm80"),
 }

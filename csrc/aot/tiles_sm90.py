@@ -299,23 +299,27 @@ SM90_TILES["forward_sm90_short"] = {
     | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
     | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
-# Chunks of new tokens over pages. The producer needs registers for page numbers. PAGE_ROWS: keys
-# that one TMA copy loads, the smallest page (csrc/launch/select_decode.cc).
-SM90_TILES["ragged_sm90"] = {
-    dim: {
-        "QK_CHUNK": dim,
-        "WARP_GROUPS": 2,
-        "BLOCK_N": 128,
-        "STAGES": 2,
-        "PAGE_ROWS": 16,
-        "CONSUMER_REGISTERS": 232,
-        "PRODUCER_REGISTERS": 40,
-        "REMATERIALIZE": int(dim != 64),
+# Chunks of new tokens over pages. PAGE_ROWS: keys that one TMA copy loads, the smallest page
+# (csrc/launch/select_decode.cc). The producer needs registers for page numbers.
+SM90_TILES |= {
+    kernel: {
+        dim: {
+            "QK_CHUNK": dim,
+            "WARP_GROUPS": 2,
+            "BLOCK_N": 128,
+            "STAGES": 2,
+            "PAGE_ROWS": rows,
+            "CONSUMER_REGISTERS": 240 - 8 * more,
+            "PRODUCER_REGISTERS": 24 + 16 * more,
+            "REMATERIALIZE": int(dim != 64),
+        }
+        for dim in (64, 128)
     }
-    for dim in (64, 128)
+    for kernel, rows, more in (("ragged_sm90", 16, 1), ("ragged_sm90_large_pages", 64, 0))
 }
 # kernel -> the plain kernel whose function and tensor maps it uses
 LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | DROPOUT | MAX_LOGITS | LOW_OCCUPANCY | SHORT
+LIKE_PLAIN |= {"ragged_sm90_large_pages": "ragged_sm90"}
 # Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
 # dims at which the accumulators of 64 keys or rows do not fit in one warp group.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers

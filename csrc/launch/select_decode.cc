@@ -41,8 +41,9 @@ constexpr Steps<D> DecodeBoth() {
   return {Use<Tall, D>(Shares), Use<Small, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
+template <typename Args>
 constexpr Steps<D> WithChunks() {
-  return {Use<RaggedSm90Args, D>(ChunkTiles, nullptr, &D::counter), Use<DecodeTallArgs, D>(Shares),
+  return {Use<Args, D>(ChunkTiles, nullptr, &D::counter), Use<DecodeTallArgs, D>(Shares),
           Use<DecodeArgs, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
@@ -67,12 +68,12 @@ bool TakesBoth(const D& o, const Device& device) {
 
 // Whether the list of work has chunks that csrc/kernels/sm90/ragged.py takes: the scale is
 // positive, and pages consist of the rows of a TMA copy, or there is one for each sequence.
+template <int32_t rows>
 bool TakesChunks(const D& o, const Device& device) {
-  constexpr int32_t kPageRows = 16;
   const bool pages = std::has_single_bit(static_cast<uint32_t>(o.page_size));
   return o.chunk_tiles > 0 && TakesBoth<CacheOf::k16Bits>(o, device) && o.soft_cap == 0 &&
          o.scale > 1e-30F && (o.dtype == Dtype::kBf16 || o.dtype == Dtype::kF16) &&
-         (o.table_width == 1 || (pages && o.page_size >= kPageRows));
+         (o.table_width == 1 || (pages && o.page_size >= rows));
 }
 
 // There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most
@@ -80,7 +81,8 @@ bool TakesChunks(const D& o, const Device& device) {
 constexpr Row<D> kDecode[] = {
     {TakesBoth<CacheOf::kFp8Pages>, Gpus::kSome, Dims::kCovering,
      DecodeBoth<DecodeTallFp8PagesArgs, DecodeFp8PagesArgs>()},
-    {TakesChunks, Gpus::kSome, Dims::kCovering, WithChunks()},
+    {TakesChunks<64>, Gpus::kSome, Dims::kCovering, WithChunks<RaggedSm90LargePagesArgs>()},
+    {TakesChunks<16>, Gpus::kSome, Dims::kCovering, WithChunks<RaggedSm90Args>()},
     {TakesBoth<CacheOf::k16Bits>, Gpus::kSome, Dims::kCovering,
      DecodeBoth<DecodeTallArgs, DecodeArgs>()},
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},

@@ -53,7 +53,9 @@ def check(machine, call, splits=0, dealt=0, chunks=False):
     tokens = q_len
     if tile_rows:
         values["workspace"] = x["work"].address
-        grids = {"ragged_sm90": lambda _: [MULTIPROCESSORS]} if chunks else {}
+        large = second >= 64 or width == 1
+        chunk_kernel = "ragged_sm90_large_pages" if large else "ragged_sm90"
+        grids = {chunk_kernel: lambda _: [MULTIPROCESSORS]} if chunks else {}
         if both:
             grids[tall] = lambda m: [ceil(rows / m) * kv_heads * places]
         tiles = 1 if both else ceil(rows / 16)
@@ -124,7 +126,7 @@ def test_packed_rows(request, fp8, tile_rows):
     "q_len,more,chunks",
     [
         *((q_len, more, True) for q_len in (300, 70) for more in (
-            {"sink_batch": 1}, {"page_size": 64}, {"page_size": 700})),
+            {"sink_batch": 1}, {"page_size": 32}, {"page_size": 64}, {"page_size": 700})),
         *((300, more, False) for more in ({"page_size": 8}, {"page_size": 48}, {"soft_cap": 30.0},
             {"scale": -0.125}, {"scale": 0.0})),
     ],

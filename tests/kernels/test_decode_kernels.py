@@ -156,7 +156,7 @@ def test_rows_that_attend_to_nothing_read_no_shares(monkeypatch: Any) -> None:
     assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
 
 
-# --- Chunks of packed rows in the kernel for Hopper, on pages of 4, over more than two steps
+# --- Chunks of packed rows in the kernel for Hopper, on pages of 4 or more, over several steps
 
 
 def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
@@ -178,7 +178,7 @@ def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
         "pages": pages, "page_size": page_size, "table_width": x.block_table.shape[1],
         "heads": heads, "kv_heads": kv_heads, "v_eighths": v_dim // 8, "room": items,
         "QK_DIM": 16, "V_DIM": 16, "QK_CHUNK": 16, "V_CHUNK": 8, "WARP_GROUPS": 2, "BLOCK_N": 16,
-        "STAGES": 2, "PAGE_ROWS": 4, "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
+        "STAGES": 2, "PAGE_ROWS": min(page_size, 8), "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
         "REMATERIALIZE": 1,
     }, 0)  # fmt: skip
 
@@ -188,6 +188,7 @@ CHUNKS = [
     "dtype=bfloat16,starts=of rows,window=left,sinks=sinks",
     "cache=dense,heads=4/1,dtype=bfloat16,window=both",
     "dtype=float16,starts=of rows,heads=4/4",
+    "page=16,blocks=12,heads=4/2,dtype=bfloat16,window=left",
 ]
 
 
@@ -197,7 +198,7 @@ def test_chunks_on_hopper(text: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(decode_calls.MIXES, "mixed", (200, 2))
     for name, number in {"CHUNK": 30, "CHUNK_PROGRAMS": 1, "LEAST_KEYS": 8}.items():
         monkeypatch.setattr(packed_rows, name, number)
-    call = parse(f"ragged,blocks=45,{text}")
+    call = parse(f"ragged,{text}" if "blocks" in text else f"ragged,blocks=45,{text}")
     bounds, lengths = np.int32([1, 2, 180, 180, 199]), np.int32([90, 180, 0, 40])
     a = call.arrays(cu_q_lens=bounds, lengths=lengths, num_seqs=np.int32(4))
     x, spec = operands_of(call, a)

@@ -81,6 +81,18 @@ class RaggedArgs:
 
 
 @gluon.jit
+def page_numbers(table, at, shift, last_entry, args, config: gl.constexpr):
+    """The pages of a step's keys, one for each PAGE_ROWS of them."""
+    PAGE_ROWS: gl.constexpr = config.PAGE_ROWS
+    pages = ()
+    for j in gl.static_range(config.BLOCK_N // PAGE_ROWS):
+        entry = gl.minimum(at + j * PAGE_ROWS >> shift, last_entry)
+        page = gl.minimum(gl.maximum(gl.load(table + entry), 0), args.last_page)
+        pages = pages + (page,)  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
 def load_pages(
     source, pages, at, shift, head, full, tiles_s, first, CHUNKS: gl.constexpr, ROWS: gl.constexpr
 ):
@@ -149,13 +161,12 @@ def produce(args, config: gl.constexpr):
                 args.query, 0, row + w * 64, head, full, shared.q_s, w * config.SLOTS, config.CHUNKS
             )
         kv_range = StepRange(start, steps, partial, full_begin, full_end)
+        at = kv_range.nth(0, BLOCK_N)
+        pages = page_numbers(table, at, shift, last_entry, args, config)
         for i in range(0, steps):
-            at = kv_range.nth(i, BLOCK_N)
-            pages = ()
-            for j in gl.static_range(BLOCK_N // PAGE_ROWS):
-                entry = gl.minimum(at + j * PAGE_ROWS >> shift, last_entry)
-                page = gl.minimum(gl.maximum(gl.load(table + entry), 0), args.last_page)
-                pages = pages + (page,)  # noqa: RUF005
+            following = kv_range.nth(gl.minimum(i + 1, steps - 1), BLOCK_N)
+            # read while this step waits for room
+            their_pages = page_numbers(table, following, shift, last_entry, args, config)
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
             full = shared.k_full.index(stage)
             mbarrier.expect(full, BLOCK_N * QK_BYTES)
@@ -170,6 +181,8 @@ def produce(args, config: gl.constexpr):
                 args.value, pages, at, shift, kv_head, full, shared.v_s, stage * config.V_CHUNKS,
                 config.V_CHUNKS, PAGE_ROWS,
             )  # fmt: skip
+            at = following
+            pages = their_pages
             stage, phase = next_stage(stage, phase, config.STAGES)
         nth = gl.atomic_add(args.counter, 1, sem="relaxed") + gl.num_programs(0)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
