@@ -111,9 +111,7 @@ constexpr Steps<F> Short() {
 }
 
 // Packed documents may be short or long, which only the mask's data says.
-bool HasDocuments(const F& o, const Device&) {
-  return o.options() == 0 && o.mask_mode != kNoCheck;
-}
+bool HasDocuments(const F& o, const Device&) { return o.options() == 0 && o.mask_mode != kNoCheck; }
 
 // The kernel for few keys and that for many, of which one finds nothing to do.
 constexpr Steps<F> ByLength() { return {Short()[0], Persistent<ForwardSm90Args>()[0]}; }

@@ -178,8 +178,8 @@ def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
         "pages": pages, "page_size": page_size, "table_width": x.block_table.shape[1],
         "heads": heads, "kv_heads": kv_heads, "v_eighths": v_dim // 8, "room": items,
         "QK_DIM": 16, "V_DIM": 16, "QK_CHUNK": 16, "V_CHUNK": 8, "WARP_GROUPS": 2, "BLOCK_N": 16,
-        "STAGES": 2, "PAGE_ROWS": min(page_size, 8), "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
-        "REMATERIALIZE": 1,
+        "STAGES": 2, "PAGE_ROWS": min(page_size, 8), "REMATERIALIZE": 1,
+        "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
     }, 0)  # fmt: skip
 
 
