@@ -210,7 +210,8 @@ def work_list(x: Operands) -> jax.Array:
     work = [of_rows, jnp.stack(listed, 1)]
     if of_step.chunk_tiles:
         others = ~(chunk[packing.sequence] & packing.valid)
-        work += [jnp.nonzero(others, size=rows, fill_value=-1)[0].astype(jnp.int32)]
+        place = _found(jnp.cumsum(others, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32))
+        work += [jnp.where(place < rows, place, -1)]
         work += [_chunk_tiles(packing, chunk, lo, hi)]
     return jnp.concatenate([y.reshape(-1) for y in work])
 
