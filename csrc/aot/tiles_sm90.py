@@ -23,6 +23,10 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - KEYS: keys of a program of dK and dV. PARTS: the number of parts of its columns, each of which a
 #   program computes (sm90/bwd.py).
 # - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
+# - RESIDENT: 1: keys that fit in the stages stay there for several tiles (row_producer.py).
+#   SKIP_IDLE: 1: a warp group whose rows are all past the last one computes one step. Q_STAGES: 2:
+#   the queries of the next tile are loaded before those of a tile have been used. EARLY: 1: the
+#   ranges of rows are read before the queries arrive. No GPU has run these yet.
 # - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
 #   always do.
 # - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
@@ -48,6 +52,10 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "REMATERIALIZE": int(dim not in (64, 96)),
             "SCHEDULER": 0,
+            "RESIDENT": 0,
+            "SKIP_IDLE": 0,
+            "Q_STAGES": 1,
+            "EARLY": 0,
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from decode_calls import parse
-from gluon_threads import TensorMap
+from gluon_threads import Product, TensorMap
 from simulated import TANGENTS, Simulation, kernels_of, variant_of
 from tiers import marked, some
 
 DOCUMENTS = "interval=causal,selector=documents,lengths=200x200"
+BOX, COMPUTE = TensorMap.box, Product.compute
 HALF = f"{DOCUMENTS},dims=64x64,dtype=bfloat16"
 
 
@@ -267,6 +268,82 @@ def test_forward_in_turns(kernel: str, dim: int) -> None:
     """Without a counter, programs take the same number of tiles, in alternating directions."""
     x = of(f"{DOCUMENTS},dims={dim}x{dim},dtype=bfloat16")
     forward(x, kernel, "90a", counter=np.zeros(0, np.int32))
+    x.check_forward()
+
+
+@pytest.mark.parametrize(
+    "text,most",
+    [  # copies of 128 keys and 96 columns in two chunks, of keys and values, if none is resident
+        ("lengths=400x100,batch=4", 2 / 3),  # one step for each of four tiles
+        ("lengths=300x200,batch=4,heads=4/4", 2 / 3),  # two steps for each of three tiles
+        (f"{DOCUMENTS},batch=6", 1),  # other keys, or in another order
+        ("lengths=300x100,batch=1", 1),  # few tiles: each program draws one at a time
+        ("lengths=200x300,batch=4", 1),  # more keys than the stages hold
+    ],
+)
+def test_resident_keys(text: str, most: float, monkeypatch: Any) -> None:
+    """Keys that a stage holds already are not loaded again."""
+    x = of(f"{text},dims=96x96,dtype=bfloat16")
+    copies = []
+
+    def box(self: TensorMap, at: list[int], shape: tuple[int, ...]) -> Any:
+        copies.extend(n for n in ("key", "value") if np.shares_memory(self.array, x.arrays[n]))
+        return BOX(self, at, shape)
+
+    monkeypatch.setattr(TensorMap, "box", box)
+    counts = []
+    for resident in (0, 1):
+        copies.clear()
+        forward(x, "forward_sm90", "90a", RESIDENT=resident)
+        x.check_forward()
+        counts.append(len(copies))
+    assert counts[1] <= most * counts[0]
+    assert counts[1] < counts[0] or most == 1
+
+
+@pytest.mark.parametrize(
+    "text,fewer",
+    [
+        ("lengths=150x300", True),
+        ("lengths=140x100", False),  # a single step
+        ("interval=causal,lengths=180x280", True),
+        ("selector=documents,lengths=180x180,batch=3", False),
+        ("lengths=257x256,cap=soft cap", True),
+    ],
+)
+def test_warp_groups_without_rows(text: str, fewer: bool, monkeypatch: Any) -> None:
+    """A tile of 128 rows of which at most 64 exist."""
+    capped = "cap" in text
+    dim, kernel = (128, "forward_sm90_soft_cap") if capped else (96, "forward_sm90")
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
+    products = []
+
+    def compute(self: Product) -> None:
+        products.append(self)
+        COMPUTE(self)
+
+    monkeypatch.setattr(Product, "compute", compute)
+    counts = []
+    for skip in (0, 1):
+        products.clear()
+        forward(x, kernel, "90a", SKIP_IDLE=skip)
+        x.check_forward()
+        counts.append(len(products))
+    assert counts[1] < counts[0] or (counts[1] == counts[0] and not fewer)
+
+
+TUNED = [("forward_sm90", 96, {"EARLY": 1}), ("forward_sm90_short", 64, {"EARLY": 1})]
+TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2}), ("forward_sm90", 128, {"Q_STAGES": 2})]
+TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2, "EARLY": 1})]
+TUNED += [("forward_sm90", 96, {"Q_STAGES": 2, "RESIDENT": 1, "SKIP_IDLE": 1, "EARLY": 1})]
+TUNED += [("forward_sm90", 64, {"Q_STAGES": 2})]
+
+
+@pytest.mark.parametrize("text", [DOCUMENTS, "lengths=300x70,batch=3"])
+@pytest.mark.parametrize("kernel,dim,constants", TUNED, ids=str)
+def test_constants_to_be_tuned(kernel: str, dim: int, constants: Any, text: str) -> None:
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
+    forward(x, kernel, "90a", **constants)
     x.check_forward()
 
 

@@ -14,15 +14,11 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def tiles_are_near(tiles, heads, NEAR: gl.constexpr):
-    """Whether all tiles of a head, and all heads of a batch row, follow each other. With many heads
-    of few tiles, no order leaves much of the GPU idle at the end, and in this one, memory is read
-    once: heads of a row may share cache lines."""
-    if NEAR:
-        near = (tiles > 1) & (tiles <= NEAR_TILES) & (heads >= NEAR_HEADS)
-    else:
-        near = False
-    return near
+def tiles_are_near(tiles, heads):
+    """Whether all tiles of a head, and all heads of a batch row, should follow each other. With
+    many heads of few tiles, no order leaves much of the GPU idle at the end, and in this one,
+    memory is read once: heads of a row may share cache lines."""
+    return (tiles > 1) & (tiles <= NEAR_TILES) & (heads >= NEAR_HEADS)
 
 
 @gluon.jit
@@ -35,16 +31,16 @@ def scheduler_phases(tiles, heads):
 @gluon.jit
 def place_of_tile(
     tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr,
-    NEAR: gl.constexpr = False,
+    near=False,
 ):  # fmt: skip
     """Head, key/value head, batch row, mask row and first row (or key) of a tile. Tiles are
     numbered in the order of `tile_of_program` in portable/kv_ranges.py. Each tile in `order` is
-    divided into SUB tiles of ROWS rows, which are numbered separately. NEAR: short rows may have
-    another order (`tiles_are_near`)."""
+    divided into SUB tiles of ROWS rows, which are numbered separately. `near`: all tiles of a head
+    follow each other instead, and all heads of a batch row."""
     per_tile = group * SUB
     heads = batch * kv_heads
     at = tile // per_tile
-    if tiles_are_near(tiles, heads, NEAR):
+    if near:
         nth = at % tiles
         head = at // tiles
         b = head // kv_heads

@@ -1,7 +1,7 @@
 """Shared by the Hopper backward kernels: a program's tile of keys and its range of rows, the
 producer warp, and the mask of a block of rows."""
 
-from common.kv_ranges import opaque, place_of_tile, position_row, split
+from common.kv_ranges import opaque, place_of_tile, position_row, split, tiles_are_near
 from sm90.args import KeyTile, KeyTileMask, RowStats, StepRange
 from sm90.block_lists import list_of_keys
 from sm90.common import element_bits
@@ -88,9 +88,11 @@ def tile_of_program(
     group = scalars.heads // scalars.kv_heads
     nth = gl.program_id(0)
     part = nth % PARTS
+    tiles = (kv_len + 127) // 128
+    near = tiles_are_near(tiles, scalars.batch * scalars.kv_heads)
     _, kv_head, b, mask_b, first_key = place_of_tile(
-        nth // PARTS, kv_order, scalars.batch, scalars.mask_batch, (kv_len + 127) // 128, 1,
-        scalars.kv_heads, KEYS, 128 // KEYS, True,
+        nth // PARTS, kv_order, scalars.batch, scalars.mask_batch, tiles, 1, scalars.kv_heads,
+        KEYS, 128 // KEYS, near,
     )  # fmt: skip
     if KEYS == 128:
         start, end, full_lo, full_hi = row_range(mask.kv_blocks, mask_b, first_key, kv_len)

@@ -61,7 +61,8 @@ def forward_sm90(
     WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
-    SCHEDULER: gl.constexpr,
+    SCHEDULER: gl.constexpr, RESIDENT: gl.constexpr, SKIP_IDLE: gl.constexpr,
+    Q_STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """query, key, value and out are tensor maps (batch, heads, length, dim) with boxes of 64 or
     BLOCK_N rows of one head, and at most QK_DIM or V_DIM columns. `counter` is 0 at launch and must
@@ -91,6 +92,8 @@ def forward_sm90(
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
         SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96, NEAR=QK_DIM == 96,
+        RESIDENT=RESIDENT == 1, SKIP_IDLE=SKIP_IDLE == 1,
+        Q_STAGES=Q_STAGES, EARLY=EARLY == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,
@@ -100,7 +103,7 @@ def forward_sm90(
     bias_s = None
     if config.BIAS:
         bias_s = allocate_tiles(bias.dtype, STAGES * WARP_GROUPS, 64, BLOCK_N)
-    q_s = allocate_tiles(dtype, WARP_GROUPS * SLOTS, 64, QK_CHUNK)
+    q_s = allocate_tiles(dtype, WARP_GROUPS * Q_STAGES * SLOTS, 64, QK_CHUNK)
     k_s = allocate_tiles(dtype, STAGES * CHUNKS, BLOCK_N, QK_CHUNK)
     v_s = allocate_tiles(dtype, STAGES * V_CHUNKS, BLOCK_N, V_CHUNK)
     if OUT_IN_QUERY:  # no room for a separate output: it overwrites the queries
@@ -113,12 +116,12 @@ def forward_sm90(
     shared = RowTileShared(
         q_s=q_s, do_s=None, k_s=k_s, v_s=v_s, bias_s=bias_s, o_s=o_s,
         work_s=allocate_lines(gl.int32, 2, 16),
-        q_full=barriers(WARP_GROUPS), q_empty=barriers(WARP_GROUPS),
+        q_full=barriers(WARP_GROUPS * Q_STAGES), q_empty=barriers(WARP_GROUPS * Q_STAGES),
         k_full=barriers(STAGES), k_empty=barriers(STAGES),
         v_full=barriers(STAGES), v_empty=barriers(STAGES),
         work_full=barriers(2), work_empty=barriers(2),
     )  # fmt: skip
-    init_barriers(WARP_GROUPS, (shared.q_full, shared.q_empty), (1, 4))
+    init_barriers(WARP_GROUPS * Q_STAGES, (shared.q_full, shared.q_empty), (1, 4))
     init_barriers(
         STAGES,
         (shared.k_full, shared.v_full, shared.k_empty, shared.v_empty),

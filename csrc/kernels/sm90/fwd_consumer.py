@@ -65,6 +65,17 @@ class ForwardArgs(RowTileArgs):
 
 
 @gluon.jit
+def q_stage(W: gl.constexpr, slot, config: gl.constexpr):
+    """Where a warp group's queries are. With Q_STAGES 2, those of a tile's slot."""
+    if config.Q_STAGES == 1:
+        stage = W
+    else:
+        gl.static_assert(not config.OUT_IN_QUERY)
+        stage = slot * config.WARP_GROUPS + W
+    return stage
+
+
+@gluon.jit
 def columns_of(tiles_s, at, c: gl.constexpr, config: gl.constexpr):
     """The c-th chunk of queries or keys, which is the at-th of tiles_s."""
     return first_columns(tiles_s.index(at), width(c, config.QK_COLUMNS, config.QK_CHUNK))
@@ -170,29 +181,49 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         if config.DROPOUT:
             numbers = row_numbers(args.dropout, tile.b, rows, q_len)
             stream = stream_of_head(args.dropout, tile.b, scalars.heads, head)
-        mbarrier.wait(shared.q_full.index(W), q_phase)
+        q = q_stage(W, slot, config)
+        phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
+        if config.EARLY:
+            in_bounds = rows < q_len
+            lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+            hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+        else:
+            mbarrier.wait(shared.q_full.index(q), phase_of_rows)
 
+        end = steps
         if BLOCK_LISTS:
             first = 0
             last = partial
             listed, _, _ = list_of_rows(args.blocks, scalars, mask_b, head, tile.row)
             head_mask = mask_of_head(args.blocks, scalars, mask_b, head)
             at = gl.load(listed) * BLOCK_N
+        elif config.EARLY and config.WARP_GROUPS == 1:  # the steps of the tile
+            first = 0
+            last = partial
+            head_mask = ()
         else:
             first, last = own_steps(
                 args.q_blocks, mask_b, tile.row // 64 + W, q_len, kv_range.start, steps, partial,
                 BLOCK_N,
             )  # fmt: skip
+            if config.SKIP_IDLE:  # past the last row, one step is enough
+                idle = tile.row + W * 64 >= q_len
+                last = gl.where(idle, gl.minimum(first + 1, partial), last)
+                end = gl.where(idle, gl.maximum(first + 1, partial), end)
             head_mask = ()
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
         # the first step has no second product: there is no previous P
+        if config.EARLY:
+            mbarrier.wait(shared.q_full.index(q), phase_of_rows)
         mbarrier.wait(shared.k_full.index(stage), phase)
         ping_pong_wait(W, config.WARP_GROUPS)
-        s = scores(shared.q_s, shared.k_s, W, stage, zero, config)
+        s = scores(shared.q_s, shared.k_s, q, stage, zero, config)
         ping_pong_pass(W, config.WARP_GROUPS)
         if config.DROPOUT:
             keep = row_keep_bits(numbers, stream, kv_range.nth(first, BLOCK_N), args, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(s,))
+        if config.EARLY:
+            has_keys = hi > lo
         if config.BIAS:
             s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
         warp_arrive(shared.k_empty.index(stage))
@@ -215,14 +246,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         stage, phase = next_stage(stage, phase, config.STAGES)
         for part in gl.static_range(2):  # partial steps, then full steps
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
-            stop = last if part == 0 else steps
+            stop = last if part == 0 else end
             for i in range(begin, stop):
                 old, old_phase = previous_stage(stage, phase, config.STAGES)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
                 ping_pong_wait(W, config.WARP_GROUPS)
-                w = W + rematerialized_zero(i, config.REMATERIALIZE)
+                w = q + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
                 mbarrier.wait(shared.v_full.index(old), old_phase)
                 acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
@@ -249,16 +280,18 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 acc = rescaled(acc, alpha)
                 stage, phase = next_stage(stage, phase, config.STAGES)
         if not config.OUT_IN_QUERY:
-            warp_arrive(shared.q_empty.index(W))
+            warp_arrive(shared.q_empty.index(q))
         old, old_phase = previous_stage(stage, phase, config.STAGES)
         mbarrier.wait(shared.v_full.index(old), old_phase)
         acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
-        in_bounds = rows < q_len
-        lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
-        hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+        if not config.EARLY:
+            in_bounds = rows < q_len
+            lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
+            hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+            has_keys = hi > lo
         sink = sink_of(args.sinks, args.sink_batch, tile.b, scalars.heads, head)
-        attended = (l != 0.0) & (hi > lo)  # true for a NaN, which must reach the result
+        attended = (l != 0.0) & has_keys  # true for a NaN, which must reach the result
         l = add_sink(l, m, sink, config.BIAS)
         if config.BIAS:
             pair = args.lse + 2 * ((tile.b.to(gl.int64) * scalars.heads + head) * q_len + rows)
@@ -285,7 +318,8 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         acc = wait_products(acc_tokens, 0, V_CHUNKS)
         warp_arrive(shared.v_empty.index(old))
         if not BLOCK_LISTS:
-            stage, phase = skip_blocks(partial - last, W, shared, stage, phase, config)
+            unused = partial - last + (steps - end if config.SKIP_IDLE else 0)
+            stage, phase = skip_blocks(unused, W, shared, stage, phase, config)
         outputs = ()
         for c in gl.static_range(V_CHUNKS):
             outputs = outputs + (normalized(acc[c], inverse),)  # noqa: RUF005

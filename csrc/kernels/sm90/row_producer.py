@@ -5,7 +5,7 @@ SCHEDULER, one more warp, `schedule`, therefore does it, up to two tiles ahead, 
 `load`, only loads.
 """
 
-from common.kv_ranges import key_range, place_of_tile, split
+from common.kv_ranges import key_range, place_of_tile, split, tiles_are_near
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
 from sm90.common import lanes_arrive
@@ -59,8 +59,8 @@ def send_stop(shared, slot, phase):
 
 
 @gluon.jit
-def load_rows(args, b, row, head, phase, config: gl.constexpr):
-    """Loads the queries of a tile, and with DOUT its cotangents."""
+def load_rows(args, b, row, head, stage, phase, config: gl.constexpr):
+    """Loads the queries of a tile to `stage` of Q_STAGES, and with DOUT its cotangents."""
     maps = args.maps
     shared = args.shared
     QK_DIM: gl.constexpr = config.QK_DIM
@@ -68,18 +68,20 @@ def load_rows(args, b, row, head, phase, config: gl.constexpr):
     CHUNKS: gl.constexpr = config.CHUNKS
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     for w in gl.static_range(WARP_GROUPS):
-        mbarrier.wait(shared.q_empty.index(w), phase ^ 1)
-        full = shared.q_full.index(w)
+        q = w if config.Q_STAGES == 1 else stage * WARP_GROUPS + w
+        mbarrier.wait(shared.q_empty.index(q), phase ^ 1)
+        full = shared.q_full.index(q)
         mbarrier.expect(full, 64 * (QK_DIM + config.V_DIM if config.DOUT else QK_DIM) * 2)
         at = row + w * 64
-        load_chunks(maps.query, b, at, head, full, shared.q_s, w * config.SLOTS, CHUNKS)
+        load_chunks(maps.query, b, at, head, full, shared.q_s, q * config.SLOTS, CHUNKS)
         if config.DOUT:
             load_chunks(maps.dout, b, at, head, full, shared.do_s, w * V_CHUNKS, V_CHUNKS)
 
 
 @gluon.jit
-def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config: gl.constexpr):
-    """Loads the keys and values of a step, and with a bias the tiles of `plane`."""
+def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, kept, config: gl.constexpr):
+    """Loads the keys and values of a step, and with a bias the tiles of `plane`. `kept`: the stage
+    holds them already."""
     maps = args.maps
     shared = args.shared
     V_PARTS: gl.constexpr = config.V_PARTS
@@ -89,8 +91,11 @@ def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config: gl
     BIAS_TILES: gl.constexpr = config.WARP_GROUPS if config.BIAS_BYTES else 0
     mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
     full = shared.k_full.index(stage)
-    mbarrier.expect(full, BLOCK_N * (config.QK_DIM * 2 + BIAS_TILES * 64 * config.BIAS_BYTES))
-    load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
+    if kept:
+        mbarrier.arrive(full)
+    else:
+        mbarrier.expect(full, BLOCK_N * (config.QK_DIM * 2 + BIAS_TILES * 64 * config.BIAS_BYTES))
+        load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
     for w in gl.static_range(BIAS_TILES):
         tile_s = shared.bias_s.index(stage * BIAS_TILES + w)
         tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 1, 64, BLOCK_N], maps.bias.layout)
@@ -98,15 +103,30 @@ def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config: gl
     v_stage, v_phase = stage_of_values(stage, phase, config)
     mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
     full = shared.v_full.index(v_stage)
-    mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
-    column = v_part * (config.V_DIM // V_PARTS)
-    load_columns(maps.value, b, at, kv_head, column, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS)
+    if kept:
+        mbarrier.arrive(full)
+    else:
+        mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
+        column = v_part * (config.V_DIM // V_PARTS)
+        load_columns(
+            maps.value, b, at, kv_head, column, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS
+        )
+
+
+@gluon.jit
+def length_of_run(total, programs):
+    """How many consecutive tiles a program draws at once, so that each draws a few times."""
+    return gl.where(total >= 16 * programs, 4, gl.where(total >= 8 * programs, 2, 1))
 
 
 @gluon.jit
 def produce(args, config: gl.constexpr):
     """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
-    keys and values, and bias tiles with the keys."""
+    keys and values, and bias tiles with the keys.
+
+    With RESIDENT, if all keys of a head fit in the stages, a program draws several tiles at once,
+    of which all tiles of a head follow each other, and loads no keys that a stage holds already.
+    """
     shared = args.shared
     scalars = args.scalars
     V_PARTS: gl.constexpr = config.V_PARTS
@@ -122,10 +142,22 @@ def produce(args, config: gl.constexpr):
     q_phase = 0
     turn = 0
     nth = gl.program_id(0)
+    near = False
+    if config.NEAR:
+        near = tiles_are_near(tiles, scalars.batch * scalars.kv_heads)
+    if config.RESIDENT:
+        gl.static_assert(config.STAGES == 2 and V_PARTS == 1)
+        resident = scalars.kv_len <= config.STAGES * BLOCK_N
+        near = near | resident
+        run = gl.where(resident, length_of_run(total, args.programs), 1)
+        nth *= run
+        rest = run
+        first_kept = -1
+        second_kept = -1
     while nth < total:
         head, kv_head, b, mask_b, row = place_of_tile(
             nth // V_PARTS, args.q_order, scalars.batch, scalars.mask_batch, tiles, group,
-            scalars.kv_heads, ROWS, 1, config.NEAR,
+            scalars.kv_heads, ROWS, 1, near,
         )  # fmt: skip
         v_part = nth % V_PARTS
         plane = 0
@@ -149,17 +181,32 @@ def produce(args, config: gl.constexpr):
             shared.work_s.index(slot), RowTile(row, head * V_PARTS + v_part, b, kv_range, checked)
         )
         mbarrier.arrive(shared.work_full.index(slot))
-        load_rows(args, b, row, head, q_phase, config)
+        phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
+        load_rows(args, b, row, head, slot, phase_of_rows, config)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
                 at = kv_range.nth(i, BLOCK_N)
-            load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, config)
+            kept = False
+            if config.RESIDENT:
+                keys = (b * scalars.kv_heads + kv_head) * (config.STAGES * BLOCK_N) + at
+                kept = resident & (keys == gl.where(stage == 0, first_kept, second_kept))
+                first_kept = gl.where(stage == 0, keys, first_kept)
+                second_kept = gl.where(stage == 1, keys, second_kept)
+            load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, kept, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
-        turn += 1
-        nth = draw(args, turn)
+        if config.RESIDENT:
+            rest -= 1
+            nth += 1
+            if rest == 0:
+                turn += 1
+                nth = draw(args, turn) * run
+                rest = run
+        else:
+            turn += 1
+            nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
     send_stop(shared, slot, slot_phase)
@@ -211,10 +258,11 @@ def load(args, config: gl.constexpr):
         lanes_arrive(shared.work_empty.index(slot))
         kv_range = tile.kv_range
         kv_head = tile.head_part // group
-        load_rows(args, tile.b, tile.row, tile.head_part, q_phase, config)
+        phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
+        load_rows(args, tile.b, tile.row, tile.head_part, slot, phase_of_rows, config)
         for i in range(0, kv_range.steps):
             at = kv_range.nth(i, config.BLOCK_N)
-            load_keys(args, tile.b, at, kv_head, 0, tile.row, 0, stage, phase, config)
+            load_keys(args, tile.b, at, kv_head, 0, tile.row, 0, stage, phase, False, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
