@@ -26,7 +26,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - RESIDENT: 1: keys that fit in the stages stay there for several tiles (row_producer.py).
 #   SKIP_IDLE: 1: a warp group whose rows are all past the last one computes one step. Q_STAGES: 2:
 #   the queries of the next tile are loaded before those of a tile have been used. EARLY: 1: the
-#   ranges of rows are read before the queries arrive. No GPU has run these yet.
+#   ranges of rows are read before the queries arrive. COPY_DQ: 1: blocks of dQ are copied instead
+#   of added if there is one tile of keys; C++ must then pass clear_dq 2. No GPU has run these yet.
 # - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
 #   always do.
 # - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
@@ -78,6 +79,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "PRODUCER_REGISTERS": 24,
             "REMATERIALIZE": int(dim != 64),
             "LSE_BY_MMA": int(dim != 64),
+            "COPY_DQ": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: a warp group skips masked blocks in which no row attends to its keys. DQ: dQ is

@@ -347,6 +347,27 @@ def test_constants_to_be_tuned(kernel: str, dim: int, constants: Any, text: str)
     x.check_forward()
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "text", ["lengths=300x100,heads=4/1", "interval=causal,lengths=200x200", "", "lengths=90x128"]
+)
+def test_dq_of_one_tile_of_keys(text: str, dim: int) -> None:
+    """Blocks of rows are copied to a sum that was cleared only where no row has keys."""
+    ids = {}
+    if not text:
+        text = "selector=kv ids,lengths=300x100,batch=1"
+        ids["ids"] = np.repeat(np.int32([[0, -1, 0]]), [70, 200, 30], 1)
+        ids["kv_ids"] = np.zeros((1, 100), np.int32)
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16", **ids)
+    x.prepare(dim)
+    if x.fields["kv_len"] <= 128:
+        rows = ~x.idle_rows.swapaxes(1, 2)
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 64)))
+        x.arrays["dq_sum"][rows.reshape(*rows.shape[:2], -1, 64).any(3)] = np.nan
+    x.gluon(variant_of("backward_sm90", "90a", (dim, dim)), COPY_DQ=1)
+    x.check_backward(("dk", "dv"), dquery=x.summed_dq())
+
+
 @pytest.mark.parametrize("kernel,dim", [("forward_sm90", 96), ("forward_sm90_short", 64)])
 def test_rows_without_keys_in_tiles_without_masked_steps(kernel: str, dim: int) -> None:
     """Their sums are not those of an attended row, though no step of their tile is masked."""

@@ -117,6 +117,12 @@ def test_preprocess(kernel: str, forward: str, option: str) -> None:
             a, got = a[attends], got[attends]
         np.testing.assert_allclose(got, a, rtol=1e-4, atol=1e-4, err_msg=name)
     assert not x.arrays["dq_sum"].any()
+    x.arrays["dq_sum"][:] = np.nan
+    x.fields["clear_dq"] = 2  # only tiles of 32 rows without keys
+    x.triton(f"backward_preprocess{kernel}")
+    keys = (x.arrays["lo"] < x.arrays["hi"]).reshape(len(x.arrays["lo"]), 1, -1, 32).any(3)
+    sums = x.arrays["dq_sum"].reshape(*x.arrays["dq_sum"].shape[:2], keys.shape[2], -1)
+    assert (np.isnan(sums) == keys[..., None]).all()
 
 
 # --- Gluon's kernels: those with mma.sync (8.x), and Hopper's

@@ -13,10 +13,10 @@ def backward_preprocess(
 ):  # fmt: skip
     """Results have P = q_len rounded up to 64 rows, so that for TMA every block is aligned and rows
     past the end are empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e),
-    +inf for an empty row; lo, hi (Bm, P), copies of the row ranges; with clear_dq, dq_sum (B, H, P,
-    Dqk) = 0. row_delta (B, H, Sq) gets delta, unless it is null. Rows of out and dout are
-    `row_heads` heads of v_dim columns apart, of which this launch computes `heads`. v_dim is at
-    most V_DIM.
+    +inf for an empty row; lo, hi (Bm, P), copies of the row ranges; dq_sum (B, H, P, Dqk) = 0 if
+    clear_dq is 1, and if it is 2, in tiles in which no row has keys. row_delta (B, H, Sq) gets
+    delta, unless it is null. Rows of out and dout are `row_heads` heads of v_dim columns apart, of
+    which this launch computes `heads`. v_dim is at most V_DIM.
 
     With LSE_IN_TWO, lse has two numbers per row (row_sums.py). With a bias, top (B, H, P) is a
     row's largest logit, 0 for an empty row, and lse2 the logarithm of the sum relative to it. With
@@ -67,7 +67,7 @@ def backward_preprocess(
     if row_delta.to(tl.int64) != 0:
         tl.store(row_delta + bh * q_len + rows, total, mask=in_bounds)
     tl.store(lse2 + at, natural * 1.4426950408889634)
-    if clear_dq != 0:
+    if (clear_dq == 1) | ((clear_dq == 2) & (tl.max(attended.to(tl.int32), 0) == 0)):
         cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
         CLEARED: tl.constexpr = (64 if QK_DIM % 64 == 0 else 32) * ROWS  # a power of two
         for i in tl.static_range(QK_DIM * ROWS // CLEARED):

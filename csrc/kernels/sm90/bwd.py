@@ -84,7 +84,7 @@ def backward_sm90(
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, V_CHUNK: gl.constexpr,
     KEYS: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, SKIP: gl.constexpr,
     DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    REMATERIALIZE: gl.constexpr, LSE_BY_MMA: gl.constexpr,
+    REMATERIALIZE: gl.constexpr, LSE_BY_MMA: gl.constexpr, COPY_DQ: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk and dv are (batch, heads, length, dim), with at most
     QK_DIM or V_DIM columns; lse2, delta, lo and hi are one row each. Boxes have 64 rows, in two
@@ -105,6 +105,7 @@ def backward_sm90(
         QK_COLUMNS=QK_DIM // PARTS, V_COLUMNS=V_DIM // PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, HALVES=HALVES, PARTS=PARTS,
         PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
+        COPY_DQ=COPY_DQ == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=block_mask is not None, BIAS_BYTES=bytes_of_bias(bias, query),
         DROPOUT=dropout_streams is not None,

@@ -159,8 +159,7 @@ def step(
     if DQ == 1:
         dq = wait_products(dq_tokens, NEW, len(k_part))
         warp_arrive(ds_shared.empty.index(other))
-        cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_COLUMNS) + FIRST_CELL
-        add_staged(dq, cells, args.dq_s.index(W), CELLS)
+        add_staged(dq, previous, FIRST_CELL, args.dq_s.index(W), args, CELLS, 0, config)
     else:
         if LIVE:
             dv_sum, dk_sum = wait_both(dv_tokens, dk_tokens, NEW, V_CHUNKS)
@@ -230,8 +229,8 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
                             head_mask, (), part == 0, True, config,
                         )  # fmt: skip
                         stage = stage ^ 1
-        # dQ of the previous block; the first step adds zeros to that of the first block
-        previous = tile.bh * row_blocks + q_range.start // ROWS
+        # dQ of the previous block; the first step adds zeros to that of the first block, or nothing
+        previous = -1 if config.COPY_DQ else tile.bh * row_blocks + q_range.start // ROWS
         # partial blocks of every head, then full blocks
         for part in gl.static_range(PARTS):
             count = q_range.partial if part == 0 else q_range.full_end - q_range.full_begin
@@ -267,8 +266,7 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
             mbarrier.wait(ds_shared.full.index(stage ^ 1), phase)
             ds_t = ds_shared.tiles.index(stage ^ 1).permute((1, 0))
             dq = wait_products(products(ds_t, k_part), 0, len(k_part))
-            cells = args.dq_sum + previous.to(gl.int64) * (ROWS * QK_COLUMNS) + FIRST_CELL
-            add_staged(dq, cells, args.dq_s.index(W), CELLS)
+            add_staged(dq, previous, FIRST_CELL, args.dq_s.index(W), args, CELLS, 0, config)
             tma.store_wait(0)
         if config.PING_PONG and W == 0:
             ping_pong_wait(0)

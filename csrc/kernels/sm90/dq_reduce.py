@@ -77,6 +77,16 @@ def bulk_add_asm(size):
 
 
 @gluon.constexpr_function
+def bulk_copy_or_add_asm(size):
+    """As bulk_add_asm if the third operand is 0. Copies if it is 1, and does nothing if it is 2."""
+    to, places = "global.shared::cta.bulk_group", f"[$0], [$1], {size}"
+    t = "{ .reg .pred p, q; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;"
+    t += " setp.eq.u32 p, t, 0; setp.eq.and.s32 q, $2, 0, p;"
+    t += f" @q cp.reduce.async.bulk.{to}.add.f32 {places}; setp.eq.and.s32 q, $2, 1, p;"
+    return f"{t} @q cp.async.bulk.{to} {places}; @p cp.async.bulk.commit_group; }}"
+
+
+@gluon.constexpr_function
 def registers_constraints(n, letter="f"):
     """Constraints of `n` registers and an address in shared memory."""
     return ",".join([letter] * n + ["r", "~{memory}"])
@@ -122,19 +132,31 @@ def publish_ds(ds, ds_s, full):
 
 
 @gluon.jit
-def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
-    """Adds one warp group's part of a block of rows, in chunks (chunked_mma.py), to dQ at `at`, in
-    register order, through shared memory.
+def add_staged(
+    dq, block, first, stage_s, args, CELLS: gl.constexpr, PENDING: gl.constexpr,
+    config: gl.constexpr,
+):  # fmt: skip
+    """Adds one warp group's part of a block of rows, in chunks (chunked_mma.py), to the sum of dQ
+    from the block's cell `first` on, in register order, through shared memory.
 
-    PENDING: earlier additions that may still read other stages.
+    PENDING: earlier additions that may still read other stages. With COPY_DQ, the only program
+    whose keys a row attends to copies its part, so that the sum need not be cleared before, and
+    a negative `block` stands for none.
     """
+    if config.COPY_DQ:
+        way = gl.where(block < 0, 2, gl.where(args.scalars.kv_len <= 128, 1, 0))
+        block = gl.maximum(block, 0)
+    at = args.dq_sum + block.to(gl.int64) * (ROWS * config.QK_COLUMNS) + first
     n: gl.constexpr = CELLS // 128
     tma.store_wait(PENDING)
     gl.barrier()
     gl.inline_asm(store_registers_asm, registers_constraints(n), dq + (stage_s,))  # noqa: RUF005
     fence_async_shared()
     gl.barrier()
-    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
+    if config.COPY_DQ:
+        gl.inline_asm(bulk_copy_or_add_asm(CELLS * 4), "l,r,r,~{memory}", (at, stage_s, way))
+    else:
+        gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
 
 
 @gluon.jit
@@ -199,8 +221,8 @@ def sum_rows(args, config: gl.constexpr):
         ds_t = args.ds.tiles.index(stage).permute((1, 0))
         dq = wait_products(products(ds_t, k), 0, len(k))
         warp_arrive(args.ds.empty.index(stage))
-        cells = ((tile.bh + g) * row_blocks + block).to(gl.int64) * CELLS
-        add_staged(dq, args.dq_sum + cells, args.dq_s.index(stage), CELLS, 1)
+        block += (tile.bh + g) * row_blocks
+        add_staged(dq, block, 0, args.dq_s.index(stage), args, CELLS, 1, config)
         n, g = next_block(n, g, in_partial, q_range, tile.group)
     keys_read(2, config.DQ)
     tma.store_wait(0)

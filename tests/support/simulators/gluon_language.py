@@ -175,12 +175,13 @@ def stored_sum(*chunks_and_buffer: Any) -> None:
     to.array.reshape(-1)[: x.size] = x.reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
 
 
-def bulk_add(size: int, pointer: Pointer, source: Shared) -> None:
+def bulk_add(size: int, pointer: Pointer, source: Shared, way: int = 0) -> None:
     def add() -> None:
         at = pointer.indices(None) + np.arange(size // 4)
-        pointer.data.reshape(-1)[at] += source.array.reshape(-1)[: size // 4]
+        before = pointer.data.reshape(-1)[at] if way == 0 else 0
+        pointer.data.reshape(-1)[at] = before + source.array.reshape(-1)[: size // 4]
 
-    later(add)
+    later(add if way < 2 else lambda: None)
 
 
 def added(n: int, threads: int, x: Any, pointer: Pointer) -> None:
@@ -246,6 +247,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "clear_bits_asm": lambda x, bits: tile(np.where(bits.of(x.shape[1]), x, np.zeros((), x.dtype))),
     "store_registers_asm": stored_sum,
     "bulk_add_asm": bulk_add,
+    "bulk_copy_or_add_asm": bulk_add,
     "add_asm": added,
     "load_asm": loaded,
     "store_ds_asm": lambda ds, to: to.store(ds),
