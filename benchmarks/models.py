@@ -1,6 +1,7 @@
 """Times the attention of public models in packax and in cuDNN through jax.nn, in turns.
 
-    python benchmarks/models.py [--cases GROUP,NAME,...] [--rounds 5] [--round-ms 40] [--out DIR]
+    python benchmarks/models.py [--cases GROUP,NAME,...] [--peers cudnn,fa3] [--rounds 5]
+                                [--round-ms 40] [--out DIR]
     python benchmarks/models.py --draw DIR/models.json
 
 Cases and groups: lib/model_cases.py. Masks are built before. Every output and gradient is first
@@ -9,7 +10,8 @@ backward pass is timed separately. Passes that take less than about 0.3 ms run L
 jitted call (lib/implementations.py). cuDNN has no sinks in jax.nn, so its rows are without them. If
 jax.nn cannot express a case (packed documents, values of another head dim), cuDNN runs through
 jax's private function; masks that cuDNN does not know (prefill on a cache, windows on both sides)
-are passed as arrays, as a user of jax.nn would.
+are passed as arrays, as a user of jax.nn would. FlashAttention-3 (compare/pack.sh) takes rows of
+head dim 128 with full or causal masks.
 
 A ratio is cuDNN's time divided by packax's: below 1, packax is slower. Prints a table of all cases,
 then what falls short, worst first. Writes models.json and a picture of the sorted ratios,
@@ -23,6 +25,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from lib.implementations import LOOP, Compiled, Implementation, random_inputs
+from lib.implementations import (
+    FA3_HEAD_DIM,
+    LOOP,
+    Compiled,
+    Implementation,
+    fa3_attention,
+    random_inputs,
+)
 from lib.machine import machine
 from lib.model_cases import ModelCase, select
 from lib.output import Report, arguments_of, require_gpu, say
@@ -41,7 +51,7 @@ from lib.ratios import draw, ratios, summary
 from lib.reference import Reference
 from lib.turns import PASSES, bad_cases, burst, launches_of, table, time_rows
 
-ORDER = ("packax", "cudnn")
+ORDER = ("packax", "cudnn", "fa3")
 # Cases are compiled side by side, then timed one after another. cuDNN compiles by capturing
 # streams, during which nothing else may run.
 AT_ONCE = 12
@@ -112,6 +122,14 @@ def _private_cudnn(case: ModelCase) -> Implementation:
     return Implementation("cudnn", attention, arrays)
 
 
+def fa3_function(case: ModelCase) -> Implementation | None:
+    """FlashAttention-3, or None if it does not take the case."""
+    others = (case.offset, case.keys, case.shortest, case.sinks, case.bias)
+    if {case.head_dim, case.value_dim} != {FA3_HEAD_DIM} or any(others):
+        return None
+    return fa3_attention(case, case.kind == "causal") if case.kind in ("full", "causal") else None
+
+
 def reference_of(case: ModelCase) -> Reference:
     inputs, tables = random_inputs(case), case.tables()
     if case.bias:
@@ -131,12 +149,19 @@ def packax_alone(case: ModelCase) -> tuple[dict[str, Any], Reference]:
 
 
 def run_case(
-    case: ModelCase, row: dict[str, Any], reference: Reference, rounds: int, round_ms: float
+    case: ModelCase,
+    row: dict[str, Any],
+    reference: Reference,
+    rounds: int,
+    round_ms: float,
+    peers: Sequence[str] = ("cudnn",),
 ) -> dict[str, Any]:
-    """Prepares cuDNN, and times it and packax's row."""
+    """Prepares the peers, and times them and packax's row."""
     if case.sinks:
         reference = reference_of(dataclasses.replace(case, sinks=False))
-    rows = {"packax": row, "cudnn": prepare(case, cudnn_function(case), reference)}
+    made = {"cudnn": cudnn_function(case), "fa3": fa3_function(case)}
+    rows = {"packax": row}
+    rows |= {name: prepare(case, x, reference) for name in peers if (x := made[name]) is not None}
     finish = jax.block_until_ready
     for row in rows.values():  # counted again, since other cases were compiling before
         row["launches"] = {
@@ -164,12 +189,15 @@ def shown(results: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = arguments_of(__doc__, "names and groups of lib/model_cases.py", rounds=5)
     parser.add_argument("--round-ms", type=float, default=40.0, help="length of a burst")
+    parser.add_argument("--peers", default="cudnn", help="cudnn, or cudnn,fa3")
     parser.add_argument("--draw", type=Path, help="only draw the picture of this report")
     options = parser.parse_args(arguments)
     if options.draw:
         draw(json.loads(options.draw.read_text()), options.draw.with_suffix(".svg"))
         return 0
-    cases = select(options.cases)
+    cases, peers = select(options.cases), options.peers.split(",")
+    if wrong := {*peers} - {*ORDER[1:]}:
+        parser.error(f"--peers {options.peers}: {', '.join(wrong)} is not one of {ORDER[1:]}")
     require_gpu()
     report = Report(options.out, "models", options.rounds, machine=machine())
     say(str(report["machine"]))
@@ -181,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         def timed(case: ModelCase, ready: Any = ready) -> dict[str, Any]:
             made = ready.pop(case.name).result()
-            return run_case(case, *made, options.rounds, options.round_ms)
+            return run_case(case, *made, options.rounds, options.round_ms, peers)
 
         results = report.run(group, timed, shown)
     if ratios(results):

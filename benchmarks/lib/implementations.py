@@ -106,17 +106,18 @@ def cudnn_attention(case: Case) -> Implementation:
     return Implementation("cudnn", packed, (lengths, offsets))
 
 
-def fa3_attention(case: Case) -> Implementation:
-    """FlashAttention-3. If the package is missing, the first call fails, which is reported."""
-    scale = case.head_dim**-0.5
+def fa3_attention(case: Any, causal: bool = True) -> Implementation:
+    """FlashAttention-3, for a case of lib/cases.py or lib/model_cases.py. If the package is
+    missing, the first call fails, which is reported."""
+    options = {"softmax_scale": case.head_dim**-0.5, "is_causal": causal}
     if case.documents == 1:
 
-        def causal(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
+        def whole(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
             from flash_attn3_jax import flash_mha
 
-            return flash_mha(q, k, v, softmax_scale=scale, is_causal=True)
+            return flash_mha(q, k, v, **options)
 
-        return Implementation("fa3", causal, ())
+        return Implementation("fa3", whole, ())
 
     flat = np.tile(case.lengths, case.batch)
     longest = max(case.lengths)
@@ -129,8 +130,7 @@ def fa3_attention(case: Case) -> Implementation:
             edges,
             max_seqlen_q=longest,
             max_seqlen_k=longest,
-            softmax_scale=scale,
-            is_causal=True,
+            **options,
         )
         return out.reshape(q.shape)
 

@@ -342,7 +342,7 @@ def models(out):
     """packax is within the limits of the reference, and outside them with another mask; what falls
     short is listed and drawn."""
     import models
-    from lib.model_cases import select
+    from lib.model_cases import CASES, select
     from lib.ratios import draw, ratios, summary
 
     small = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
@@ -359,6 +359,9 @@ def models(out):
         assert set(ours["errors"]) == {"out", "dq", "dk", "dv"}
         assert "fwd" in rows["cudnn"]["failed"]
     assert "did not run" in models.shown({case.name: rows})
+    with_fa3 = [x.name for x in CASES if models.fa3_function(x) is not None]
+    assert "llama3_8b_8k" in with_fa3 and "flux_1024" in with_fa3
+    assert not {"gpt2_1k", "llama3_8b_prefill_2k_on_14k", "mistral_7b_window4k_16k"} & {*with_fa3}
     right = models.packax_function(dataclasses.replace(case, kind="causal"))
     models.packax_function = lambda _: right
     assert models.packax_alone(case)[0]["wrong"]
