@@ -309,6 +309,11 @@ SM90_TILES["forward_sm90_short"] = {
     | {"WARP_GROUPS": 1, "BLOCK_N": 64, "STAGES": 3, "SCHEDULER": 1}
     | {"PRODUCER_REGISTERS": 32, "REGISTERS": 80}
 }
+# The fused backward for few rows, with one consumer warp group (sm90/bwd_single_consumer.py).
+SHORT |= {"backward_sm90_short": "backward_sm90"}
+SM90_TILES["backward_sm90_short"] = {
+    64: SM90_TILES["backward_sm90"][64] | {"KEYS": 64, "SKIP": 0, "REGISTERS": 128}
+}
 # Chunks of new tokens over pages. PAGE_ROWS: keys that one TMA copy loads, the smallest page
 # (csrc/launch/select_decode.cc). The producer needs registers for page numbers.
 SM90_TILES |= {

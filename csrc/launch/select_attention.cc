@@ -253,6 +253,13 @@ bool HasOnly(const B& o, const Device&) {
   return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && Only<options>(o);
 }
 
+// Rows for which two programs of 64 keys share a multiprocessor: none until a GPU has timed them.
+constexpr int32_t kFewRows = 0;
+
+bool HasFewRows(const B& o, const Device& device) {
+  return o.q_len <= kFewRows && HasOnly<0, Algorithm::kSm90Fused>(o, device);
+}
+
 template <uint32_t options>
 bool OnSm80(const B& o, const Device& device) {
   return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
@@ -296,6 +303,7 @@ constexpr Row<B> kBackward[] = {
     {HasOnly<kDropout, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90DropoutArgs, BackwardDqSm90DropoutArgs,
               BackwardPreprocessDropoutArgs>()},
+    {HasFewRows, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90ShortArgs>(), true},
     {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},

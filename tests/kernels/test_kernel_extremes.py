@@ -347,11 +347,16 @@ def test_constants_to_be_tuned(kernel: str, dim: int, constants: Any, text: str)
     x.check_forward()
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize(
-    "text", ["lengths=300x100,heads=4/1", "interval=causal,lengths=200x200", "", "lengths=90x128"]
+    "kernel,dim",
+    [*(("backward_sm90", dim) for dim in (64, 96, 128)), ("backward_sm90_short", 64)],
 )
-def test_dq_of_one_tile_of_keys(text: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["lengths=300x100,heads=4/1", "interval=causal,lengths=200x200", "", "lengths=90x128",
+        "selector=documents,lengths=190x60"],
+)  # fmt: skip
+def test_dq_of_one_tile_of_keys(text: str, kernel: str, dim: int) -> None:
     """Blocks of rows are copied to a sum that was cleared only where no row has keys."""
     ids = {}
     if not text:
@@ -360,11 +365,12 @@ def test_dq_of_one_tile_of_keys(text: str, dim: int) -> None:
         ids["kv_ids"] = np.zeros((1, 100), np.int32)
     x = of(f"{text},dims={dim}x{dim},dtype=bfloat16", **ids)
     x.prepare(dim)
-    if x.fields["kv_len"] <= 128:
+    variant = variant_of(kernel, "90a", (dim, dim))
+    if x.fields["kv_len"] <= variant.block:
         rows = ~x.idle_rows.swapaxes(1, 2)
         rows = np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 64)))
         x.arrays["dq_sum"][rows.reshape(*rows.shape[:2], -1, 64).any(3)] = np.nan
-    x.gluon(variant_of("backward_sm90", "90a", (dim, dim)), COPY_DQ=1)
+    x.gluon(variant, COPY_DQ=1)
     x.check_backward(("dk", "dv"), dquery=x.summed_dq())
 
 

@@ -167,6 +167,8 @@ OF_SM90 = [
     ("forward_sm90", "fused", "dims=128x128,heads=4/1", "longer queries", "*"),
     ("forward_sm90", "fused", "dims=80x40", "window", "documents, ids, longer queries"),
     ("forward_sm90", "fused", "dims=8x16", "", "documents, ids, longer queries"),
+    ("", "fused_short", "dims=64x64,heads=4/1", "documents", "*"),
+    ("", "fused_short", "dims=40x56", "longer keys", "*"),
     ("", "separate", "dims=64x64", "ids", "*"),
     ("", "separate", "dims=128x128", "longer keys", "*"),
     ("forward_sm90", "separate", "dims=192x128", "ranges", "documents, longer queries, one row"),

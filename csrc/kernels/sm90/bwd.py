@@ -18,6 +18,8 @@ work depends on how much of the registers the sums of dK and dV take:
   With PING_PONG, named barriers make the warp groups take turns at issuing dK, dQ and the next
   scores, so that the softmax of one runs during the products of the other.
 - The same without dQ, at 192/128 (sm90/bwd_chunked_consumer.py).
+- A tile of 64 keys, for few rows: one warp group computes all gradients, and two programs fit on a
+  multiprocessor (sm90/bwd_single_consumer.py). It has only DQ 2, without options.
 - A tile of 64 keys, of which one warp group computes dV and the other dK, at 256 and 192/192, and
   with a bias at all head dims (sm90/bwd_split_consumer.py).
 - The same in two PARTS, at 512: a program computes 256 columns of dK and of dV, and S and dP over
@@ -49,6 +51,7 @@ from sm90.block_lists import blocks_of_lists
 from sm90.bwd_chunked_consumer import consume_chunked
 from sm90.bwd_consumer import consume_half
 from sm90.bwd_producer import allocate_row_stats, mask_mode_of_tile, produce, tile_of_program
+from sm90.bwd_single_consumer import consume_alone
 from sm90.bwd_split_consumer import consume_gradients, consume_scores
 from sm90.chunked_mma import count
 from sm90.config import constants
@@ -63,7 +66,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def consume(W: gl.constexpr, args, config: gl.constexpr):
     """The W-th consumer warp group."""
-    if config.HALVES == 1:
+    if config.SPLIT:
         if W == 0:
             consume_scores(args, config)
         else:
@@ -103,7 +106,7 @@ def backward_sm90(
     config: gl.constexpr = constants(  # of a part: in shared memory, then of products
         QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK,
         QK_COLUMNS=QK_DIM // PARTS, V_COLUMNS=V_DIM // PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
-        CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, HALVES=HALVES, PARTS=PARTS,
+        CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, HALVES=HALVES, SPLIT=HALVES == 1 and not DQ, PARTS=PARTS,
         PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
         COPY_DQ=COPY_DQ == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
@@ -164,7 +167,7 @@ def backward_sm90(
         p_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
         p_s = last_s.reinterpret(dtype, [2, KEYS, ROWS], p_tile)
         p = Exchange(p_s, full=barriers(2), empty=barriers(2))
-    elif HALVES == 1:
+    elif config.SPLIT:
         p = Exchange(allocate_tiles(dtype, 2, KEYS, ROWS), full=barriers(2), empty=barriers(2))
     elif CHUNKS == V_CHUNKS:
         ds_s = None
@@ -172,9 +175,9 @@ def backward_sm90(
             linear: gl.constexpr = gl.NVMMASharedLayout(
                 swizzle_byte_width=0, element_bitwidth=32, rank=2
             )
-            ds_s = allocate_tiles(dtype, 2, KEYS, ROWS)
+            ds_s = allocate_tiles(dtype, HALVES, KEYS, ROWS)
             DQ_COLUMNS: gl.constexpr = columns_of_dq(0, QK_DIM, QK_CHUNK, DQ)[1]
-            dq_s = gl.allocate_shared_memory(gl.float32, [2, DQ_COLUMNS * 2, 32], linear)
+            dq_s = gl.allocate_shared_memory(gl.float32, [HALVES, DQ_COLUMNS * 2, 32], linear)
         ds = Exchange(ds_s, full=barriers(2), empty=barriers(2))
     if bias is not None:
         BIAS_STAGES: gl.constexpr = 1 if QK_DIM > 128 else 2  # as many as there is room for
@@ -185,12 +188,13 @@ def backward_sm90(
             full=barriers(BIAS_STAGES), empty=barriers(BIAS_STAGES),
         )  # fmt: skip
         init_barriers(BIAS_STAGES, (pair_bias.full, pair_bias.empty), (1, 4))
+    READERS: gl.constexpr = 4 if DQ and HALVES == 1 else 8  # warps
     init_barriers(
         2,
         (shared.row_stats_full, shared.kv_full, q_rest.full, do_rest.full, q_rest.empty,
             do_rest.empty, shared.q_full, shared.do_full, ds.full, ds.empty, shared.q_empty,
             shared.do_empty, p.full, p.empty),
-        (1, 1, 1, 1, 4, 4, 1, 1, 2, 4 if DQ == 2 else 8, 8, 8, 1, 4),
+        (1, 1, 1, 1, 4, 4, 1, 1, 2, 4 if DQ == 2 else 8, READERS, READERS, 1, 4),
     )  # fmt: skip
 
     scalars = KernelScalars(
@@ -214,7 +218,13 @@ def backward_sm90(
             dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
         ),
     )  # fmt: skip
-    if DQ == 2:
+    if DQ and HALVES == 1:
+        gl.warp_specialize(
+            [(consume_alone, (args, config)), (produce, (args, config))],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif DQ == 2:
         third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
         gl.warp_specialize(
             [

@@ -347,7 +347,7 @@ def load_listed_blocks(args, config: gl.constexpr):
         phase = (i // 2) & 1
         stat = tile.bh * tile.padded
         load_queries(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)
-        if config.HALVES == 1:
+        if config.SPLIT:
             load_dout(args, tile.kv_head * tile.group, 0, stat, stage, phase, (), config)
 
 
@@ -390,8 +390,8 @@ def load_blocks(args, config: gl.constexpr):
         load_queries(args, head, row, stat, stage, phase, lse, config)
         if args.bias is not None and i < total:
             load_bias(args, head, row, stat, i, config)
-        # always true for a tile of 64 keys, but not every kernel gained without the test
-        if args.bias is not None or config.PARTS > 1 or i < total + 2 - config.HALVES:
+        # true for all blocks of split consumers, but not every kernel gained without the test
+        if args.bias is not None or config.PARTS > 1 or i < total + config.SPLIT:
             load_dout(args, head, row, stat, stage, phase, delta, config)
         if config.PARTS > 1:
             part = args.part

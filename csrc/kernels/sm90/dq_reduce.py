@@ -144,7 +144,7 @@ def add_staged(
     a negative `block` stands for none.
     """
     if config.COPY_DQ:
-        way = gl.where(block < 0, 2, gl.where(args.scalars.kv_len <= 128, 1, 0))
+        way = gl.where(block < 0, 2, gl.where(args.scalars.kv_len <= 64 * config.HALVES, 1, 0))
         block = gl.maximum(block, 0)
     at = args.dq_sum + block.to(gl.int64) * (ROWS * config.QK_COLUMNS) + first
     n: gl.constexpr = CELLS // 128
