@@ -79,6 +79,25 @@ def test_packed_rows(tokens, rows, items, tiles):
     assert not re.search("(gather|concatenate|pad).*bf16", text)
 
 
+def test_drafts_in_packed_rows():
+    """The kernels get the call without sinks. No cache is copied or converted."""
+    integers = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((5,), (5, 44), (6,), (5,))]
+    query, *cache, _ = shapes(1, 70, keys=(99, 16))
+    query = jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
+    mask, sinks = jax.ShapeDtypeStruct((5, 4, 4), bool), jax.ShapeDtypeStruct((8,), jnp.float32)
+
+    def step(query, key, value, lens, table, bounds, numbers, mask, sinks):
+        return packax.ragged_paged_attention(
+            query, key, value, lens, table, bounds, draft_mask=mask, num_drafts=numbers,
+            sinks=sinks,
+        )  # fmt: skip
+
+    text = text_of(step, query, *cache, *integers, mask, sinks)
+    ((target, _, operands, _),) = calls(text)
+    assert target == "packax_ragged_v1" and operands[6:9] == ["0xf32"] * 3
+    assert "99x16x2x64xf32" not in text and not re.search(r"-> tensor<99x16x2x64xbf16>", text)
+
+
 def test_export_for_cuda():
     """With symbolic batch, cache and pages, the workspace has room for the most splits of any
     size."""

@@ -16,7 +16,7 @@ from decode_calls import DecodeCall
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_jit import mesh_of, partitioner
-from tiers import marked
+from tiers import marked, once_each
 
 ALL = "decode,rows=3,window=both,starts=of sequences,sinks=sinks"
 
@@ -58,6 +58,8 @@ ROWS = [
     ("decode,cache=prefix of pairs,numbers=float8", (2, 2), "two axes"),
     ("decode,rows=3,drafts=trees", (2, 2, 2), "Auto"),
     ("decode,rows=3,drafts=trees,cache=pages,numbers=float8 scales of rows", (2, 2), "two axes"),
+    ("ragged,drafts=trees,window=left,sinks=sinks", (2, 2), "two axes"),
+    ("ragged,cache=dense,mix=chunk,drafts=one tree,starts=of rows", (2, 2, 2), "Explicit"),
 ]
 NAMES = {1: ("context",), 2: ("data", "context"), 3: ("data", "context", "tensor")}
 
@@ -124,11 +126,11 @@ def test_a_cache_that_mapped_calls_share():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_step_of_each_device_by_vmap(kind):
+@pytest.mark.parametrize("kind,more", once_each(["Auto", "Explicit"], ["", ",drafts=trees"]))
+def test_a_step_of_each_device_by_vmap(kind, more):
     """Data parallelism without shard_map: devices have their own rows, sequences and pages, and no
     collective moves a cache."""
-    call = decode_calls.parse("ragged,sinks=sinks")
+    call = decode_calls.parse(f"ragged,sinks=sinks{more}")
     each = [call.arrays(seed) for seed in range(4)]
     stacked = {name: np.stack([a[name] for a in each]) for name in each[0]}
     mesh = mesh_of(kind, (4,), ("data",))

@@ -73,6 +73,52 @@ def test_what_cannot_be(cache):
         assert not wrong, (given, wrong)
 
 
+# Numbers of drafts, where at most 5 are possible, what they amount to, and the tokens that are NaN.
+WRONG_DRAFTS = [
+    ([2, 5, 2], [1, 5, 2], [1]),
+    ([1, 6, 2], [1, 5, 2], range(2, 11)),
+    ([1, 2**31 - 1, 3], [1, 5, 2], range(2, 13)),
+    ([-1, 5, -(2**31)], [0, 5, 0], []),
+]
+
+
+@pytest.mark.parametrize("cache", ["pages", "dense"])
+def test_drafts_that_cannot_be(cache):
+    """Also drafts beyond the cache, and in a page that does not exist: NaN in those that attend to
+    them."""
+    call = RaggedCall(cache=cache, batch=3, blocks=3, drafts="trees")
+    step = jax.jit(call.step)
+    usual = {"cu_q_lens": BOUNDS, "lengths": LENGTHS, "num_seqs": 3}
+    usual = {name: np.int32(x) for name, x in usual.items()}
+    tokens = np.arange(19)
+    for given, equal, lost in WRONG_DRAFTS:
+        a = call.arrays(**usual, num_drafts=np.int32(equal))
+        got = step(a | {"num_drafts": np.int32(given)})
+        assert not call.wrong(got, a, lost=np.isin(tokens, list(lost))), given
+    mask = np.ones((3, 5, 5), bool)
+    mask[1, :3, 1:] = False  # the first three attend to the first, which is in page 1
+    usual |= {"drafts": mask, "num_drafts": np.int32([1, 5, 2])}
+    a = call.arrays(**usual | {"lengths": np.int32([13, 9, 7])})
+    assert not call.wrong(step(a), a, lost=tokens == 1)
+    if cache == "pages":
+        a = call.arrays(**usual | {"lengths": np.int32([12, 12, 7])})
+        a["table"][1, 2] = len(a["key"])  # keys 8 to 11: all but the first draft of sequence 1
+        assert not call.wrong(step(a), a, lost=np.isin(tokens, [9, 10]))
+
+
+@pytest.mark.parametrize("window", ["none", "3"])
+def test_drafts_that_attend_to_all_before_them(window):
+    """The most drafts that are possible, in chunks, and sequences with fewer: as without a mask."""
+    call = RaggedCall(mix="chunk", window=window, sinks="sinks", blocks=30)
+    a = call.arrays(cu_q_lens=np.int32([1, 2, 2, 9, 50]), num_seqs=np.int32(4))
+    a |= {"query": np.random.default_rng(0).standard_normal((50, 4, 8)).astype(np.float32)}
+    wanted = call.step(a)
+    drafts = {"drafts": np.tri(64, dtype=bool), "num_drafts": np.int32([1, 0, 5, 40])}
+    got = call.step(a | drafts)
+    for name in wanted:
+        np.testing.assert_allclose(got[name], wanted[name], atol=2e-6, rtol=2e-6)
+
+
 def test_a_ring_of_pages_for_a_window():
     """Pages that left the window are written again. As docs/guide/decoding.md sizes it."""
     window, chunk, page, blocks = 9, 5, 4, 12

@@ -95,6 +95,28 @@ def test_a_draft_tree(parents):
         np.testing.assert_allclose(out[n], dense(query[n], *both, seen), atol=1e-5)
 
 
+def test_draft_trees_in_a_step_of_a_server():
+    """A tree, a sequence that decodes, one that reads its prompt, and a tree after a token."""
+    space = of_page("decoding")
+    kv_lens, counts, drafts = np.array([36, 19, 5, 12]), [4, 1, 4, 3], np.array([4, 0, 0, 2])
+    query, key, value = (normal(12, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
+    pools = [normal(24, space["PAGE"], KV_HEADS, DIM) + n for n in range(2)]
+    table, cu = np.random.default_rng(0).permutation(24).reshape(4, 6), np.cumsum([0, *counts])
+    out, *pages = space["mixed_step"](
+        query, key, value, *(x.copy() for x in pools), kv_lens, table, cu, space["parents"], drafts
+    )
+    mask = space["tree_mask"](space["parents"])
+    at = packax.kv_cache.token_positions(12, kv_lens, cu)
+    positions = space["rope_positions"](*at, jnp.asarray(kv_lens), jnp.asarray(drafts), mask)
+    np.testing.assert_array_equal(positions, [32, 33, 33, 34, 18, 1, 2, 3, 4, 9, 10, 10])
+    for n, (length, count, last) in enumerate(zip(kv_lens, counts, drafts, strict=True)):
+        allowed = np.tri(length, dtype=bool)[length - count :]
+        allowed[count - last :, length - last :] = mask[n, :last, :last]
+        both = [x[table[n]].reshape(-1, *x.shape[2:])[:length] for x in pages]
+        rows = slice(cu[n], cu[n + 1])
+        np.testing.assert_allclose(out[rows], dense(query[rows], *both, allowed), atol=1e-5)
+
+
 def test_packed_groups():
     """Every answer token has the keys and the predecessor that it has after its prompt alone."""
     space = of_page("trees", "groups", "advantages", "group_ids")

@@ -165,6 +165,8 @@ def test_packed_steps():
     assert packed(512).kernels == ("ragged_sm90", *portable)
     assert packed(512, num_seqs=3, window=(99, 0)).kernels == ("ragged_sm90", *portable)
     assert packed(512, pages=(8, 1000), width=0).kernels == ("ragged_sm90_large_pages", *portable)
+    drafts = {"draft_mask": np.tri(4, dtype=bool), "num_drafts": np.zeros(8, int)}
+    assert packed(512, **drafts) == packed(512)
     for other in ({"pages": (256, 8)}, {"pages": (256, 48)}, {"soft_cap": 9.0}, {"scale": -1.0}):
         assert packed(512, **other).kernels == portable
     if any(row["cc"] == 80 for row in ext.variants()):

@@ -7,17 +7,20 @@ too short, and reads of what no row attends: it is NaN, or its block table entry
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import decode_calls
 import dense
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_interpreter as interpreter
 from decode_calls import IMPOSSIBLE, DecodeCall, impossible, parse
 from gluon_language import launch
 from gluon_threads import TensorMap
+from packax._src import decode, ragged
 from packax._src.core.spec import Operands
 from packax._src.ops import packed_rows
 from packax._src.ops.primitives import decode_p
@@ -37,15 +40,19 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 
 def operands_of(call: DecodeCall, a: Any) -> tuple[Operands, Any]:
-    """The operands of the primitive, with NaN in queries that attend to nothing, and its spec."""
+    """The operands of the primitive and its spec."""
     jaxpr = jax.make_jaxpr(call.attend)(a)
     (found,) = (e for e in jaxpr.jaxpr.eqns if e.primitive is decode_p)
     only_inputs = jaxpr.jaxpr.replace(outvars=found.invars)
     values = jax.core.eval_jaxpr(only_inputs, jaxpr.consts, *jax.tree.leaves(a))
-    x = Operands.of(found.params["names"], values)
+    return without_idle(Operands.of(found.params["names"], values)), found.params["spec"]
+
+
+def without_idle(x: Operands) -> Operands:
+    """With NaN in queries that attend to nothing."""
     idle = np.maximum(x.kv_start, 0) >= x.kv_end
     query = np.where(idle[..., None, None], np.nan, x.query).astype(x.query.dtype)
-    return x._replace(query=query), found.params["spec"]
+    return x._replace(query=query)
 
 
 def division(keys: str) -> dict[str, int]:
@@ -111,6 +118,11 @@ PACKED = [  # the same; the number of programs into which the lowering divides t
     ("both fp8", "dtype=bfloat16,numbers=float8 scales of rows,dims=16x16", "1024", ""),
     ("both fp8", "heads=4/1,mix=chunk,dtype=float16,numbers=float8,dims=16x16", "", "8"),
 ]
+DRAFTS = [
+    ("short", "decode,rows=3,drafts=trees,window=2,sinks=sinks"),
+    ("both", "ragged,heads=4/1,mix=chunk,drafts=trees,window=left,sinks=sinks"),
+    ("both fp8", "ragged,drafts=one tree,numbers=float8 scales of rows,dims=16x16,starts=of rows"),
+]
 
 
 def rows(of: list[tuple[str, ...]]) -> list[Any]:
@@ -138,6 +150,22 @@ def test_packed_rows(kernels: str, text: str, programs: str, monkeypatch: Any) -
     tokens = x.query.shape[1]
     of_tokens = np.asarray(packed_rows.work_list(x))[: 2 * tokens].reshape(tokens, 2)
     assert programs == "8" or (of_tokens[:, 1].max() == 1) == (programs == "1")
+
+
+@pytest.mark.parametrize("kernels,text", some(DRAFTS, 1))
+def test_drafts(kernels: str, text: str, monkeypatch: Any) -> None:
+    """The kernels have the keys before the drafts. They read no query without such keys."""
+
+    def bind(*leaves: Any, spec: Any, names: Any) -> tuple[jax.Array, jax.Array]:
+        x = without_idle(Operands.of(names, leaves))
+        out, lse = interpreter.decode(x, spec, **KERNELS[kernels])
+        return jnp.asarray(out, call.dtype), jnp.asarray(lse)
+
+    for module in (decode, ragged):
+        monkeypatch.setattr(module, "decode_p", SimpleNamespace(bind=bind))
+    call = parse(f"{text},dtype=bfloat16" if "fp8" in kernels else text)
+    a = call.arrays(1)
+    assert not call.wrong(call.step(a), a, 2)
 
 
 def test_rows_that_attend_to_nothing_read_no_shares(monkeypatch: Any) -> None:

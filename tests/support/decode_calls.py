@@ -49,7 +49,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 # tokens of a packed step, and the sequences that have more than one of them
 MIXES = {"mixed": (19, 2), "decoding": (4, 0), "chunk": (50, 1), "more sequences": (3, 1)}
 RAGGED_FEATURES = {
-    **{name: FEATURES[name] for name in FEATURES if name not in ("rows", "drafts")},
+    **{name: FEATURES[name] for name in FEATURES if name != "rows"},
     "cache": ("pages", "dense"),
     "starts": ("none", "of rows"),
     "mix": tuple(MIXES),
@@ -67,7 +67,10 @@ RAGGED_MIXES = [
     "ragged,dtype=bfloat16,starts=of rows,window=left",
     "ragged,cache=dense,mix=more sequences,window=both,sinks=sinks",
     "ragged,mix=chunk,dtype=float16,numbers=float8 scales of rows,cap=soft cap",
+    "ragged,drafts=trees,window=left,sinks=sinks",
+    "ragged,cache=dense,mix=chunk,drafts=one tree,starts=of rows,numbers=float8 scales of rows",
 ]
+DRAFTS = 5  # for which a packed step has room in each sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +117,8 @@ class DecodeCall:
     def invalid(self) -> str | None:
         if self.shared and (self.window != "none" or self.starts != "none"):
             return "decode_shared_prefix has no windows or starts"
-        if self.drafts != "none" and (self.shared or self.window != "none"):
-            return "drafts have no window or shared prefix"
+        if self.drafts != "none" and (self.shared or not self.static().get("causal", True)):
+            return "drafts are causal, and have no shared prefix"
         return None
 
     def with_multiple(self, of: int) -> DecodeCall:
@@ -206,6 +209,7 @@ class DecodeCall:
         found |= {"drafts": ".." if self.drafts == "one tree" else "b.."}
         of = {"float8 scale": "", "float8 scales of heads": "g"}.get(self.numbers, f"{rows}g")
         found |= {"key_scale": of, "value_scale": of, "cu_q_lens": ".", "num_seqs": ""}
+        found |= {"num_drafts": "b"}
         return {name: found[name] for name in self.arrays()}
 
     def static(self) -> dict[str, Any]:
@@ -237,20 +241,37 @@ class DecodeCall:
         length = a["lengths"].astype(np.int64)[:, None, None]
         place = length - rows + np.arange(rows)[:, None]
         allowed = (j < length) & (place >= 0)
-        if "drafts" in a:  # new token n is key length - rows + n
-            new = j - (length - rows)
-            among = np.broadcast_to(a["drafts"], (self.batch, rows, rows))
-            chosen = np.take_along_axis(among, np.clip(new, 0, rows - 1).repeat(rows, 1), 2)
-            allowed = allowed & ((new < 0) | chosen)
+        of_key = np.broadcast_to(j, (self.batch, 1, len(j)))  # positions
+        if "drafts" in a:
+            drafts = self.of_drafts(a, place[..., 0])
+            first = length - a.get("num_drafts", np.full(self.batch, rows))[:, None, None]
+            is_draft = place >= first
+            allowed = allowed & np.where(is_draft, (j < first) | drafts, j <= place)
+            depth = np.maximum(first, 0) - 1 + (allowed & drafts).sum(2, keepdims=True)
+            at = np.clip(j - length + rows, 0, rows - 1)
+            place = np.where(is_draft, depth, place)
+            of_key = np.where(j >= first, np.take_along_axis(place.swapaxes(1, 2), at, 2), j)
         elif static.get("causal", True):
             allowed = allowed & (j <= place)
         if left is not None:
-            allowed = allowed & (j >= place - left)
-        if right is not None:
+            allowed = allowed & (of_key >= place - left)
+        if right is not None and "drafts" not in a:
             allowed = allowed & (j <= place + right)
         if "starts" in a:
             allowed = allowed & (j >= a["starts"].reshape(self.batch, -1, 1))
         return allowed[:, None]
+
+    def of_drafts(self, a: Arrays, place: np.ndarray) -> np.ndarray:
+        """(B, Sq, room): what draft_mask says of query tokens at these places; elsewhere False."""
+        found = np.zeros((*place.shape, self.page * self.blocks), bool)
+        for n, length in enumerate(a["lengths"].tolist()):
+            count = a["num_drafts"][n] if "num_drafts" in a else place.shape[1]
+            mask = a["drafts"] if a["drafts"].ndim == 2 else a["drafts"][n]
+            first = length - count
+            for i, j in np.argwhere(mask[:count, :count]):
+                if first + j >= 0 and first + j < found.shape[2]:
+                    found[n, place[n] == first + i, first + j] = True
+        return found
 
     def caches(self, a: Arrays) -> dict[str, np.ndarray]:
         """The caches in float64, (B, room, Hkv, D), with 0 for NaN."""
@@ -319,6 +340,12 @@ class RaggedCall(DecodeCall):
         last = np.minimum(np.cumsum([rng.integers(0, 2), *counts]), tokens).astype(np.int32)
         a |= {"query": rng.standard_normal((tokens, *a["query"].shape[2:])), "cu_q_lens": last}
         a["num_seqs"] = np.int32(rng.integers(self.batch - 1, self.batch + 1))
+        if "drafts" in a:
+            shape = a["drafts"].shape[:-2]
+            a["drafts"] = rng.random((*shape, DRAFTS, DRAFTS)) < 0.5
+            most = np.minimum(np.diff(last), DRAFTS)
+            some = np.where(rng.random(self.batch) < 0.5, most, rng.integers(-1, most + 1))
+            a["num_drafts"] = some.astype(np.int32)
         if "starts" in a:
             a["starts"] = rng.integers(-2, self.page * self.blocks // 4, tokens).astype(np.int32)
         return a
@@ -334,7 +361,7 @@ class RaggedCall(DecodeCall):
 
     def attend(self, a: Arrays, mask: Any = None, **more: Any) -> Any:
         names = {"key_scale": "key_scale", "value_scale": "value_scale", "sinks": "sinks"}
-        names |= {"starts": "kv_starts"}
+        names |= {"starts": "kv_starts", "drafts": "draft_mask", "num_drafts": "num_drafts"}
         given = {names[n]: x for n, x in a.items() if n in names} | self.static()
         arrays = [a.get(n) for n in ("query", "key", "value", "lengths", "table", "cu_q_lens")]
         return packax.ragged_paged_attention(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.core.arguments import described, numpy_array
-from packax._src.core.sharding import vary_together
+from packax._src.core.sharding import typed_axes, vary_together
 from packax._src.core.spec import (
     FP8,
     INT_MAX,
@@ -21,7 +21,7 @@ from packax._src.core.spec import (
     is_fp8,
     is_symbolic,
 )
-from packax._src.ops.draft_tokens import before_drafts, with_drafts
+from packax._src.ops.draft_tokens import Drafts, with_drafts
 from packax._src.ops.packed_rows import MAX_ROWS
 from packax._src.ops.partitioning import check_decode_types, require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         kv_starts: ArrayLike | None
         window: tuple[int | None, int | None] | None
         causal: bool
+        draft_mask: ArrayLike | None
         scale: float | None
         soft_cap: float | None
         sinks: ArrayLike | None
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
     class _Options(Options, total=False):
         block_table: ArrayLike | None
-        draft_mask: ArrayLike | None
 
 
 @overload
@@ -126,7 +126,9 @@ def decode_attention(
         draft_mask: which of the sequence's query tokens each query token attends to, in place of
             those up to its own: (Sq, Sq) or (B, Sq, Sq) booleans, [b, i, j] for query token i and
             the key of query token j. For a tree of drafts, these are its ancestors and itself. All
-            keys before the query tokens are attended, from kv_starts on.
+            keys before the query tokens are attended, from kv_starts on. A window counts positions
+            along the paths: a query token that attends to n of the query tokens is at position
+            kv_lengths - Sq + n - 1.
         scale: the factor of the scores, a finite Python or numpy number. None: 1 / sqrt(Dqk).
         soft_cap: the cap of the scores, which become soft_cap * tanh(score / soft_cap) (Gemma). A
             positive Python or numpy number.
@@ -182,21 +184,27 @@ def decode_attention(
     spec = checked_spec(query, scale, soft_cap, precision, implementation)
     return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
     limits = checked_window(window, causal)
-    drafts = _checked_drafts(draft_mask, query, window, causal)
-    causal = causal and drafts is None
-    lo, hi = _ranges(lengths, kv_starts, *limits, causal, query.shape[1])
+    batch, q_len, heads, _ = query.shape
+    mask = None if draft_mask is None else checked_drafts(draft_mask, batch, q_len, causal)
+    starts = _checked_starts(kv_starts, batch, q_len)
+    ends = jnp.maximum(lengths, 0)
+    position, drafts = ends[:, None] + jnp.arange(-q_len, 0, dtype=jnp.int32)[None], None
+    if mask is not None:
+        first = ends - q_len
+        drafts = Drafts.of(mask, first, starts, limits[0], typed_axes(query)[0])
+        position, ends = drafts.position, jnp.maximum(first, 0)
+    lo, hi = row_ranges(position, ends[:, None], starts, *limits, causal)
     operands = Operands(require_device_info(query), key, value, kv_start=lo, kv_end=hi)._replace(
         block_table=table, key_scale=scales[0], value_scale=scales[1],
         sinks=checked_sinks(sinks, query),
     )  # fmt: skip
     operands, drafts = vary_together(operands, drafts)
-    batch, q_len, heads, _ = query.shape
     if batch == 0 or q_len == 0:
         out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
         lse = jnp.zeros((batch, heads, q_len), accumulator(query.dtype))
         out, lse, _ = vary_together(out, lse, operands)
         return (out, lse) if return_lse else out
-    call = operands if drafts is None else before_drafts(operands)
+    call = operands if drafts is None else operands._replace(sinks=None)
     out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
     if drafts is not None:
         out, lse = with_drafts(spec, operands, drafts, (out, lse))
@@ -249,27 +257,18 @@ def checked_kv_scale(name: str, given: Any, rows: Any, heads: int, *, paged: boo
     return scale if scale.ndim == 2 else jnp.broadcast_to(scale, (1, heads))
 
 
-def _ranges(
-    lengths: jax.Array,
-    starts: Any,
-    left: int | None,
-    right: int | None,
-    causal: bool,
-    q_len: int,
-) -> tuple[jax.Array, jax.Array]:
-    """(B, Sq) int32: each row attends to the keys lo <= j < hi. Empty rows have any lo >= hi."""
-    lengths = jnp.maximum(lengths, 0)[:, None]
-    position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
-    if starts is not None:
-        starts = as_integers("kv_starts", starts)
-        shapes = (lengths.shape[:1], position.shape)
-        if starts.shape not in shapes:
-            raise ValueError(
-                f"kv_starts must have shape {shapes[0]}, one per sequence, or {shapes[1]}, one per "
-                f"row, but has {starts.shape}"
-            )
-        starts = starts[:, None] if starts.ndim == 1 else starts
-    return row_ranges(position, lengths, starts, left, right, causal)
+def _checked_starts(kv_starts: Any, batch: Any, q_len: int) -> jax.Array | None:
+    """The first key of each row, (B, 1) or (B, Sq)."""
+    if kv_starts is None:
+        return None
+    starts = as_integers("kv_starts", kv_starts)
+    shapes = (batch,), (batch, q_len)
+    if starts.shape not in shapes:
+        raise ValueError(
+            f"kv_starts must have shape {shapes[0]}, one per sequence, or {shapes[1]}, one per "
+            f"row, but has {starts.shape}"
+        )
+    return starts[:, None] if starts.ndim == 1 else starts
 
 
 def row_ranges(
@@ -280,8 +279,9 @@ def row_ranges(
     right: int | None,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The ranges of rows at these positions in sequences of these lengths, at least 0. `starts`:
-    their first keys."""
+    """Each row attends to the keys lo <= j < hi; empty rows have any lo >= hi. Rows at these
+    positions, below 0 for padding, in sequences of these lengths, at least 0. `starts`: their first
+    keys."""
     if causal:
         right = 0
     hi = jnp.broadcast_to(lengths, position.shape)
@@ -296,25 +296,19 @@ def row_ranges(
     return lo, hi
 
 
-def _checked_drafts(
-    draft_mask: Any, query: jax.Array, window: Any, causal: bool
-) -> jax.Array | None:
-    """The checked draft_mask as (1 or B, Sq, Sq)."""
-    if draft_mask is None:
-        return None
+def checked_drafts(draft_mask: Any, batch: Any, size: int, causal: bool) -> jax.Array:
+    """The checked draft_mask as (1 or batch, size, size)."""
     mask = as_array("draft_mask", draft_mask)
-    batch, rows = query.shape[:2]
-    shapes = (rows, rows), (batch, rows, rows)
+    shapes = (size, size), (batch, size, size)
     if mask.dtype != bool or mask.shape not in shapes:
         raise ValueError(
             f"draft_mask must be an array of booleans of shape {shapes[0]} or {shapes[1]}, from "
             f"query tokens to query tokens, but is {described(mask)}"
         )
-    if window is not None or not causal:
-        name, value = ("window", window) if causal else ("causal", causal)
+    if not causal:
         raise ValueError(
-            f"draft_mask says to which of the new tokens each attends, but {name}={value} does, "
-            "too: omit it. For a window, pass kv_starts, the first key of each query token"
+            "draft_mask says to which of the new tokens each attends, but causal=False does, too: "
+            "omit it"
         )
     return mask if mask.ndim == 3 else mask[None]
 

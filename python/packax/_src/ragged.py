@@ -9,20 +9,22 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from packax._src.core.sharding import typed_as, typed_axes, vary_together
-from packax._src.core.spec import Operands, accumulator, is_symbolic
+from packax._src.core.spec import INT_MAX, Operands, accumulator, is_symbolic
 from packax._src.decode import (
     as_integers,
     check_sequences,
     check_tensors,
+    checked_drafts,
     checked_scales,
     checked_spec,
     checked_window,
     row_ranges,
 )
+from packax._src.ops.draft_tokens import MAX_DRAFTS, Drafts, with_drafts
 from packax._src.ops.packed_rows import PackedRows
 from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import Implementation, decode_p
-from packax._src.requests import as_arrays, checked_sinks, flag
+from packax._src.requests import as_array, as_arrays, checked_sinks, flag
 
 _AXES = "(tokens, heads, dim)"
 
@@ -30,18 +32,21 @@ _AXES = "(tokens, heads, dim)"
 if TYPE_CHECKING:
     from packax._src.decode import Options
 
+    class _Options(Options, total=False):
+        num_drafts: ArrayLike | None
+
 
 @overload
 def ragged_paged_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
     page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
-    return_lse: Literal[False] = False, **options: Unpack[Options],
+    return_lse: Literal[False] = False, **options: Unpack[_Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def ragged_paged_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lens: ArrayLike,
     page_indices: ArrayLike | None, cu_q_lens: ArrayLike, num_seqs: ArrayLike | None = None, *,
-    return_lse: Literal[True], **options: Unpack[Options],
+    return_lse: Literal[True], **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def ragged_paged_attention(
     query: ArrayLike,
@@ -57,6 +62,8 @@ def ragged_paged_attention(
     kv_starts: ArrayLike | None = None,
     window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
+    draft_mask: ArrayLike | None = None,
+    num_drafts: ArrayLike | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -92,6 +99,12 @@ def ragged_paged_attention(
             have no rows. None: N.
         key_scale, value_scale: scales of float8_e4m3fn caches, as in `decode_attention`.
         kv_starts: the first key to which each row attends, (T,) integers.
+        draft_mask: which of the sequence's drafts each draft attends to, (D, D) or (N, D, D)
+            booleans, D <= 64, [n, i, j] for draft i of sequence n and the key of its draft j, as in
+            `decode_attention`. All keys before the drafts are attended.
+        num_drafts: how many of the new tokens of each sequence are drafts, its last ones: (N,)
+            integers of at most D. The others attend to the keys up to their own, so a sequence
+            without drafts has 0 or less.
         window, causal, scale, soft_cap, sinks, precision, implementation: as in
             `decode_attention`.
         return_lse: also return the log-sum-exp.
@@ -99,8 +112,8 @@ def ragged_paged_attention(
     Returns:
         out, (T, H, Dv) in query's dtype, or (out, lse), where lse is (H, T) in float32 (float64 for
         float64). Padding and rows that attend to nothing have out 0 and lse -inf. A row whose keys
-        end beyond the cache, or are in a page that does not exist, is NaN; other rows are not
-        affected.
+        end beyond the cache, or are in a page that does not exist, is NaN, as are the rows of a
+        sequence with more drafts than D or than new tokens. Other rows are not affected.
 
     Raises:
         ValueError, NotImplementedError: the errors of `decode_attention`.
@@ -137,13 +150,14 @@ def ragged_paged_attention(
     spec = checked_spec(one_batch, scale, soft_cap, precision, implementation)
     return_lse, causal = flag("return_lse", return_lse), flag("causal", causal)
     limits = checked_window(window, causal)
+    mask, numbers = _checked_drafts(draft_mask, num_drafts, batch, causal)
     if table is None:  # a dense cache has a page for each sequence
         table = jnp.arange(batch, dtype=jnp.int32)[:, None]
     operands = Operands(require_device_info(query), key, value, block_table=table)._replace(
         key_scale=scales[0], value_scale=scales[1], sinks=checked_sinks(sinks, one_batch)
     )
-    operands, lengths, bounds, count, starts = vary_together(
-        operands, lengths, bounds, count, starts
+    operands, lengths, bounds, count, starts, mask, numbers = vary_together(
+        operands, lengths, bounds, count, starts, mask, numbers
     )
     if rows == 0 or batch == 0:
         out, lse, _ = vary_together(
@@ -153,14 +167,16 @@ def ragged_paged_attention(
         )
     else:
         packing = _packing(rows, bounds, count)
-        lo, hi = _ranges(packing, lengths, starts, *limits, causal)
-        call = operands._replace(
-            query=operands.query[None],
-            kv_start=lo[None],
-            kv_end=hi[None],
-            row_bounds=jnp.stack([packing.start, packing.end]),
-        )
+        drafts = None
+        if mask is not None:
+            drafts, lengths = _drafts(packing, lengths, mask, numbers, starts, limits[0])
+        lo, hi = _ranges(packing, lengths, drafts, starts, *limits, causal)
+        operands = operands._replace(query=operands.query[None], kv_start=lo[None], kv_end=hi[None])
+        call = operands._replace(row_bounds=jnp.stack([packing.start, packing.end]))
+        call = call if drafts is None else call._replace(sinks=None)
         out, lse = decode_p.bind(*call.leaves, spec=spec, names=call.names)
+        if drafts is not None:
+            out, lse = with_drafts(spec, operands, drafts, (out, lse))
         out, lse = out.reshape(out.shape[1:]), lse.reshape(lse.shape[1:])
     out, lse = typed_as(out, row_axes, head_axes), typed_as(lse, head_axes, row_axes)
     return (out, lse) if return_lse else out
@@ -209,14 +225,61 @@ def _packing(rows: int, cu_q_lens: jax.Array, count: jax.Array) -> PackedRows:
     return PackedRows.of(bounds[:-1], bounds[1:], rows)
 
 
+def _drafts(
+    packing: PackedRows, lengths: jax.Array, mask: jax.Array, numbers: jax.Array,
+    starts: jax.Array | None, left: int | None,
+) -> tuple[Drafts, jax.Array]:  # fmt: skip
+    """The drafts, and the lengths of sequences whose number of drafts is possible. Others are
+    longer than any cache, which gives NaN."""
+    rows, size = packing.sequence.size, mask.shape[-1]
+    numbers = jnp.maximum(numbers, 0)
+    wrong = numbers > jnp.minimum(packing.end - packing.start, size)
+    numbers, lengths = jnp.where(wrong, 0, numbers), jnp.where(wrong, INT_MAX, lengths)
+    nth = jnp.arange(size, dtype=jnp.int32)[None]
+    row = jnp.where(nth < numbers[:, None], (packing.end - numbers)[:, None] + nth, rows)
+    of_drafts = None if starts is None else starts.at[row].get(mode="fill", fill_value=0)
+    first = jnp.maximum(lengths, 0) - numbers
+    drafts = Drafts.of(mask, first, of_drafts, left, count=numbers)
+    return drafts._replace(row=row), lengths
+
+
 def _ranges(
-    packing: PackedRows, lengths: jax.Array, starts: jax.Array | None, left: Any, right: Any,
-    causal: bool,
+    packing: PackedRows, lengths: jax.Array, drafts: Drafts | None, starts: jax.Array | None,
+    left: Any, right: Any, causal: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(T,) int32: each row attends to the keys lo <= j < hi. Padding has empty ranges."""
+    """(T,) int32: each row attends to the keys lo <= j < hi, and drafts to each other. Padding has
+    empty ranges."""
     position = jnp.where(packing.valid, packing.positions(lengths), -1)
-    lengths = jnp.maximum(lengths, 0)[packing.sequence]
-    return row_ranges(position, lengths, starts, left, right, causal)
+    ends = jnp.maximum(lengths, 0)
+    if drafts is not None:
+        position = position.at[drafts.row].set(drafts.position, mode="drop")
+        ends = jnp.maximum(drafts.place[:, 0], 0)
+    return row_ranges(position, ends[packing.sequence], starts, left, right, causal)
+
+
+def _checked_drafts(
+    draft_mask: Any, num_drafts: Any, batch: int, causal: bool
+) -> tuple[jax.Array | None, Any]:
+    """Both arguments, the mask as (1 or N, D, D)."""
+    if draft_mask is None and num_drafts is None:
+        return None, None
+    if draft_mask is None or num_drafts is None:
+        missing = "draft_mask" if draft_mask is None else "num_drafts"
+        raise ValueError(f"pass both draft_mask and num_drafts, or neither, but {missing} is None")
+    mask = as_array("draft_mask", draft_mask)
+    size = mask.shape[-1] if mask.ndim else 1
+    if size not in range(1, MAX_DRAFTS + 1):
+        raise ValueError(
+            f"draft_mask must be for 1 to {MAX_DRAFTS} drafts of each sequence, but has shape "
+            f"{mask.shape}"
+        )
+    mask = checked_drafts(mask, batch, size, causal)
+    numbers = _integers("num_drafts", num_drafts)
+    if numbers.shape != (batch,):
+        raise ValueError(
+            f"num_drafts must have shape ({batch},), one for each sequence, but has {numbers.shape}"
+        )
+    return typed_as(mask), numbers
 
 
 def _checked_count(num_seqs: Any, batch: int) -> jax.Array:

@@ -95,9 +95,9 @@ def in_tiles(decode: Callable[[Operands], Any], x: Operands) -> tuple[jax.Array,
     tiles = packing.tiles(min(MAX_ROWS, ceil_div(rows, packing.start.size)))
     head_axes = typed_axes(x.query)[2]
     call = x._replace(
-        query=over_auto_axes(_taken, (x.query, tiles.row), ((), (), head_axes)),
-        kv_start=_taken(x.kv_start, tiles.row),
-        kv_end=_taken(x.kv_end, tiles.row),
+        query=over_auto_axes(take_rows, (x.query, tiles.row), ((), (), head_axes)),
+        kv_start=take_rows(x.kv_start, tiles.row),
+        kv_end=take_rows(x.kv_end, tiles.row),
         block_table=x.block_table.at[tiles.sequence].get(mode="clip"),
         row_bounds=None,
     )
@@ -106,13 +106,13 @@ def in_tiles(decode: Callable[[Operands], Any], x: Operands) -> tuple[jax.Array,
     return out, over_auto_axes(_packed_lse, (lse, tiles.place), ((), head_axes))
 
 
-def _taken(x: jax.Array, row: jax.Array) -> jax.Array:
+def take_rows(x: jax.Array, row: jax.Array) -> jax.Array:
     """(1, T, ...) as (tiles, rows per tile, ...), with 0 for padding."""
     return x[0].at[row].get(mode="fill", fill_value=0)
 
 
 def _packed(x: jax.Array, place: jax.Array, padding: float = 0) -> jax.Array:
-    """The inverse of `_taken`."""
+    """The inverse of `take_rows`."""
     flat = x.reshape(-1, *x.shape[2:])
     return flat.at[place].get(mode="fill", fill_value=padding)[None]
 

@@ -69,15 +69,14 @@ def extend(
     out, lse = (y.astype(rows.dtype) for y in results)
     out = out.reshape(batch, q_len, kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
     lse = lse.reshape(batch, kv_heads, group, q_len)
-    some = lse != -jnp.inf
     table = x.block_table
     if table is None:  # a dense cache has a page for each sequence
         table = jnp.arange(batch, dtype=jnp.int32)[:, None]
     index, size = jnp.maximum(index, 0), jnp.asarray(x.key.shape[1]).astype(jnp.int32)
     page = jnp.take_along_axis(table, index // size, 1, mode="fill", fill_value=-1)
     keys = _paged(x, page, index % size)
-    state = _attend(spec, x, rows, attends, keys, (out, lse, some.astype(rows.dtype)))
-    return _results(state, some | attends_any[:, None, None])
+    state = _attend(spec, x, rows, attends, keys, (out, lse, jnp.ones_like(lse)))
+    return _results(state, (lse != -jnp.inf) | attends_any[:, None, None])
 
 
 def _rows(x, some):
