@@ -3,6 +3,9 @@ tensor maps (table.py)."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from call_schema import schema
 from tiles_decode import DECODE_TILES
 from tiles_fallback import FALLBACK_KERNELS
@@ -83,27 +86,32 @@ for _dtype, _element in (("", ""), ("_float32", "fp32")):  # of the bias
 
 # Run-time numbers that are multiples of this: rows with such head dims are 16-byte aligned.
 MULTIPLES = {"qk_dim": 8, "v_dim": 8}
-# argument -> element type; "" is the variant's dtype. All other arguments are int32, except for the
-# float32 ones in FLOATS.
-POINTERS = {
-    **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
-    **dict.fromkeys(("tq", "tk", "tv", "tout"), ""),
-    **dict.fromkeys(("bias", "dbias"), ""),  # or float32, which kernels check at run time
-    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "top", "dq_sum"), "fp32"),
-    **dict.fromkeys(("dbias_sums", "tlse"), "fp32"),
-    **dict.fromkeys(("row_max", "row_delta", "scales", "slopes", "score_grads"), "fp32"),
-    **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
-    **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
-    **dict.fromkeys(("kv_start", "kv_end", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
-    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
-    **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
-    **dict.fromkeys(("partial", "sums", "sinks", "key_scale", "value_scale"), "fp32"),
-    **dict.fromkeys(("block_table", "dropout_streams", "dropout_rows"), "i32"),
-}
+
+
+def _type_of(array: Any, rows: dict[str, Any]) -> str:
+    """The type of an array's elements; "" is the variant's dtype."""
+    if array.view:
+        return ""
+    if like := re.match(r"like (\w+)", array.shape):
+        return _type_of(rows[like[1]], rows)
+    dtype = re.search(r"float32|int32", array.shape)
+    return {"float32": "fp32", "int32": "i32"}[dtype[0]] if dtype else ""
+
+
+def _elements(target: Any) -> dict[str, str]:
+    arrays = (*schema.SHARED.operands, *target.operands, *target.results)
+    rows = schema.ROWS | {x.name: x for x in arrays}
+    return {x.name: _type_of(x, rows) for x in arrays}
+
+
+# argument -> element type: those of the FFI targets, and parts of a backward's workspace. A bias
+# may also be float32, which kernels check at run time. All other arguments are int32, except for
+# the float32 ones in FLOATS.
+POINTERS = {name: x for y in schema.TARGETS.values() for name, x in _elements(y).items()}
+POINTERS |= dict.fromkeys(("delta", "lse2", "top", "dq_sum", "dbias_sums"), "fp32")
+POINTERS["workspace"] = "i32"
 POINTERS_OF_KERNEL = {"backward_shared_float32_dbias": {"bias": "fp32"}}  # in place of POINTERS
 FLOATS = (*(x.name for x in schema.SHARED.attributes if x.type == "float"), "inverse_keep")
-_untyped = {x.name for x in schema.OPERANDS if x.passes and not x.view} - {"work", *POINTERS}
-assert not _untyped, f"{_untyped}: POINTERS needs the type of their elements"
 
 
 def _of(*options: str) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ def worker(group: list[table.Variant], out: pathlib.Path) -> None:
 def fingerprint(variant: table.Variant) -> str:
     """A hash of everything that determines a cubin and whether it is accepted."""
     table_says = (
-        *(variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, table.FLOATS),
+        *(variant, table.TENSOR_MAPS.get(variant.kernel), sorted(table.POINTERS.items())),
+        *(sorted(table.FLOATS), table.POINTERS_OF_KERNEL.get(variant.kernel)),
         *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
         *(variant.spills, variant.kernel in table.SERIALISED, variant.ptx),
         *(variant.driver, variant.shared, table.exact(variant.arch).name),
