@@ -6,7 +6,6 @@ list entry that is read out of bounds, and a list of another head or tile.
 """
 
 import collections
-import re
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import packax
 import pytest
 from packax._src.ops import block_lists as lists
 from paths import KERNEL_DIR
+from ptx_warp import Warp
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
@@ -32,7 +32,6 @@ THREADS = 128  # in a warp group
 TID = np.arange(THREADS, dtype=np.uint64)
 # The two rows of the accumulator's 64 that each thread has.
 PLACES = [16 * (TID // 32) + TID % 32 // 4 + 8 * i for i in (0, 1)]
-U32 = np.uint64(0xFFFFFFFF)
 
 
 class Tensor(np.ndarray):
@@ -64,99 +63,6 @@ class Pointer:
         return tensor(self.memory[self.at])
 
 
-class Assembly:
-    """The instructions of sm90/block_lists.py. A register has one number per thread."""
-
-    def __init__(self, text):
-        text = re.sub(r"(\w+):", r"\1:;", text.strip().removeprefix("{").removesuffix("}"))
-        self.lines = [line.strip() for line in text.split(";") if line.strip()]
-
-    def run(self, values, pointer=None):
-        self.values, self.pointer, at = values, pointer, 0
-        while at < len(self.lines):
-            jump = self.step(self.lines[at])
-            at = self.lines.index(f"{jump}:") + 1 if jump else at + 1
-        return values
-
-    def step(self, line):
-        if line.startswith(".reg") or line.endswith(":"):
-            return None
-        if line.startswith("@"):
-            name, _, line = line[1:].partition(" ")
-            assert len(set(self.values[name])) == 1, "threads take two ways"
-            if not self.values[name][0]:
-                return None
-        opcode, _, rest = line.partition(" ")
-        if opcode == "bra":
-            return rest
-        target, *names = (x.strip() for x in rest.split(","))
-        operands = [self.value(x) for x in names]
-        self.values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
-        return None
-
-    def value(self, name):
-        if name == "%tid.x":
-            return TID
-        if name.isdigit():
-            return np.full(THREADS, int(name), np.uint64)
-        return self.values[name.strip("[]")]
-
-    def ld_global_u32(self, address):
-        assert (address % np.uint64(4) == 0).all()
-        pointer = Pointer(self.pointer.memory, address // np.uint64(4), self.pointer.bounds)
-        return np.asarray(pointer.read()).astype(np.uint64) & U32
-
-    @staticmethod
-    def mov_u32(a):
-        return a & U32
-
-    mov_b32 = mov_u32
-
-    @staticmethod
-    def and_b32(a, b):
-        return a & b
-
-    @staticmethod
-    def add_u32(a, b):
-        return (a + b) & U32
-
-    @staticmethod
-    def min_u32(a, b):
-        return np.minimum(a, b)
-
-    @staticmethod
-    def shl_b32(a, b):
-        return (a << b) & U32
-
-    @staticmethod
-    def shr_u32(a, b):
-        return np.where(b > 31, np.uint64(0), a >> np.minimum(b, np.uint64(31)))
-
-    @staticmethod
-    def shf_r_wrap_b32(low, high, by):
-        return ((high << np.uint64(32) | low) >> (by & np.uint64(31))) & U32
-
-    @staticmethod
-    def mad_lo_u32(a, b, c):
-        return (a * b + c) & U32
-
-    @staticmethod
-    def mad_wide_u32(a, b, c):
-        return a * b + c
-
-    @staticmethod
-    def neg_s32(a):
-        return (~a + np.uint64(1)) & U32
-
-    @staticmethod
-    def setp_ge_u32(a, b):
-        return a >= b
-
-    @staticmethod
-    def bfind_u32(a):
-        return np.array([int(x).bit_length() - 1 for x in a], np.uint64)
-
-
 def inline_asm(text, constraints, arguments, *_, **__):
     """Results by thread, (registers, THREADS). A tensor of 64 rows takes two registers, a scalar
     one."""
@@ -171,8 +77,14 @@ def inline_asm(text, constraints, arguments, *_, **__):
     assert len(registers) == len(kinds) - outputs
     values = {f"${outputs + i}": x for i, x in enumerate(registers)}
     for (name, x), kind in zip(values.items(), kinds[outputs:], strict=True):
-        values[name] = x & U32 if kind == "r" else x
-    values = Assembly(str(text)).run(values, pointer)
+        values[name] = x.astype(np.uint32) if kind == "r" else x
+
+    def words(address):
+        assert (address % 4 == 0).all()
+        return Pointer(pointer.memory, address // 4, pointer.bounds).read().astype(np.uint32)
+
+    warps = Warp(threads=THREADS, memory=words)
+    values = warps.run(str(text), values | {"%tid.x": TID})
     results = np.stack([values[f"${i}"] for i in range(outputs)])
     return tensor(results[0][0]) if len(results) == 1 else results
 

@@ -39,14 +39,10 @@ def of_accumulator(bits, columns):
 
 
 def run(assembly, operands):
-    values = {f"${i}": np.broadcast_to(x, LANES) for i, x in operands.items() if np.ndim(x) < 2}
-    values |= {f"${i}": x for i, x in operands.items() if np.ndim(x) == 2}
-    values = Warp().run(assembly, values | {"%laneid": LANE})
+    warp = Warp(memory=lambda address: np.array(STREAM, np.uint32)[address // 4])
+    values = {f"${i}": np.broadcast_to(x, LANES) for i, x in operands.items()}
+    values = warp.run(assembly, values | {"%laneid": LANE})
     return [values[f"${r}"].astype(np.uint32) for r in (0, 1)]
-
-
-def pointer():
-    return np.broadcast_to(np.array(STREAM, np.uint32)[:, None], (4, LANES))
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
@@ -56,7 +52,7 @@ def test_bits_of_a_tile_of_rows(n, threshold):
     numbers = rng.integers(0, 2**31, 16)
     first = 4 * int(rng.integers(0, 2**28))
     rows = {2 + r: numbers[LANE // 4 + 8 * r] for r in (0, 1)}
-    operands = rows | {4: pointer(), 5: first, 6: threshold}
+    operands = rows | {4: 0, 5: first, 6: threshold}
     got = of_accumulator(run(dropout.row_keep_bits_asm(n), operands), n)
     np.testing.assert_array_equal(got, kept(numbers, first + np.arange(n)[None], threshold))
 
@@ -67,7 +63,7 @@ def test_bits_of_a_tile_of_keys(threshold):
     numbers = rng.integers(0, 2**31, 64)
     keys = 16 * int(rng.integers(0, 2**26)) + np.arange(16)
     operands = {2 + r: keys[LANE // 4 + 8 * r] for r in (0, 1)}
-    operands |= {4: numbers[:32], 5: numbers[32:], 6: pointer(), 7: threshold}
+    operands |= {4: numbers[:32], 5: numbers[32:], 6: 0, 7: threshold}
     got = of_accumulator(run(dropout.key_keep_bits_asm(), operands), 64)
     np.testing.assert_array_equal(got, kept(numbers, keys[None], threshold).T)
 

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 from paths import KERNEL_DIR
-from ptx_warp import F32, HALVES, LANES, Warp
+from ptx_warp import F32, HALVES, LANES, Warp, accumulator
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
@@ -22,9 +22,7 @@ from sm90 import alibi, softmax
 N = 32  # scores per thread, for 64 keys
 UNSET = F32(-1e30)
 # (row, key) of each lane's registers, within the warp's 16 rows
-LANE, REGISTER = np.arange(LANES)[:, None], np.arange(N)
-ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
-KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
+ROWS, KEYS = accumulator(N)
 
 
 def step(scores, m, parts, scale, half="bf16", growth=8, natural=False):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from paths import KERNEL_DIR
-from ptx_warp import F32, HALVES, LANES, Warp
+from ptx_warp import F32, HALVES, LANES, Warp, accumulator
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
@@ -19,9 +19,7 @@ from sm90 import tangent
 
 N = 32  # numbers per thread, for 64 keys
 # (row, key) of each lane's registers, within the warp's 16 rows
-LANE, REGISTER = np.arange(LANES)[:, None], np.arange(N)
-ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
-KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
+ROWS, KEYS = accumulator(N)
 THREAD_ROWS = ROWS[:, :3:2]  # rows of registers 0 and 2
 NAN = F32(np.nan)
 
@@ -32,7 +30,7 @@ def step(p, ts, center, scale, half):
     values = {f"${i}": np.asarray(x, F32) for i, x in enumerate([*inputs, np.full(LANES, scale)])}
     values = Warp().run(tangent.step_asm(N, half), values)
     pairs = np.zeros((2, 16, 64))
-    for i, (a, b) in enumerate(np.stack([REGISTER[::2], REGISTER[1::2]], 1)):
+    for i, (a, b) in enumerate(np.arange(N).reshape(-1, 2)):
         for j in (0, 1):  # the two numbers in a register
             for which, register in enumerate((a, b)):
                 bits = values[f"${register}"].view(np.uint32) >> np.uint32(16 * j)

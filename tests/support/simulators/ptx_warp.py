@@ -1,4 +1,4 @@
-"""Interprets the PTX of one warp on the CPU, because Gluon has no interpreter.
+"""Interprets the PTX of a warp or warp group on the CPU, because Gluon has no interpreter.
 
 ex2 and rcp have an error that the caller chooses, up to the bounds of PTX. Registers keep the bits
 that they have on a GPU, so that an instruction of another type sees the same bits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -17,18 +18,38 @@ F32 = np.float32
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
+def accumulator(registers, threads=LANES):
+    """The row and the column of each register of each thread: see sm90/common.py."""
+    thread, i = np.arange(threads)[:, None], np.arange(registers)
+    rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i // 2 % 2)
+    return rows, i // 4 * 8 + 2 * (thread % 4) + i % 2
+
+
 def bits(x):
     return x.view(np.uint32) if x.dtype == F32 else x.astype(np.uint32)
 
 
-class Warp:
-    """Registers are arrays with one number per lane. All lanes must take the same branch."""
+def wide(x):
+    return bits(x).astype(np.uint64)
 
-    def __init__(self, ex2_error: float = 0.0, rcp_error: float = 0.0):
-        """The relative error of ex2 in units of 2^-22, and the error of rcp in ulp."""
+
+def floats(x):
+    return bits(x).view(F32)
+
+
+class Warp:
+    """Registers are arrays with one number per thread. All threads must take the same branch."""
+
+    def __init__(
+        self, ex2_error: float = 0.0, rcp_error: float = 0.0, threads: int = LANES,
+        memory: Callable[[np.ndarray], np.ndarray] | None = None,
+    ):  # fmt: skip
+        """The relative error of ex2 in units of 2^-22, the error of rcp in ulp, and the words that
+        are loaded from addresses."""
         self.errors = ex2_error * 2.0**-22, rcp_error
+        self.threads, self.memory = threads, memory
         self.executed: set[str] = set()
-        self.shared: dict[int, int] = {}  # shared memory: address -> 16 bits
+        self.shared: dict[int, int] = {}  # what is stored: address -> 16 bits
 
     def run(self, assembly, values):
         lines = re.sub(r"(\w+):(?=\s|$)", r"\1:;",
@@ -73,19 +94,21 @@ class Warp:
             low, high = (values[pair[i]].astype(np.uint32) for i in (2, 3))
             values[pair[1]] = high << 16 | low
             return None
-        if words := re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest):
-            values[words[1]] = values[words[3]].astype(np.uint32)
-            values[words[2]] = (values[words[3]] >> np.uint64(32)).astype(np.uint32)
+        if words := re.fullmatch(r"\{(\w+), (\w+)\}, ([$\w]+)", rest):
+            word, half = values[words[3]], 32 if opcode == "mov.b64" else 16
+            word = word if half == 32 else wide(word)
+            values[words[1]] = (word & np.uint64(2**half - 1)).astype(np.uint32)
+            values[words[2]] = (word >> np.uint64(half)).astype(np.uint32)
             return None
-        if opcode == "ld.global.v4.u32":
-            registers, address = re.fullmatch(r"\{(.*)\}, \[(\S+)\]", rest).groups()
-            words = values[address]  # in place of the pointer
-            values |= {name.strip(): words[i] for i, name in enumerate(registers.split(","))}
+        if load := re.fullmatch(r"\{?([^}]*?)\}?, \[(\S+?)(?:\+(\d+))?\]", rest):
+            address = values[load[2]].astype(np.int64) + int(load[3] or 0)
+            for i, name in enumerate(load[1].split(",")):
+                values[name.strip()] = self.memory(address + 4 * i)
             return None
         target, *arguments = (x.strip() for x in rest.split(","))
         if opcode == "vote.sync.any.pred":
             assert arguments[1] == "-1"  # all lanes
-            values[target] = np.full(LANES, values[arguments[0]].any())
+            values[target] = np.full(self.threads, values[arguments[0]].any())
             return None
         operands = [self.value(x, values) for x in arguments]
         values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
@@ -94,8 +117,8 @@ class Warp:
     def store(self, opcode, base, offset, registers, values):
         address = self.value(base, values).astype(np.int64) + int(offset or 0)
         x = [bits(values[name.strip()]) for name in registers.split(",")]
-        for lane, (i, word) in itertools.product(range(LANES), enumerate(x)):
-            if opcode == "st.shared.v4.b32":
+        for lane, (i, word) in itertools.product(range(self.threads), enumerate(x)):
+            if opcode in ("st.shared.v4.b32", "st.shared.v4.f32"):
                 at = address[lane] + 4 * i
             else:
                 assert opcode == "stmatrix.sync.aligned.m8n8.x4.shared.b16"
@@ -106,17 +129,16 @@ class Warp:
                 assert at + 2 * half not in self.shared, "two threads, one place"
                 self.shared[int(at + 2 * half)] = int(word[lane]) >> 16 * half & 0xFFFF
 
-    @staticmethod
-    def value(text, values):
+    def value(self, text, values):
         if text.startswith("0f"):
-            return np.full(LANES, int(text[2:], 16), np.uint32).view(F32)
+            return np.full(self.threads, int(text[2:], 16), np.uint32).view(F32)
         if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", text):
-            return np.full(LANES, int(text, 0), np.int64)
+            return np.full(self.threads, int(text, 0), np.int64)
         return values[text]
 
     @staticmethod
     def mul_f32(a, b):
-        return a * b
+        return floats(a) * floats(b)
 
     @staticmethod
     def add_f32(a, b):
@@ -148,7 +170,8 @@ class Warp:
 
     @staticmethod
     def fma_rn_f32(a, b, c):
-        return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
+        a, b, c = (floats(x).astype(float) for x in (a, b, c))
+        return (a * b + c).astype(F32)
 
     def ex2_approx_ftz_f32(self, a):
         result = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
@@ -161,11 +184,11 @@ class Warp:
 
     @staticmethod
     def sub_f32(a, b):
-        return a.view(F32) - b.view(F32)
+        return floats(a) - floats(b)
 
     @staticmethod
     def neg_f32(a):
-        return -a
+        return -floats(a)
 
     @staticmethod
     def mov_f32(a):
@@ -265,23 +288,44 @@ class Warp:
 
     @staticmethod
     def mul_wide_u32(a, b):
-        return bits(a).astype(np.uint64) * bits(b)
+        return wide(a) * wide(b)
 
     @staticmethod
     def shl_b32(a, b):
-        return a << b
+        return (wide(a) << np.minimum(wide(b), np.uint64(32))).astype(np.uint32)
 
     @staticmethod
     def shr_u32(a, b):
-        return bits(a) >> bits(b)
+        return (wide(a) >> np.minimum(wide(b), np.uint64(32))).astype(np.uint32)
+
+    @staticmethod
+    def shf_r_wrap_b32(low, high, by):
+        both = wide(high) << np.uint64(32) | wide(low)
+        return (both >> (wide(by) & np.uint64(31))).astype(np.uint32)
 
     @staticmethod
     def mad_lo_u32(a, b, c):
-        return a * b + c
+        return bits(a) * bits(b) + bits(c)
+
+    @staticmethod
+    def mad_wide_u32(a, b, c):
+        return wide(a) * wide(b) + c.astype(np.uint64)
+
+    @staticmethod
+    def min_u32(a, b):
+        return np.minimum(bits(a), bits(b))
+
+    @staticmethod
+    def neg_s32(a):
+        return -bits(a)
+
+    @staticmethod
+    def bfind_u32(a):
+        return np.array([int(x).bit_length() - 1 for x in a], np.int64)
 
     @staticmethod
     def add_u32(a, b):
-        return a + b
+        return bits(a) + bits(b)
 
     @staticmethod
     def sub_s32(a, b):
@@ -290,3 +334,13 @@ class Warp:
     @staticmethod
     def cvt_rn_f32_s32(a):
         return a.astype(F32)
+
+    @staticmethod
+    def cvt_f32_f16(a):
+        return bits(a).astype(np.uint16).view(np.float16).astype(F32)
+
+    @staticmethod
+    def cvt_rn_f16x2_e4m3x2(pair):
+        both = np.stack([pair & 0xFF, pair >> np.uint32(8)]).astype(np.uint8)
+        low, high = both.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16)
+        return high.astype(np.uint32) << np.uint32(16) | low
