@@ -9,7 +9,6 @@ import packax
 import pytest
 from gpu_runs import of
 from packax._src.core.schema import OPERAND_NAMES
-from tiers import some
 
 pytestmark = pytest.mark.gpu
 CALL = of("interval=causal,selector=packed,dims=64x64,dtype=bfloat16,lengths=200x200")
@@ -54,44 +53,15 @@ def test_the_unchanged_call_works():
 
 @pytest.mark.parametrize(
     "changes,message",
-    some(
-        (
-            (
-                {"key": lambda y: y[:, :, :, :32]},
-                r"key is bfloat16\[2, 200, 2, 32\], expected .*qk_dim=64",
-            ),
-            ({"value": lambda y: y[:1]}, r"value is bfloat16\[1, 200, 2, 64\], expected .*batch=2"),
-            ({"query": lambda y: y[:, :, :3]}, r"query has 3 heads, expected a multiple of the 2"),
-            ({"query": lambda y: y[0]}, r"query is bfloat16\[200, 4, 64\], expected 4 axes"),
-            (
-                {"query": lambda y: y.astype(jnp.int32)},
-                r"query is int32, expected bfloat16, float16 or float32",
-            ),
-            ({"key": lambda y: y.astype(jnp.float16)}, r"key is float16\[.*expected bfloat16"),
-            (
-                {"kv_start": lambda y: y[:, :100]},
-                r"kv_start is int32\[2, 100\], expected .*q_len=200",
-            ),
-            ({"kv_end": lambda y: y.astype(jnp.float32)}, r"kv_end is float32.*expected int32"),
-            ({"q_ids": lambda y: y[:, :7]}, r"q_ids is int32\[2, 7\]"),
-            ({"kv_ids": lambda y: y[:, :7]}, r"kv_ids is int32\[2, 7\]"),
-            (
-                {"q_blocks": lambda y: y[:, :4]},
-                r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5",
-            ),
-            ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
-            ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
-            ({"mask_mode": lambda _: np.int32(9)}, r"mask_mode is 9, expected 0 to 3"),
-            ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
-        ),
-        0,
-        4,
-        10,
-        14,
-    ),
+    [
+        ({"query": lambda x: x[0]}, r"query is bfloat16\[200, 4, 64\], expected 4 axes"),
+        ({"key": lambda x: x.astype(np.float16)}, r"key is float16\[.*expected bfloat16"),
+        ({"mask_mode": lambda _: np.int32(9)}, r"mask_mode is 9, expected 0 to 3"),
+    ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_cpp_refuses(changes, message):
+    """tests/host/refusals.txt has all messages; here they come through XLA."""
     with pytest.raises(Exception, match=message) as caught:
         forward_call(**changes)
     assert "INVALID_ARGUMENT" in str(caught.value)

@@ -272,6 +272,7 @@ def of_samples(call, a):
 FACES = {
     "jax.nn": Face(jax_nn),
     "jax.nn, lengths": Face(of_lengths, lengths),
+    "jax.nn, keys": Face(jax_nn, keys),
     "flax": Face(of_flax, batch=4),
     "flax, array": Face(of_flax, pairs, 4),
     "flax, shared dropout": Face(functools.partial(of_flax, shared=True), batch=4),
@@ -297,6 +298,7 @@ EACH_TIME = """
 jax.nn: interval=causal,selector=documents,bias=pairs
 jax.nn: interval=left,selector=positions,scale=array,mask=built
 jax.nn, lengths: lengths=22x34
+jax.nn, keys: lengths=33x50,heads=4/1
 flax: interval=causal,selector=documents,cap=soft cap,sinks=sinks,scale=array
 flax: bias=heads,dropout=dropout
 flax, array: selector=documents,sinks=sinks
