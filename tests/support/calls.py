@@ -468,7 +468,8 @@ class Call:
             as_it_is = self.mask == "expression" or "sharding" in more
             mask = self.expression(a) if as_it_is else self.built(a)
         options = self.static() | given | more
-        return packax.flash_attention(a["query"], a["key"], a["value"], mask, **options)
+        found = packax.flash_attention(a["query"], a["key"], a["value"], mask, **options)
+        return found if isinstance(found, tuple) else (found,)
 
     def places(self, a: Arrays) -> Any:
         """The positions that ALiBi gets."""
