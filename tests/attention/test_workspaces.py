@@ -54,42 +54,41 @@ OF_ARRAY = {"scale": jnp.float32(0.1)}
 EXACT = {"deterministic": True}
 
 
-def block_sparse_mask(size=(64, 64)):
+def block_sparse_mask(size=(64, 32)):
     block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
     return packax.create_attention_mask(
         packax.masks.block_sparse(block_mask, size), q_len=300, kv_len=300
     )
 
 
-FOR_90 = [  # kernels for Hopper in the build, options, and the elements of the workspace on Hopper
-    (("backward_sm90",), {}, LARGE),
-    (("backward_sm90",), EXACT, SMALL),
-    (("backward_sm90",), {"deterministic": np.bool_(True)}, SMALL),
-    (SOFT_CAP[:1], CAPPED, LARGE),
-    (SOFT_CAP[:1], CAPPED | EXACT, SMALL),
-    (SOFT_CAP, CAPPED, LARGE),
-    (SOFT_CAP, CAPPED | EXACT, MIDDLE),
-    (SOFT_CAP[1:], CAPPED, MIDDLE),  # as for head dim 256
-    (APART, CAPPED, SMALL),  # as for 192/128: kernels without a cap do not count
-    (SOFT_CAP, {}, SMALL),  # nor do those with a cap for a call without one
-    (APART + SOFT_CAP, CAPPED | SLOPED, SMALL),
-    (APART + SOFT_CAP, CAPPED | OF_ARRAY, SMALL),
-    (APART + SOFT_CAP, SLOPED, SMALL),  # kernels without a bias do not count
-    (ALIBI, SLOPED, LARGE),
-    (ALIBI, SLOPED | {"scale": -0.5}, LARGE),  # the sign goes into the query
-    (ALIBI, SLOPED | EXACT, SMALL),
-    (ALIBI, PLACED, SMALL),
-    (ALIBI + SOFT_CAP, SLOPED | CAPPED, SMALL),
-    (ALIBI, SLOPED | OF_ARRAY, SMALL),
-]
-OF_MAPS = [  # the same with a block mask; block sizes are left to the handler
-    (BLOCK_SPARSE, {}, MIDDLE),  # there is no fused kernel
-    (BLOCK_SPARSE, EXACT, MIDDLE),
-    (BLOCK_SPARSE, {"scale": -0.5}, MIDDLE),
-    (APART + SOFT_CAP, {}, SMALL),  # kernels without block lists do not count
-    (APART + SOFT_CAP + BLOCK_SPARSE, CAPPED, SMALL),
-    (APART + SOFT_CAP + BLOCK_SPARSE, SLOPED, SMALL),
-    (APART + SOFT_CAP + BLOCK_SPARSE, OF_ARRAY, SMALL),
+SIZE_OF = {"portable": SMALL, "sm90_fused": LARGE, "sm90_separate": MIDDLE}
+ALL = APART + SOFT_CAP + ALIBI + BLOCK_SPARSE
+LISTED = {"mask": block_sparse_mask()}
+ON_HOPPER = [  # kernels for Hopper in the build, options, and the algorithm
+    (ALL, {}, "sm90_fused"),
+    (ALL, EXACT, "sm90_separate"),
+    (ALL, {"deterministic": np.bool_(True)}, "sm90_separate"),
+    (ALL, CAPPED, "sm90_fused"),
+    (ALL, CAPPED | EXACT, "sm90_separate"),
+    (ALL, CAPPED | OF_ARRAY, "portable"),
+    (ALL, SLOPED, "sm90_fused"),
+    (ALL, SLOPED | {"scale": -0.5}, "sm90_fused"),  # the sign goes into the query
+    (ALL, SLOPED | EXACT, "portable"),
+    (ALL, SLOPED | CAPPED, "portable"),
+    (ALL, SLOPED | OF_ARRAY, "portable"),
+    (ALL, PLACED, "portable"),
+    (ALL, LISTED, "sm90_separate"),  # there is no fused kernel
+    (ALL, LISTED | EXACT | {"scale": -0.5}, "sm90_separate"),
+    (ALL, LISTED | CAPPED, "portable"),
+    (ALL, LISTED | SLOPED, "portable"),
+    (ALL, LISTED | OF_ARRAY, "portable"),
+    (APART[:1], EXACT, "portable"),
+    (APART + BLOCK_SPARSE, CAPPED, "portable"),  # kernels without a cap do not count
+    (SOFT_CAP, {}, "portable"),
+    (SOFT_CAP[1:], CAPPED, "sm90_separate"),  # as for head dim 256
+    (APART + SOFT_CAP, SLOPED, "portable"),
+    (APART + SOFT_CAP, LISTED, "portable"),
+    (BLOCK_SPARSE, {}, "portable"),
 ]
 WIDE = abstract(dim=192, v_dim=128)
 DIMS = [  # kernels and their head dims, tensors, and the elements of the workspace on Hopper
@@ -99,24 +98,19 @@ DIMS = [  # kernels and their head dims, tensors, and the elements of the worksp
     (with_sm90(), {"tensors": WIDE}, LARGE + 128 * SMALL),  # dQ has the query's head dim
     (with_sm90(), {"tensors": abstract(dim=256, v_dim=256)}, SMALL),
     (with_sm90(dims=[(192, 128)], kernels=APART[1:]), {"tensors": WIDE}, MIDDLE),
-    (with_sm90(dims=[(192, 128)], kernels=APART[1:]), {"tensors": WIDE} | EXACT, MIDDLE),
-    (with_sm90(kernels=BLOCK_SPARSE), {}, SMALL),
-    (with_sm90(kernels=BLOCK_SPARSE), CAPPED, SMALL),
 ]
 
 
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_by_kernels_and_options(monkeypatch, capability):
     """Hopper's kernels, where they serve the call; elsewhere the portable ones."""
-    tables = [(with_sm90(kernels=kernels), *row) for kernels, *row in FOR_90]
-    of_map = {"mask": block_sparse_mask()}
-    tables += [(with_sm90(kernels=kernels), x | of_map, n) for kernels, x, n in OF_MAPS]
-    for rows, options, elements in [*tables, *DIMS]:
+    for kernels, options, algorithm in ON_HOPPER:
+        algorithm = algorithm if capability == 90 else "portable"
+        got = backward_workspace(monkeypatch, with_sm90(kernels=kernels), {capability}, **options)
+        assert (got, algorithms[-1]) == (SIZE_OF[algorithm], algorithm), (kernels, options)
+    for rows, options, elements in DIMS:
         got = backward_workspace(monkeypatch, rows, {capability}, **options)
         assert got == (elements if capability == 90 else SMALL), (rows[-1], options)
-        if got in (SMALL, LARGE, MIDDLE):
-            of = {SMALL: "portable", LARGE: "sm90_fused", MIDDLE: "sm90_separate"}
-            assert algorithms[-1] == of[got]
 
 
 @pytest.mark.parametrize(
@@ -160,27 +154,34 @@ def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, determ
     assert attributes["algorithm"] == f'"{algorithm}"' and results[-1] == f"{elements}xf32"
 
 
-@pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
-def test_workspace_of_kernels_apart(monkeypatch, capability, large):
-    """Used for deterministic gradients and for a subset of the gradients; not available for all
-    head dims."""
-    rows = with_sm90(dims=[(192, 128)]) + with_sm90(dims=[(64, 64)], kernels=APART)
-    local = {capability}
-    sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
-    assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
-    assert algorithms[-1] == ("sm90_separate" if large else "portable")
-    wide = abstract(dim=192, v_dim=128)
-    assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
-    text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
-    (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["needs_grad"] == "2 : i32"
-    assert results == ["0xbf16", KEY, KEY, *["0xf32"] * 3, f"{sums}xf32"]
-    text = text_of(jax.grad(lambda *x: loss(*x, MASK), (0, 2)), *abstract())
-    assert calls(text)[1][3][-1] == f"{LARGE if large else SMALL}xf32"  # the kernels write dk, too
-    text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
-    (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["needs_grad"] == "1 : i32"
-    assert results == [QUERY, "0xbf16", "0xbf16", *["0xf32"] * 3, f"{sums}xf32"]
+NONE = "0xbf16"
+SOME_GRADIENTS = [  # kernels, options, arguments, the gradients that are written, the algorithm
+    (APART, {}, (1, 2), [NONE, KEY, KEY], "sm90_separate"),
+    (APART, {}, 0, [QUERY, NONE, NONE], "sm90_separate"),
+    (APART, {}, (0, 2), [QUERY, KEY, KEY], "sm90_fused"),  # the kernels write dk, too
+    (BLOCK_SPARSE, LISTED, 0, [QUERY, NONE, NONE], "sm90_separate"),
+    (BLOCK_SPARSE, LISTED, 1, [NONE, KEY, KEY], "sm90_separate"),
+    (SOFT_CAP, CAPPED, 0, [QUERY, NONE, NONE], "sm90_separate"),
+    (SOFT_CAP, CAPPED, 1, [NONE, KEY, KEY], "sm90_separate"),
+    (SOFT_CAP[:1], CAPPED, 0, [QUERY, KEY, KEY], "sm90_fused"),
+    (SOFT_CAP[:1], CAPPED, 1, [NONE, KEY, KEY], "sm90_fused"),
+]
+
+
+@pytest.mark.parametrize("kernels,options,arguments,written,algorithm", SOME_GRADIENTS)
+def test_some_gradients(monkeypatch, kernels, options, arguments, written, algorithm):
+    """Gradients that no kernel writes have no elements."""
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: with_sm90(kernels=kernels)))
+    given = {"mask": MASK} | options
+    text = text_of(jax.grad(lambda *x: loss(*x, **given), arguments), *abstract())
+    (_, (target, attributes, _, results)) = calls(text)
+    asked = arguments if isinstance(arguments, tuple) else (arguments,)
+    needs = (0 in asked) + 2 * bool({1, 2} & {*asked})
+    assert target == "packax_backward_v1" and attributes["needs_grad"] == f"{needs} : i32"
+    assert attributes["algorithm"] == f'"{algorithm}"'
+    blocks = ("64 : i32", "32 : i32") if options is LISTED else ("0 : i32",) * 2
+    assert (attributes["q_block"], attributes["kv_block"]) == blocks
+    assert results == [*written, *["0xf32"] * 3, f"{SIZE_OF[algorithm]}xf32"]
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
@@ -192,39 +193,6 @@ def test_workspace_of_the_gradient_of_slopes(monkeypatch):
         slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
         (_, (_, _, _, results)) = calls(text_of(gradient, *abstract(), slopes))
         assert results[-1] == f"{workspace}xf32"
-
-
-def test_some_gradients_of_a_map(monkeypatch):
-    """Gradients that no kernel writes have no elements."""
-    rows, mask = with_sm90(kernels=BLOCK_SPARSE), block_sparse_mask((4, 1))
-    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
-    for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
-        gradient = jax.grad(lambda *x: loss(*x, mask), argument)
-        (_, (target, attributes, _, results)) = calls(text_of(gradient, *abstract()))
-        assert target == "packax_backward_v1"
-        assert attributes["needs_grad"] == f"{1 + argument} : i32"
-        assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
-        sums = MIDDLE  # depends on the mask's batch size, not on the block mask's
-        assert results == [*written, *["0xf32"] * 3, f"{sums}xf32"]
-
-
-def test_some_gradients_of_a_soft_cap(monkeypatch):
-    """Gradients that no kernel writes have no elements; the fused kernel always writes dk and dv
-    with dq."""
-    kinds = {
-        SOFT_CAP: (f"{MIDDLE}xf32", {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}),
-        SOFT_CAP[:1]: (f"{LARGE}xf32", {0: [QUERY, KEY, KEY], 1: ["0xbf16", KEY, KEY]}),
-    }
-    for kernels, (workspace, results) in kinds.items():
-        monkeypatch.setattr(
-            ffi.ext, "variants", staticmethod(lambda k=kernels: with_sm90(kernels=k))
-        )
-        for argument, written in results.items():
-            gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
-            (_, (target, attributes, _, outputs)) = calls(text_of(gradient, *abstract()))
-            assert target == "packax_backward_v1"
-            assert attributes["needs_grad"] == f"{1 + argument} : i32"
-            assert outputs == [*written, *["0xf32"] * 3, workspace]
 
 
 def test_workspace_with_one_mask_for_all(monkeypatch):
