@@ -21,25 +21,25 @@ from calls import Call
 from packax.masks import path_predecessors
 from tiers import some
 
-LENGTH, SEGMENTS = 149, 12
+INTERVALS = ["full", "causal", "window 200 9"]
 
 
-@pytest.mark.parametrize("joined", some(["alone", "causal", "wide window"], 2))
-def test_what_kernels_attend(joined):
+@pytest.mark.parametrize("interval", some(INTERVALS, 2))
+def test_what_kernels_attend(interval):
     """Lists, flags and ranges together, of both passes; lists of whole paths are exact."""
     length = 460
-    tree = trees.batch_of_trees(2, 12, length, SEGMENTS)
-    tree.ids[0] = np.repeat(np.arange(4), 115)  # gives full blocks
-    tree.parents[0] = [-1, 0, 1, 0, *range(3, SEGMENTS - 1)]
-    mask = packax.create_attention_mask(trees.expression(tree, joined))
-    allowed = trees.meaning(tree, joined)
+    call = Call(interval=interval, selector="tree", lengths=f"{length}x{length}", batch=12)
+    a = call.arrays()
+    a["segments"][0] = np.repeat(np.arange(4), 115)  # gives full blocks
+    a["parents"][0, :4] = [-1, 0, 1, 0]
+    mask, allowed = call.built(a), call.defined(a)[:, 0]
     for got in trees.as_kernels_see_it(mask):
         np.testing.assert_array_equal(got, allowed)
     lists = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     assert lists[0][0, 0, :, 1].sum() > 0 and lists[1][0, 0, :, 1].sum() > 0
     flags = np.asarray(mask.q_blocks)[:, 4]
     assert (flags & 1).any() and not (flags & 1).all()
-    if "window" not in joined:
+    if "window" not in interval:
         padded = np.pad(allowed, ((0, 0), (0, -length % 128), (0, -length % 128)))
         tiles = padded.reshape(12, 4, 128, 8, 64).any((2, 4)).sum(2)
         np.testing.assert_array_equal(lists[0][:, 0, :, :2].sum(2), tiles)
@@ -67,7 +67,7 @@ def test_shared_prefix():
     groups = [7, 7, 7, -1, 7, 7, 7, 7, 3, 3, 3, -1, 3, 7, 7, 7]
     answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
     segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
-    tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
+    tree = packax.masks.tree(segments, [-1, 0, 0, 0, -1, -1, -1, 6]) & packax.causal()
     expression = packax.masks.shared_prefix(groups, answers) & packax.causal()
     traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & packax.causal()
 
@@ -77,8 +77,8 @@ def test_shared_prefix():
         return expression.as_array(16, 16), built[0], traced.as_array(16, 16)[0]
 
     for got in arrays():
-        np.testing.assert_array_equal(got, trees.meaning(tree, "causal"))
-    depth = trees.depths(trees.attended(tree))
+        np.testing.assert_array_equal(got, tree.as_array(16, 16))
+    depth = packax.masks.tree_positions(tree)
     np.testing.assert_array_equal(packax.masks.tree_positions(expression), depth)
     assert packax.masks.tree_positions(traced).shape == (1, 16)
 

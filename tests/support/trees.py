@@ -1,98 +1,15 @@
-"""Random packed trees, and their masks by walking up from every token's segment."""
+"""Packed trees of training, and what kernels read of the masks of trees."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
-import packax
 
 
 class Tree(NamedTuple):
     ids: np.ndarray  # (S,)
     parents: np.ndarray  # (N,)
-
-
-def random_tree(seed: int, length: int, segments: int) -> Tree:
-    """A tree in depth-first order: deep, wide or mixed, with several roots and empty segments, and
-    sometimes with padding."""
-    rng = np.random.default_rng(seed)
-    parents, path = [-1], [0]
-    stays = rng.choice([0.1, 0.5, 0.95])  # how often a segment is a child of the previous one
-    for n in range(1, segments):
-        depth = len(path) if rng.random() < stays else int(rng.integers(0, len(path) + 1))
-        path = path[:depth]
-        parents.append(path[-1] if path else -1)
-        path.append(n)
-    share = rng.dirichlet(np.full(segments, rng.choice([0.1, 1.0, 10.0])))
-    ids = np.repeat(np.arange(segments), rng.multinomial(length, share))
-    padded = rng.random(length) < rng.choice([0.0, 0.0, 0.1])
-    if rng.random() < 0.3:
-        padded[length - int(rng.integers(0, length // 2 + 1)) :] = True
-    return Tree(np.where(padded, -1, ids).astype(np.int32), np.asarray(parents, np.int32))
-
-
-def batch_of_trees(seed: int, batch: int, length: int, segments: int) -> Tree:
-    trees = [random_tree(seed * 1000 + n, length, segments) for n in range(batch)]
-    return Tree(*(np.stack(x) for x in zip(*trees, strict=True)))
-
-
-def attended(tree: Tree) -> np.ndarray:
-    """(S, S): whether row i is in the segment of key j or in a descendant of it."""
-    ids, parents = tree
-    path = np.zeros((len(parents) + 1, len(parents) + 1), bool)
-    for n, parent in enumerate(parents):
-        path[n, n] = True
-        while parent != -1:
-            path[n, parent] = True
-            parent = parents[parent]
-    return path[np.ix_(ids, ids)]  # -1 indexes the last segment, which has no relatives
-
-
-def depths(allowed: np.ndarray) -> np.ndarray:
-    """The number of earlier tokens that each token attends, from the result of `attended`."""
-    return np.tril(allowed, -1).sum(-1)
-
-
-# Expressions that are combined with a tree, and their condition on the depths of row and key.
-JOINED = {
-    "alone": (None, lambda i, j: True),
-    "causal": (packax.causal, lambda i, j: j <= i),
-    "window": (lambda: packax.sliding_window(9), lambda i, j: (j <= i) & (i - j <= 9)),
-    "window both ways": (
-        lambda: packax.sliding_window(7, 3),
-        lambda i, j: (j - i <= 3) & (i - j <= 7),
-    ),
-    "wide window": (
-        lambda: packax.sliding_window(200, 9),
-        lambda i, j: (j - i <= 9) & (i - j <= 200),
-    ),
-    "ahead": (lambda: packax.sliding_window(None, 5), lambda i, j: j - i <= 5),
-    "chunked": (
-        lambda: packax.causal() & packax.chunked(6),
-        lambda i, j: (j <= i) & (i // 6 == j // 6),
-    ),
-    "prefix": (lambda: packax.prefix(11), lambda i, j: (j <= i) | (j < 11)),
-    "union": (
-        lambda: (packax.causal() & packax.chunked(8)) | packax.sliding_window(4),
-        lambda i, j: (j <= i) & ((i // 8 == j // 8) | (i - j <= 4)),
-    ),
-}
-
-
-def expression(tree: Tree, joined: str = "causal"):
-    of = packax.masks.tree(*tree)
-    make = JOINED[joined][0]
-    return of if make is None else of & make()
-
-
-def meaning(tree: Tree, joined: str = "causal") -> np.ndarray:
-    """The dense mask: (S, S) of one tree, or (B, S, S)."""
-    if tree.ids.ndim == 2:
-        return np.stack([meaning(Tree(*x), joined) for x in zip(*tree, strict=True)])
-    allowed = attended(tree)
-    depth = depths(allowed)
-    return allowed & JOINED[joined][1](depth[:, None], depth[None, :])
 
 
 def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
