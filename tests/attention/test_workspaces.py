@@ -155,16 +155,26 @@ def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, determ
 
 
 NONE = "0xbf16"
+OF_LEARNT = {"scale": jax.ShapeDtypeStruct((), jnp.float32)}  # the argument 3
 SOME_GRADIENTS = [  # kernels, options, arguments, the gradients that are written, the algorithm
+    (APART, {}, (0, 1, 2), [QUERY, KEY, KEY], "sm90_fused"),
     (APART, {}, (1, 2), [NONE, KEY, KEY], "sm90_separate"),
     (APART, {}, 0, [QUERY, NONE, NONE], "sm90_separate"),
     (APART, {}, (0, 2), [QUERY, KEY, KEY], "sm90_fused"),  # the kernels write dk, too
+    (APART[:1], {}, 0, [QUERY, KEY, KEY], "sm90_fused"),
+    (APART[:1], {}, 2, [NONE, KEY, KEY], "sm90_fused"),
+    ((), {}, 0, [QUERY, NONE, NONE], "portable"),
+    ((), {}, 2, [NONE, KEY, KEY], "portable"),
     (BLOCK_SPARSE, LISTED, 0, [QUERY, NONE, NONE], "sm90_separate"),
     (BLOCK_SPARSE, LISTED, 1, [NONE, KEY, KEY], "sm90_separate"),
     (SOFT_CAP, CAPPED, 0, [QUERY, NONE, NONE], "sm90_separate"),
     (SOFT_CAP, CAPPED, 1, [NONE, KEY, KEY], "sm90_separate"),
     (SOFT_CAP[:1], CAPPED, 0, [QUERY, KEY, KEY], "sm90_fused"),
     (SOFT_CAP[:1], CAPPED, 1, [NONE, KEY, KEY], "sm90_fused"),
+    (APART, OF_LEARNT, 2, [NONE, KEY, KEY], "portable"),
+    # The dq kernel also computes the partial sums of a scale's gradient.
+    (APART, OF_LEARNT, (2, 3), [QUERY, KEY, KEY], "portable"),
+    (APART, OF_LEARNT, 3, [QUERY, NONE, NONE], "portable"),
 ]
 
 
@@ -172,16 +182,23 @@ SOME_GRADIENTS = [  # kernels, options, arguments, the gradients that are writte
 def test_some_gradients(monkeypatch, kernels, options, arguments, written, algorithm):
     """Gradients that no kernel writes have no elements."""
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: with_sm90(kernels=kernels)))
-    given = {"mask": MASK} | options
-    text = text_of(jax.grad(lambda *x: loss(*x, **given), arguments), *abstract())
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: None)
+    learnt = options if options is OF_LEARNT else {}
+    given = {"mask": MASK} | ({} if learnt else options)
+
+    def of(*x):
+        return loss(*x[:3], **given, **dict(zip(learnt, x[3:], strict=True)))
+
+    text = text_of(jax.grad(of, arguments), *abstract(), *learnt.values())
     (_, (target, attributes, _, results)) = calls(text)
-    asked = arguments if isinstance(arguments, tuple) else (arguments,)
-    needs = (0 in asked) + 2 * bool({1, 2} & {*asked})
+    asked = {*arguments} if isinstance(arguments, tuple) else {arguments}
+    needs = (0 in asked) + 2 * bool({1, 2} & asked)
     assert target == "packax_backward_v1" and attributes["needs_grad"] == f"{needs} : i32"
     assert attributes["algorithm"] == f'"{algorithm}"'
     blocks = ("64 : i32", "32 : i32") if options is LISTED else ("0 : i32",) * 2
     assert (attributes["q_block"], attributes["kv_block"]) == blocks
-    assert results == [*written, *["0xf32"] * 3, f"{SIZE_OF[algorithm]}xf32"]
+    sums = "2x8x2x300xf32" if 3 in asked else "0xf32"
+    assert results == [*written, sums, "0xf32", "0xf32", f"{SIZE_OF[algorithm]}xf32"]
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
