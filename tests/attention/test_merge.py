@@ -10,19 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from decode_calls import parse
 from jax.test_util import check_grads
+from packings import ids_of, positions_of
 from tiers import some
 
 WINDOW, FIRST = 20, 4
 
 
-def positions_of(ids):
-    change = np.concatenate([[True], ids[1:] != ids[:-1]])
-    index = np.arange(len(ids))
-    return index - np.maximum.accumulate(np.where(change, index, 0))
-
-
-IDS = np.repeat([0, 1, 2, -1], [60, 3, 37, 10])
+IDS = ids_of((0, 60), (1, 3), (2, 37), (-1, 10))
 POSITIONS = positions_of(IDS)
 
 
@@ -35,20 +31,15 @@ def expressions():
     return near, packax.masks.ranges(start, start + outside_window) & documents
 
 
-def tensors(dtype=np.float32, batch=2):
-    rng = np.random.default_rng(0)
-    shapes = [(batch, len(IDS), heads, 16) for heads in (4, 2, 2)]
-    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
-    dout = rng.standard_normal(shapes[0]).astype(np.float32)
-    return arrays, dout, rng.standard_normal((batch, 4, len(IDS))).astype(np.float32)
-
-
-def attention(query, key, value):
-    parts = [
-        packax.flash_attention(query, key, value, mask, scale=0.3, return_lse=True)
-        for mask in expressions()
-    ]
-    return packax.merge_attention(parts)
+def attention(a):
+    return packax.merge_attention(
+        [
+            packax.flash_attention(
+                a["query"], a["key"], a["value"], mask, scale=0.3, return_lse=True
+            )
+            for mask in expressions()
+        ]
+    )
 
 
 @pytest.mark.parametrize("dtype", some(("float32", "bfloat16"), 0))
@@ -60,19 +51,12 @@ def test_first_tokens_and_a_window(dtype):
     allowed = same & (index[:, None] >= index) & recent
     np.testing.assert_array_equal(near | first, allowed)
     assert not (near & first).any()
-    arrays, dout, dlse = tensors(dtype)
-
-    @jax.jit
-    def step(arrays, dout, dlse):
-        (out, lse), back = jax.vjp(attention, *arrays)
-        return out, lse, *back((dout.astype(dtype), dlse))
-
-    names = ("out", "lse", "dquery", "dkey", "dvalue")
-    got = dict(zip(names, map(np.asarray, step(arrays, dout, dlse)), strict=True))
+    call = parse(f"lengths=110x110,dims=16x16,scale=0.3,results=out+lse,dtype={dtype}")
+    a = call.arrays()
+    got = jax.jit(lambda a: call.step(a, attention))(a)
     assert got["out"].dtype == dtype and got["lse"].dtype == np.float32
-    operands = dict(zip(("query", "key", "value"), arrays, strict=True))
-    operands |= {"dout": dout, "dlse": dlse, "scale": 0.3}
-    assert not (wrong := dense.close(got, *dense.true_and_plain(operands, allowed, dtype))), wrong
+    true, plain = dense.true_and_plain(call.operands(a), allowed, dtype)
+    assert not (wrong := dense.close(got, true, plain)), wrong
 
 
 def parts_of(lses, dtype=np.float32):

@@ -11,9 +11,9 @@ import jaxprs
 import numpy as np
 import packax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from context import mesh_of
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from plain_jit import mesh_of
 from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 128, 4, 2, 8
@@ -22,7 +22,7 @@ QUERY = ("data", "context", "tensor")
 
 
 def mesh():
-    return mesh_of("Explicit", (2, 2, 2), NAMES)
+    return mesh_of(2, 2, 2, kind="Explicit", axes=NAMES)
 
 
 def expression(ids):
@@ -53,7 +53,7 @@ def test_a_plan_without_sharding():
         mask = packax.create_attention_mask(expression(ids), plan=plan)
         return packax.flash_attention(query, key, value, mask)
 
-    device_mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
+    device_mesh = mesh_of(2, 2, kind="Explicit", axes=("data", "context"))
     with jax.set_mesh(device_mesh):
         args = [jax.device_put(x, P("data", "context")) for x in (*map(plan.permute, tensors), ids)]
         got = plan.unpermute(np.asarray(planned(*args)))
@@ -134,9 +134,7 @@ def test_merged_calls_and_their_derivatives():
 
 
 def test_axes_of_other_types_say_nothing():
-    device_mesh = jax.make_mesh(
-        (2, 2), ("data", "context"), devices=jax.devices("cpu")[:4], axis_types=(AxisType.Auto,) * 2
-    )
+    device_mesh = mesh_of(2, 2, axes=("data", "context"))
     with jax.set_mesh(device_mesh):
         ids = typed(device_mesh, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
         mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)

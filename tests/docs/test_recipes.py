@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from dense import dense
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from packings import ids_of
@@ -34,12 +35,15 @@ def normal(*shape):
     return np.random.default_rng(len(shape) + shape[1]).standard_normal(shape).astype(np.float32)
 
 
-def dense(query, key, value, allowed):
-    """Attention of (H, D) rows over keys (N, Hkv, D); allowed (rows, N)."""
-    key, value = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
-    scores = np.einsum("qhd,khd->hqk", query, key).astype(np.float64) / DIM**0.5
-    weights = np.exp(np.where(allowed, scores, -np.inf))
-    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value)
+def attended(query, key, value, allowed, **more):
+    """Attention of (B, Sq, H, D) over keys (B, Skv, Hkv, D)."""
+    arrays = {"query": query, "key": key, "value": value, "scale": query.shape[-1] ** -0.5}
+    return dense(arrays | more, allowed)
+
+
+def out_of_rows(query, key, value, allowed):
+    """The output of (Sq, H, D) rows over keys (Skv, Hkv, D)."""
+    return attended(query[None], key[None], value[None], allowed)["out"][0]
 
 
 def test_last_tokens():
@@ -68,7 +72,8 @@ def test_a_ring_buffer(monkeypatch):
         out, *caches, after = space["ring_step"](*new, *caches, at)
         for n, p in enumerate(np.asarray(at)):
             first = max(0, p + 1 - window)
-            want = dense(new[0][n], key[n, first : p + 1], value[n, first : p + 1], True)
+            keys, values = (x[n, first : p + 1] for x in (key, value))
+            want = out_of_rows(new[0][n], keys, values, np.ones((1, len(keys)), bool))
             np.testing.assert_allclose(out[n], want, atol=1e-5)
         at = after
     np.testing.assert_array_equal(at, total)
@@ -92,7 +97,7 @@ def test_a_draft_tree(parents):
             np.concatenate([c[n, :cached], x[n]]) for c, x in zip(caches, (key, value), strict=True)
         ]
         seen = np.concatenate([np.ones((4, cached), bool), allowed], axis=1)
-        np.testing.assert_allclose(out[n], dense(query[n], *both, seen), atol=1e-5)
+        np.testing.assert_allclose(out[n], out_of_rows(query[n], *both, seen), atol=1e-5)
 
 
 def test_draft_trees_in_a_step_of_a_server():
@@ -114,7 +119,7 @@ def test_draft_trees_in_a_step_of_a_server():
         allowed[count - last :, length - last :] = mask[n, :last, :last]
         both = [x[table[n]].reshape(-1, *x.shape[2:])[:length] for x in pages]
         rows = slice(cu[n], cu[n + 1])
-        np.testing.assert_allclose(out[rows], dense(query[rows], *both, allowed), atol=1e-5)
+        np.testing.assert_allclose(out[rows], out_of_rows(query[rows], *both, allowed), atol=1e-5)
 
 
 def test_packed_groups():
@@ -202,12 +207,9 @@ def test_shifted_windows(shift):
     rows, columns = np.indices((8, 12)).reshape(2, -1)
     same = [(x[:, None] - shift) // 4 == (x - shift) // 4 for x in (rows, columns)]
     dy, dx = (np.clip(x[:, None] - x, -3, 3) + 3 for x in (rows, columns))
-    for n in range(2):
-        q, k, v = (x[n].reshape(96, HEADS, DIM) for x in (query, key, value))
-        logits = np.einsum("qhd,khd->hqk", q, k) / DIM**0.5 + table[dy, dx].transpose(2, 0, 1)
-        weights = np.exp(np.where(same[0] & same[1], logits, -np.inf))
-        want = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-        np.testing.assert_allclose(out[n].reshape(want.shape), want, atol=1e-5)
+    tensors = (x.reshape(2, 96, HEADS, DIM) for x in (query, key, value))
+    want = attended(*tensors, same[0] & same[1], bias=table[dy, dx].transpose(2, 0, 1)[None])
+    np.testing.assert_allclose(out, want["out"].reshape(out.shape), atol=1e-5)
 
 
 def test_images_and_frames():
@@ -263,17 +265,18 @@ def test_fine_tuning():
     np.testing.assert_array_equal(space["positions"][:, :3], [[0, 0, 0], [0, 1, 2]])
 
 
-def dense_of(page, query, bias, causal=False):
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, page["k"]) / np.sqrt(query.shape[-1]) + bias
-    if causal:
-        logits = jnp.where(np.tril(np.ones(logits.shape[2:], bool)), logits, -jnp.inf)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), page["value"])
+def of_biases(page, bias, causal=False):
+    """The output, and the bias's gradient of the sum of its squares."""
+    tensors = [page[name] for name in ("query", "k", "value")]
+    allowed = np.ones((tensors[0].shape[1], tensors[1].shape[1]), bool)
+    allowed = np.tril(allowed) if causal else allowed
+    out = attended(*tensors, allowed, bias=bias)["out"]
+    return out, attended(*tensors, allowed, bias=bias, dout=2 * out)["dbias"]
 
 
 def test_a_pair_bias():
     page = of_page("biases")
-    query, bias = page["query"], page["pair_bias"]
-    expected = jax.grad(lambda x: jnp.sum(dense_of(page, query, x) ** 2))(bias)
+    _, expected = of_biases(page, page["pair_bias"])
     np.testing.assert_allclose(page["gradient"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -285,19 +288,16 @@ def test_t5():
     known = {0: 0, 1: 1, 15: 15, 16: 16, 18: 16, 19: 17, 64: 26, 127: 31, 128: 31, 299: 31}
     assert {far: int(buckets[299, 299 - far]) for far in known} == known
     assert not np.triu(buckets).any()
-
-    def loss(table):
-        bias = page["t5_bias"](table, 96)
-        return jnp.sum(dense_of(page, page["query"], bias, causal=True) ** 2)
-
-    expected = jax.grad(loss)(jax.random.normal(page["key"], (32, 4)))
+    table = jax.random.normal(page["key"], (32, 4))
+    bias, back = jax.vjp(lambda table: page["t5_bias"](table, 96), table)
+    (expected,) = back(jnp.float32(of_biases(page, bias, causal=True)[1]))
     np.testing.assert_allclose(page["table_gradient"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dropout():
     """Some weights are dropped, and the mean over keys stays about the same."""
     page = of_page("biases")
-    whole = dense_of(page, page["query"], 0.0, causal=True)
+    whole, _ = of_biases(page, np.zeros((1, 1, 1, 1)), causal=True)
     assert page["out"].shape == whole.shape and np.abs(page["out"] - whole).max() > 0.01
     assert abs(float(jnp.mean(page["out"] - whole))) < 0.02
 

@@ -29,8 +29,7 @@ from packax.integrations import flash_attention_jax, flax, levanter, maxtext
 from packax.integrations.cuequivariance import triangle_attention
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import attention_specs
-from plain_jit import MOVES, collectives
-from properties import meshes
+from plain_jit import MOVES, collectives, mesh_of, specs
 from tiers import marked, once_each
 
 ALONE = ((None,) * 4,) * 2
@@ -397,9 +396,9 @@ def sharded(row: str, mesh: Any) -> Any:
     """Operands over the batch and the heads."""
     face, call = parsed(row)
     a = operands(face, call)
-    specs = meshes.specs(call, {"b": "data", "h": "tensor"})
-    specs |= {name: P("data") for name in {*a} - {*specs}}  # masks in place of the call's
-    return {n: jax.device_put(x, jax.NamedSharding(mesh, specs[n])) for n, x in a.items()}
+    of = specs(call, {"b": "data", "h": "tensor"})
+    of |= {name: P("data") for name in {*a} - {*of}}  # masks in place of the call's
+    return {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
 
 
 @pytest.mark.parametrize(
@@ -409,7 +408,7 @@ def test_on_a_mesh(kind, row):
     """Over batch and heads, nothing is gathered under plain jit. Explicit axes also take second
     derivatives, whose types are checked when they are traced."""
     face, call = parsed(row)
-    mesh = meshes.mesh_of(kind, ("data", "tensor"))
+    mesh = mesh_of(kind, (2, 2))
     with jax.set_mesh(mesh):
         a = sharded(row, mesh)
         one = functools.partial(step, face, call)

@@ -10,9 +10,8 @@ from typing import Any
 import calls
 import jax
 from calls import Call
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from plain_jit import MOVES, collectives
+from plain_jit import MOVES, OF_ROWS, collectives, mesh_of, specs
 from ranks import odd, placed
 
 from properties.rows import (
@@ -31,27 +30,6 @@ from properties.rows import (
 sharded = functools.partial(row, group="meshes")
 
 
-OF_ROWS = dict.fromkeys("bsp", "data")  # the batch, the sequences of a packed step, and pages
-
-
-def mesh_of(kind: str, names: tuple[str, str], size: int = 2) -> Any:
-    types = (getattr(AxisType, kind),) * 2
-    devices = jax.devices("cpu")[: size**2]
-    return jax.make_mesh((size, size), names, devices=devices, axis_types=types)
-
-
-def specs(call: Call, axes: dict[str, str]) -> dict[str, P]:
-    """The spec of each array. `axes`: the mesh axis of each label."""
-    kv_heads = int(call.heads.split("/")[1])
-    axes = dict(axes)
-    if "h" in axes and kv_heads % 2 == 0:
-        axes["g"] = axes["h"]
-    labels = call.labels()
-    if zlib.crc32(str(call).encode()) % 2:  # the arrays of options arrive unsharded
-        labels |= {name: "" for name in ("sinks", "slopes") if name in labels}
-    return {name: P(*(axes.get(at) for at in axes_of)) for name, axes_of in labels.items()}
-
-
 def entered(call: Call, kind: str, mesh: Any) -> Any:
     """The mesh is set, entered, or only that of the operands."""
     ways = [jax.set_mesh, lambda _: contextlib.nullcontext(), lambda mesh: mesh]
@@ -62,7 +40,7 @@ def on_mesh(call: Call, kind: str, axes: dict[str, str], names: tuple[str, str])
     a = call.arrays(1)
     # jax before 0.9 types what a lowering rule traces on one device.
     one = kind == "Explicit" and odd(call) and jax.__version_info__ >= (0, 9)
-    mesh = mesh_of(kind, names, 1 if one else 2)
+    mesh = mesh_of(kind, (1, 1) if one else (2, 2), names)
     of = specs(call, axes)
     with entered(call, kind, mesh):
         placed = {n: jax.device_put(x, jax.NamedSharding(mesh, of[n])) for n, x in a.items()}
@@ -96,7 +74,7 @@ def _(call):
     """Over the mapped axis, or over the batch of explicit axes, before which it is placed."""
     both, stacked = mapped(call)
     first = "data" if odd(call) else None
-    mesh = mesh_of("Auto" if first else "Explicit", ("data", "tensor"))
+    mesh = mesh_of("Auto" if first else "Explicit", (2, 2))
     of = specs(call, {"h": "tensor"} | ({} if first else OF_ROWS))
     of = {n: jax.NamedSharding(mesh, P(first, *spec)) for n, spec in of.items()}
     with jax.set_mesh(mesh):
@@ -122,7 +100,7 @@ def _(call):
     lambda call: decodes(call) or (call.dtype != "float32" and "of float32") or None,
 )
 def _(call):
-    a, mesh = call.arrays(1), mesh_of("Explicit", ("data", "tensor"))
+    a, mesh = call.arrays(1), mesh_of("Explicit", (2, 2))
     of = specs(call, {"b": "data", "h": "tensor"})
     with jax.set_mesh(mesh):
         placed = [
@@ -145,7 +123,7 @@ def _(call):
 def _(call):
     axes = OF_ROWS | dict.fromkeys("qtko", "context")
     a = call.arrays(1)
-    mesh = mesh_of("Explicit", ("data", "context"))
+    mesh = mesh_of("Explicit", (2, 2), ("data", "context"))
     tensors = {*calls.TENSORS, "bias"}
     of = specs(call, axes)
     of = {n: s if n in tensors else specs(call, {})[n] for n, s in of.items()}
@@ -168,7 +146,7 @@ def _(call):
 )
 def _(call):
     a = call.arrays(1)
-    mesh = mesh_of("Auto", ("data", "tensor"))
+    mesh = mesh_of("Auto", (2, 2))
     of = specs(call, {"b": "data", "h": "tensor"})
     of |= {name: P("tensor") for name in ("sinks", "slopes") if name in of}
     results = P("data", None, "tensor"), P("data", "tensor"), P("data", "tensor")
