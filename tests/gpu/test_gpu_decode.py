@@ -186,7 +186,7 @@ def check_25_mixes(call: RaggedCall) -> int:
     return chunks
 
 
-@pytest.mark.parametrize("n", some(range(len(MIXES)), 0, 1, 3, 5, 8, 11), ids=MIXES.__getitem__)
+@pytest.mark.parametrize("n", some(range(len(MIXES)), 0, 1, 3, 5, 8, 11, 12), ids=MIXES.__getitem__)
 def test_25_random_mixes(n):
     """36 keys at most, one share of each tile; or 2,800, several shares."""
     check_25_mixes(in_16_bits(n, blocks=(9, 700)[n // 2 % 2]))
@@ -195,7 +195,7 @@ def test_25_random_mixes(n):
 CHUNKS = {"mixed": (600, 3), "decoding": (4, 0), "chunk": (800, 1), "more sequences": (130, 1)}
 
 
-@pytest.mark.parametrize("n", some(range(len(MIXES)), 0, 4, 6, 9), ids=MIXES.__getitem__)
+@pytest.mark.parametrize("n", some(range(len(MIXES)), 0, 4, 6, 9, 13), ids=MIXES.__getitem__)
 def test_25_random_mixes_with_chunks(n, monkeypatch):
     """Chunks of hundreds of tokens, which Hopper has a kernel for, with decoding sequences, over
     pages of 16 and 32."""

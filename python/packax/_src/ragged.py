@@ -193,7 +193,7 @@ def token_positions(
 
     Returns:
         sequence_ids and positions for `kv_cache.write`, (T,) int32 each. Padding has -1 and 0. The
-        positions are those for RoPE, too.
+        positions are those for RoPE, too, except for drafts of a tree.
 
     Raises:
         ValueError: wrong shapes or dtypes.
