@@ -68,12 +68,7 @@ def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None
         inputs, mask, _ = packax.context.shard_batch(
             batch, expression, sharding=sharding, kind=kind, plan=plan
         )
-    return model.loss(
-        parameters,
-        *(inputs[name] for name in ("tokens", "positions", "following", "weight")),
-        mask,
-        config,
-    )
+    return model.loss(parameters, inputs, mask, config)
 
 
 def arguments_of() -> argparse.Namespace:

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    if arguments.command == "info":
+    command = vars(arguments).pop("command")
+    if command == "info":
         return info()
     from packax.info import jax_platforms
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if error is not None:
         print(f"jax cannot start: {error}", file=sys.stderr)
         return 2
-    if arguments.command == "check":
+    if command == "check":
         from packax.check import run
 
         return run()
@@ -77,14 +78,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     from packax.demo.settings import defaults
 
     try:
-        settings = defaults(
-            steps=arguments.steps,
-            seq_len=arguments.seq_len,
-            batch=arguments.batch,
-            seconds=arguments.seconds,
-            out=arguments.out,
-            seed=arguments.seed,
-        )
+        settings = defaults(**vars(arguments))
         settings.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"python -m packax demo: {error}", file=sys.stderr)

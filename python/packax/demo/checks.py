@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,22 @@ class Check:
     detail: str
 
 
+class Row(NamedTuple):
+    """A packed row, (1, length) each."""
+
+    tokens: jax.Array
+    segment_ids: jax.Array
+    positions: jax.Array
+
+
 def run_all(parameters: model.Parameters, rows: Rows, settings: Settings) -> list[Check]:
-    row = row_with_most_documents(rows)
-    tokens, segment_ids, positions = (
-        jnp.asarray(x[row : row + 1]) for x in (rows.tokens, rows.segment_ids, rows.positions)
-    )
+    most = row_with_most_documents(rows)
+    arrays = (rows.tokens, rows.segment_ids, rows.positions)
+    row = Row(*(jnp.asarray(x[most : most + 1]) for x in arrays))
     return [
-        *against_dense(parameters, tokens, segment_ids, positions, settings),
-        gradient_stays_inside(parameters, tokens, segment_ids, positions, settings),
-        other_documents_change_nothing(parameters, tokens, segment_ids, positions, settings),
+        *against_dense(parameters, row, settings),
+        gradient_stays_inside(parameters, row, settings.model),
+        other_documents_change_nothing(parameters, row, settings),
     ]
 
 
@@ -50,15 +58,9 @@ def causal_documents(segment_ids: jax.Array) -> packax.AttentionMask:
     return packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
 
 
-def against_dense(
-    parameters: model.Parameters,
-    tokens: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    settings: Settings,
-) -> list[Check]:
+def against_dense(parameters: model.Parameters, row: Row, settings: Settings) -> list[Check]:
     """Compares packax and plain attention with float32, on a slice in the first layer."""
-    tokens, segment_ids, positions = (x[:, :SLICE] for x in (tokens, segment_ids, positions))
+    tokens, segment_ids, positions = (x[:, :SLICE] for x in row)
     config = settings.model
 
     @jax.jit
@@ -94,30 +96,24 @@ def against_dense(
     return checks
 
 
-def gradient_stays_inside(
-    parameters: model.Parameters,
-    tokens: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    settings: Settings,
-) -> Check:
+def gradient_stays_inside(parameters: model.Parameters, row: Row, config: model.Config) -> Check:
     """The loss of one document has gradient exactly 0 for the embeddings of all others."""
-    document = longest_document(segment_ids)
-    inside = np.asarray(segment_ids)[0] == document
-    following, weight = segments.next_tokens(np.asarray(tokens), np.asarray(segment_ids))
+    document = longest_document(row.segment_ids)
+    inside = np.asarray(row.segment_ids)[0] == document
+    following, weight = segments.next_tokens(np.asarray(row.tokens), np.asarray(row.segment_ids))
 
     @jax.jit
-    def gradient(parameters, tokens, positions, segment_ids):
-        mask = causal_documents(segment_ids)
+    def gradient(parameters: model.Parameters, row: Row) -> jax.Array:
+        mask = causal_documents(row.segment_ids)
 
         def document_loss(embedded: jax.Array) -> jax.Array:
-            scores = model.transform(parameters, embedded, positions, mask, settings.model)
+            scores = model.transform(parameters, embedded, row.positions, mask, config)
             losses = model.token_losses(scores, jnp.asarray(following))
-            return jnp.sum(jnp.where((segment_ids == document) & (weight > 0), losses, 0))
+            return jnp.sum(jnp.where((row.segment_ids == document) & (weight > 0), losses, 0))
 
-        return jax.grad(document_loss)(parameters["embedding"][tokens])
+        return jax.grad(document_loss)(parameters["embedding"][row.tokens])
 
-    size = np.abs(np.asarray(gradient(parameters, tokens, positions, segment_ids), np.float32))
+    size = np.abs(np.asarray(gradient(parameters, row), np.float32))
     size = size[0].max(axis=-1)
     # The last token predicts nothing and may have no gradient; every other token must have one.
     silent = int(np.sum(size[inside][:-1] == 0))
@@ -131,23 +127,19 @@ def gradient_stays_inside(
 
 
 def other_documents_change_nothing(
-    parameters: model.Parameters,
-    tokens: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    settings: Settings,
+    parameters: model.Parameters, row: Row, settings: Settings
 ) -> Check:
     """A document's logits are bit-identical if all other tokens change."""
-    document = longest_document(segment_ids)
-    inside = segment_ids == document
-    noise = jax.random.randint(jax.random.key(settings.seed), tokens.shape, 1, VOCABULARY)
-    function = jax.jit(
-        lambda tokens: model.logits(
-            parameters, tokens, positions, causal_documents(segment_ids), settings.model
-        )
-    )
-    before = np.asarray(function(tokens))
-    after = np.asarray(function(jnp.where(inside, tokens, noise)))
+    inside = row.segment_ids == longest_document(row.segment_ids)
+    noise = jax.random.randint(jax.random.key(settings.seed), inside.shape, 1, VOCABULARY)
+
+    @jax.jit
+    def function(tokens: jax.Array) -> jax.Array:
+        mask = causal_documents(row.segment_ids)
+        return model.logits(parameters, tokens, row.positions, mask, settings.model)
+
+    before = np.asarray(function(row.tokens))
+    after = np.asarray(function(jnp.where(inside, row.tokens, noise)))
     changed = np.any(before != after, axis=-1)
     here = np.asarray(inside)
     detail = (

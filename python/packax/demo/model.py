@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import packax
 
 Parameters = dict[str, Any]
+Batch = dict[str, Any]  # arrays (batch, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,8 @@ def transform(
 
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
         y = normalize(x, weights["attention_norm"])
-        x = x + attention(weights, y, angles, mask, config)
+        out = packax.flash_attention(*heads(weights, y, angles, config), mask)
+        x = x + jnp.dot(out.reshape(*out.shape[:2], -1), weights["attention_out"])
         x = x + mlp(weights, normalize(x, weights["mlp_norm"]))
         return x, None
 
@@ -91,18 +93,6 @@ def transform(
     x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x.astype(config.dtype), weights)
     x = normalize(x, parameters["norm"].astype(config.dtype))
     return jnp.dot(x, parameters["unembedding"].astype(config.dtype)).astype(jnp.float32)
-
-
-def attention(
-    weights: Parameters,
-    x: jax.Array,
-    angles: jax.Array,
-    mask: packax.AttentionMask,
-    config: Config,
-) -> jax.Array:
-    query, key, value = heads(weights, x, angles, config)
-    out = packax.flash_attention(query, key, value, mask)
-    return jnp.dot(out.reshape(*out.shape[:2], -1), weights["attention_out"])
 
 
 def heads(
@@ -144,17 +134,12 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 
 def loss(
-    parameters: Parameters,
-    tokens: jax.Array,
-    positions: jax.Array,
-    following: jax.Array,
-    weight: jax.Array,
-    mask: packax.AttentionMask,
-    config: Config,
+    parameters: Parameters, batch: Batch, mask: packax.AttentionMask, config: Config
 ) -> jax.Array:
     """Mean cross entropy, in nats, over tokens with a next byte in their document."""
-    scores = logits(parameters, tokens, positions, mask, config)
-    return jnp.sum(token_losses(scores, following) * weight) / jnp.sum(weight)
+    scores = logits(parameters, batch["tokens"], batch["positions"], mask, config)
+    losses, weight = token_losses(scores, batch["following"]), batch["weight"]
+    return jnp.sum(losses * weight) / jnp.sum(weight)
 
 
 def token_losses(scores: jax.Array, following: jax.Array) -> jax.Array:

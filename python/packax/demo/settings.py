@@ -30,28 +30,15 @@ class Settings:
         return jax.default_backend() == "gpu"
 
 
-def defaults(
-    *,
-    steps: int | None,
-    seq_len: int | None,
-    batch: int | None,
-    seconds: float | None,
-    out: Path,
-    seed: int,
-) -> Settings:
-    """The default settings for this device, overridden by those that are not None."""
+def defaults(*, out: Path, seed: int, **given: Any) -> Settings:
+    """The default settings for this device; given: steps, seq_len, batch and seconds in place of
+    the defaults, or None."""
     if jax.default_backend() == "gpu":
         model = Config(VOCABULARY, 8, 1024, 16, 4, 64, 2816, jnp.bfloat16)
         chosen = Settings(300, 32768, 2, 120.0, 6e-4, model, False, out, seed)
     else:
         model = Config(VOCABULARY, 2, 128, 4, 2, 32, 352)
         chosen = Settings(60, 2048, 1, 25.0, 4e-3, model, True, out, seed)
-    given: dict[str, Any] = {
-        "steps": steps,
-        "seq_len": seq_len,
-        "batch": batch,
-        "seconds": seconds,
-    }
     for name, value in given.items():
         least = 128 if name == "seq_len" else 1
         if value is not None and not value >= least:

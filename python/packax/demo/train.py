@@ -19,8 +19,6 @@ from packax.demo import model
 from packax.demo.data import Rows
 from packax.demo.settings import Settings
 
-Batch = dict[str, np.ndarray]
-
 
 @dataclasses.dataclass
 class Trained:
@@ -39,7 +37,7 @@ class Trained:
         return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
 
 
-def batches(rows: Rows, batch: int, seed: int) -> Iterator[Batch]:
+def batches(rows: Rows, batch: int, seed: int) -> Iterator[model.Batch]:
     """Yields batches forever, shuffled in each epoch. A batch repeats rows if there are too few."""
     following, weight = segments.next_tokens(rows.tokens, rows.segment_ids)
     rng = np.random.default_rng(seed)
@@ -70,21 +68,11 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
 
-    def step(
-        parameters: Any, state: Any, batch: dict[str, jax.Array]
-    ) -> tuple[Any, Any, jax.Array]:
+    def step(parameters: Any, state: Any, batch: model.Batch) -> tuple[Any, Any, jax.Array]:
         mask = packax.create_attention_mask(
             packax.causal() & packax.documents(batch["segment_ids"])
         )
-        loss, gradients = jax.value_and_grad(model.loss)(
-            parameters,
-            batch["tokens"],
-            batch["positions"],
-            batch["following"],
-            batch["weight"],
-            mask,
-            settings.model,
-        )
+        loss, gradients = jax.value_and_grad(model.loss)(parameters, batch, mask, settings.model)
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, loss
 
