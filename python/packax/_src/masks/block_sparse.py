@@ -79,9 +79,6 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
             positive integers. Only blocks without an attended pair are skipped, so the mask is fast
             if neighboring queries attend to similar blocks.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: wrong shape, dtype or size.
 

@@ -64,9 +64,6 @@ def documents(
         kv_positions: the position of each key, shaped like kv_segment_ids. None: the same as
             positions. It must be passed if both positions and kv_segment_ids are.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: wrong rank or dtype, values that do not fit int32, or inconsistent lengths.
 
@@ -143,9 +140,6 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
     Args:
         lo, hi: each query's first key and the index after its last: (B, Sq) or (Sq,) integers,
             clipped to [0, Skv].
-
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: wrong rank or dtype, or different lengths.

@@ -76,9 +76,10 @@ class Positions(NamedTuple):
 class MaskExpression(NotAnArray):
     """The type of `causal()`, `documents(...)` and so on, and of their combinations by `&` and `|`.
 
-    It is a pytree of its arrays: it may be an argument of jit, and vmap may map it. An expression
-    without arrays, such as `causal() & chunked(8192)`, compares equal to others of the same meaning
-    and has a hash, so it may also be a static argument.
+    It is for `flash_attention` and `create_attention_mask`, and is a pytree of its arrays: it may
+    be an argument of jit, and vmap may map it. An expression without arrays, such as `causal() &
+    chunked(8192)`, compares equal to others of the same meaning and has a hash, so it may also be a
+    static argument.
     """
 
     once = ""

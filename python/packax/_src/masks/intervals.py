@@ -296,9 +296,6 @@ class Prefix(Interval):
 def full() -> MaskExpression:
     """Every query attends to every key.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Examples:
         >>> packax.full().as_array(2, 3)
         array([[ True,  True,  True],
@@ -316,9 +313,6 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
     Args:
         offset: the number of keys before the first query, as with a cache of earlier tokens: an
             integer, or (B,) integers, int32. With positions it must be 0.
-
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: an offset of the wrong rank, dtype or size, or combined with positions.
@@ -353,9 +347,6 @@ def sliding_window(
             window - 1 keys before it. Pass it instead of left and right.
         offset: as in `causal`.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: a size out of range; both left and window, or neither; a wrong offset.
 
@@ -387,9 +378,6 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
         size: the number of tokens in a chunk, at least 1.
         offset: as in `causal`.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: a size below 1 or above 2**31 - 1, or a wrong offset.
 
@@ -411,9 +399,6 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
     Args:
         lengths: the length of the prefix: an integer, (B,) for each row, or (B, Sq) for each query;
             int32.
-
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     Raises:
         ValueError: wrong rank, dtype or size, or values that do not fit int32.

@@ -7,7 +7,18 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Required,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -201,41 +212,30 @@ class ShardedBatch(NamedTuple, Generic[Tree, Masks]):
     plan: ContextPlan
 
 
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, total=False):
+        """Arguments of `shard_batch` that do not change the type of the result."""
+
+        sharding: Required[AttentionSharding]
+        kind: Kind
+        chunk: int | None
+        shared: float | int | tuple[float | int, ...] | None
+        plan: ContextPlan | None
+        implementation: Implementation | None
+
+
 @overload
 def shard_batch(
-    batch: Tree,
-    expression: MaskExpression,
-    *,
-    sharding: AttentionSharding,
-    kind: Kind = ...,
-    chunk: int | None = ...,
-    shared: float | int | tuple[float | int, ...] | None = ...,
-    plan: ContextPlan | None = ...,
-    implementation: Implementation | None = ...,
+    batch: Tree, expression: MaskExpression, **options: Unpack[_Options]
 ) -> ShardedBatch[Tree, AttentionMask]: ...
 @overload
 def shard_batch(
-    batch: Tree,
-    expression: Mapping[Key, MaskExpression],
-    *,
-    sharding: AttentionSharding,
-    kind: Kind = ...,
-    chunk: int | None = ...,
-    shared: float | int | tuple[float | int, ...] | None = ...,
-    plan: ContextPlan | None = ...,
-    implementation: Implementation | None = ...,
+    batch: Tree, expression: Mapping[Key, MaskExpression], **options: Unpack[_Options]
 ) -> ShardedBatch[Tree, dict[Key, AttentionMask]]: ...
 @overload
 def shard_batch(
-    batch: Tree,
-    expression: Sequence[MaskExpression],
-    *,
-    sharding: AttentionSharding,
-    kind: Kind = ...,
-    chunk: int | None = ...,
-    shared: float | int | tuple[float | int, ...] | None = ...,
-    plan: ContextPlan | None = ...,
-    implementation: Implementation | None = ...,
+    batch: Tree, expression: Sequence[MaskExpression], **options: Unpack[_Options]
 ) -> ShardedBatch[Tree, tuple[AttentionMask, ...]]: ...
 def shard_batch(
     batch: Any,

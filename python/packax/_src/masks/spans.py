@@ -149,9 +149,6 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
         text: the mask without spans: `causal()` if None, or any expression in which every token
             attends to itself, such as `sliding_window(1023)` or `causal() & chunked(8192)`.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: wrong rank, dtype, value or length; a `text` with an offset;
             or an intersection with documents(...) that has kv_segment_ids or kv_positions.

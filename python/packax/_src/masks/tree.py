@@ -159,9 +159,6 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
         parents: the parent of each segment, which comes before it, or -1 for the root of a tree:
             (B, N) or (N,). Segments may have no tokens, for example to pad a batch.
 
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
-
     Raises:
         ValueError: wrong rank, dtype, value or length; numpy arrays that are not
             trees in depth-first order; documents(...) with positions, or an offset, joined with it.
@@ -196,9 +193,6 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
             prompt, which come before the answers of their group; a group may have no prompt. All
             tokens of an answer have one id, which differs from those of the answers before and
             after it in the group.
-
-    Returns:
-        A MaskExpression, for `flash_attention` or `create_attention_mask`.
 
     A group, and an answer within it, is a run of equal ids, ignoring padding: an id that reappears
     later is another group or answer.
