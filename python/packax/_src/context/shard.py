@@ -99,8 +99,7 @@ def _specs(
 
 def _forward(spec: AttentionSpec, *operands: Any) -> list[jax.Array]:
     """The forward pass of one rank."""
-    run: Any = functools.partial(primitives.forward_pass, spec, kernels=_kernels("forward"))
-    return run(*vary_together(*operands))
+    return _kernels("forward")(spec, *vary_together(*operands))
 
 
 def _kernels(direction: str) -> Callable[..., Any]:

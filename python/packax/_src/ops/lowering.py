@@ -90,11 +90,12 @@ def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
     return lower
 
 
-def without_kernels(rule: Any) -> Any:
+def _without_kernels(rule: Any) -> Any:
     """The lowering rule of a platform without kernels: raises if they are requested."""
 
     def lower(ctx, *operands, **params):
-        if implementation_of(params) == "cuda":
+        requested = params["spec"].implementation if "spec" in params else params["implementation"]
+        if requested == "cuda":
             platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
             raise NotImplementedError(
                 f'implementation="cuda" needs a CUDA device, but this is lowered for {platforms}: '
@@ -105,15 +106,12 @@ def without_kernels(rule: Any) -> Any:
     return lower
 
 
-def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
-    """Registers the lowering rules of a primitive, which XLA may partition over a mesh."""
-    mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
+def register(primitive: Any, dims: Any, xla: Any, cuda: Any) -> None:
+    """Registers the lowering rules of a primitive, which XLA may partition over a mesh. `xla` is
+    the rule of platforms without kernels."""
+    mlir.register_lowering(primitive, partitioned(primitive, dims, _without_kernels(xla)))
     on_cuda = partitioned(primitive, dims, cuda, kernels=True)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
-
-
-def implementation_of(params: dict[str, Any]) -> str | None:
-    return params["spec"].implementation if "spec" in params else params["implementation"]
 
 
 # --- Attention
@@ -132,17 +130,15 @@ def _rewrite(*operands, direction, spec, names, rewrite, to):
 
 
 _STATIC = ("spec", "names")
-_forward_xla, _backward_xla = (lower_xla(x, _STATIC) for x in (xla_forward, xla_backward))
-_forward_xla_gpu, _backward_xla_gpu = (
-    lower_xla(functools.partial(x, on_gpu=True), _STATIC) for x in (xla_forward, xla_backward)
-)
 _rewritten = lower_xla(_rewrite, ("direction", *_STATIC, "rewrite", "to"))
 
 
-def _attention_on_cuda(direction, xla):
+def _attention_on_cuda(direction, run):
+    on_gpu = lower_xla(functools.partial(run, on_gpu=True), _STATIC)
+
     def lower(ctx, *operands, spec, names):
         if spec.implementation == "xla":
-            return xla(ctx, *operands, spec=spec, names=names)
+            return on_gpu(ctx, *operands, spec=spec, names=names)
         avals = Operands.of(names, ctx.avals_in)
         found = rewritten(direction, avals, spec, ffi.for_export(ctx))
         if found is not None:
@@ -158,18 +154,11 @@ def _attention_on_cuda(direction, xla):
     return lower
 
 
-register(
-    forward_p,
-    partition_rules.forward,
-    without_kernels(_forward_xla),
-    _attention_on_cuda("forward", _forward_xla_gpu),
-)
-register(
-    backward_p,
-    partition_rules.backward,
-    without_kernels(_backward_xla),
-    _attention_on_cuda("backward", _backward_xla_gpu),
-)
+for _primitive, _dims, _direction, _run in (
+    (forward_p, partition_rules.forward, "forward", xla_forward),
+    (backward_p, partition_rules.backward, "backward", xla_backward),
+):
+    register(_primitive, _dims, lower_xla(_run, _STATIC), _attention_on_cuda(_direction, _run))
 
 
 # --- Masks
@@ -194,14 +183,9 @@ def _documents_cuda(ctx, *operands, compare_positions, implementation):
     judged = _judge_mask(ctx, "documents", implementation, batch, kv_len)
     if judged is None:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
-    workspace = jax.core.ShapedArray((batch, judged["workspace"][2]), jnp.dtype(jnp.int32))
-    return ffi_call(
-        ctx,
-        SYMBOLS["documents"],
-        operands,
-        (workspace,),
-        compare_positions=np.int32(compare_positions),
-    )
+    workspace = (ffi.array(batch, judged["workspace"][2], dtype=jnp.int32),)
+    compared = np.int32(compare_positions)
+    return ffi_call(ctx, SYMBOLS["documents"], operands, workspace, compare_positions=compared)
 
 
 def _blocks_cuda(ctx, *operands, kv_len, implementation):
@@ -210,8 +194,8 @@ def _blocks_cuda(ctx, *operands, kv_len, implementation):
     return ffi_call(ctx, SYMBOLS["blocks"], operands, kv_len=np.int64(kv_len))
 
 
-register(documents_p, partition_rules.documents, without_kernels(_documents_xla), _documents_cuda)
-register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks_cuda)
+register(documents_p, partition_rules.documents, _documents_xla, _documents_cuda)
+register(blocks_p, partition_rules.blocks, _blocks_xla, _blocks_cuda)
 
 
 # --- Decoding
@@ -247,13 +231,8 @@ def _decode_cuda(ctx, *operands, spec, names):
     workspace += [ffi.COUNTER] if of.work is not None else []
     target = "decode" if of.work is None else "ragged"
     avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], of, Operands.of(names, operands))
-    return ffi_call(
-        ctx.replace(avals_in=avals),
-        SYMBOLS[target],
-        buffers,
-        tuple(workspace),
-        **ffi.attributes(target, spec),
-    )
+    ctx, attributes = ctx.replace(avals_in=avals), ffi.attributes(target, spec)
+    return ffi_call(ctx, SYMBOLS[target], buffers, tuple(workspace), **attributes)
 
 
 def decode_workspace(of: Operands, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
@@ -286,7 +265,7 @@ def require_decode_kernel(of: Operands, spec: AttentionSpec) -> None:
     )
 
 
-register(decode_p, partition_rules.decode, without_kernels(_decode_xla), _decode_cuda)
+register(decode_p, partition_rules.decode, _decode_xla, _decode_cuda)
 
 
 # --- Rewrites of calls into forms that run faster on CUDA, with the same results.
@@ -460,7 +439,9 @@ def padded(
     """The call with head dims padded with zeros to `dims`."""
     of_name = {"query": dims[0], "key": dims[0], "value": dims[1], "out": dims[1], "dout": dims[1]}
     wide = {
-        name: _wider(y, dim) for name, dim in of_name.items() if (y := getattr(x, name)) is not None
+        name: fill_up(y, 3, dim)
+        for name, dim in of_name.items()
+        if (y := getattr(x, name)) is not None
     }
     results = run(direction, spec, x._replace(**wide))
     if direction == "forward":
@@ -468,10 +449,6 @@ def padded(
         return [out[..., : x.value.shape[3]], *numbers]
     narrow = [y[..., : like.shape[3]] for y, like in zip(results, x[:3], strict=False)]
     return [*narrow, *results[3:]]  # with that of the bias
-
-
-def _wider(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
 
 
 # --- A bias whose rows are no multiple of 16 bytes: the keys are padded.
@@ -482,15 +459,11 @@ def _wider(x: jax.Array, dim: int) -> jax.Array:
 # multiples of 8, so the mask has the same blocks.
 
 
-_AXIS_OF_KEYS = {"key": 1, "value": 1, "bias": 3}
-
-
 def with_keys(direction: Pass, spec: AttentionSpec, x: Operands, keys: int) -> list[jax.Array]:
     """The call with keys padded with zeros to this number."""
     kv_len = x.key.shape[1]
-    axes = {**_AXIS_OF_KEYS, "kv_ids": 1, "kv_pos": 1}
     longer = {}
-    for name, axis in axes.items():
+    for name, axis in {"key": 1, "value": 1, "bias": 3, "kv_ids": 1, "kv_pos": 1}.items():
         y = getattr(x, name)
         if y is not None and y.shape[axis] == kv_len:  # otherwise nothing reads it
             longer[name] = fill_up(y, axis, keys)

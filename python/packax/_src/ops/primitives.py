@@ -176,16 +176,19 @@ register_batching(backward_p, batch_attention)
 
 
 # --- The passes of one device: the primitives, and the gradients of score parameters.
-# context/shard.py runs these functions on every rank, with `kernels` that gather keys.
+# context/shard.py runs `backward_pass` on every rank, with `kernels` that gather keys.
 
 
 def forward_pass(
     spec: AttentionSpec, query, key, value, scores: ScoreParams, mask: AttentionMask,
-    fixed: NonDiffOperands, kernels: Callable[..., list[jax.Array]] | None = None,
+    fixed: NonDiffOperands,
 ) -> list[jax.Array]:  # fmt: skip
     """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
     (B, H, Sq)."""
-    return (kernels or _forward)(spec, query, key, value, scores, mask, fixed)
+    operands = Operands(require_device_info(query), key, value)._replace(
+        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
+    )
+    return forward(spec.of_primitive(mask), operands)
 
 
 def backward_pass(
@@ -218,13 +221,6 @@ def backward_pass(
     if dbias is not None:
         gradients = gradients._replace(bias=dbias)
     return dq, dk, dv, summed(spec.layout, gradients, spec.bias_dims)
-
-
-def _forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    operands = Operands(require_device_info(query), key, value)._replace(
-        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
-    )
-    return forward(spec.of_primitive(mask), operands)
 
 
 def _backward(

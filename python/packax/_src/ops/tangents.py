@@ -112,9 +112,7 @@ def _in_xla(run: Callable[..., Any], on_gpu: bool) -> Any:
     return lowering.lower_xla(run, ("spec", "names", "tangents"))
 
 
-_forward_tangent_xla, _forward_tangent_xla_gpu = (
-    _in_xla(_run_forward_tangent, on_gpu) for on_gpu in (False, True)
-)
+_forward_tangent_xla_gpu = _in_xla(_run_forward_tangent, True)
 
 
 def _forward_tangent_cuda(ctx, *operands, spec, names, tangents):
@@ -134,7 +132,7 @@ def _forward_tangent_cuda(ctx, *operands, spec, names, tangents):
 lowering.register(
     forward_tangent_p,
     partition_rules.forward_tangent,
-    lowering.without_kernels(_forward_tangent_xla),
+    _in_xla(_run_forward_tangent, False),
     _forward_tangent_cuda,
 )
 
