@@ -8,6 +8,7 @@ from packax._src.core.arguments import as_int32 as as_int32
 from packax._src.core.arguments import described as described
 from packax._src.core.context_mask import ContextMask as ContextMask
 from packax._src.core.jax_compat import jax_nn_attention as jax_nn_attention
+from packax._src.core.sharding import UNSHARDED as UNSHARDED
 from packax._src.core.sharding import Layout as Layout
 from packax._src.core.sharding import check_divides as check_divides
 from packax._src.core.sharding import entered_mesh as entered_mesh

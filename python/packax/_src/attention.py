@@ -13,7 +13,6 @@ from packax._src.context.shard import place_operands
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
     AttentionSharding,
-    Cut,
     Layout,
     check_tensors,
     layout_of_call,
@@ -189,7 +188,7 @@ def flash_attention(
     built = mask if isinstance(mask, AttentionMask) else None
     layout = layout_of_call(sharding, built, query, key, value)
     request = check(
-        query, key, value, mask, Cut() if layout is None else layout.cut,
+        query, key, value, mask, layout.cut,
         scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias,
         dropout_rate=dropout_rate, dropout_key=dropout_key,
         return_lse=return_lse, return_max_logits=return_max_logits,
@@ -209,19 +208,19 @@ def flash_attention(
 
 
 def place(
-    request: Request, layout: Layout | None
+    request: Request, layout: Layout
 ) -> tuple[AttentionSpec, Any, AttentionMask, NonDiffOperands]:
     """The operands of `attention` on the mesh of the call, and its mask if it is an expression."""
     query, key, value, scores = request.inputs
     spec, mask, q_len, kv_len = request.spec, request.mask, request.q_len, request.kv_len
-    if layout is not None:
+    if layout.on_mesh:
         check_tensors(layout, query, key, spec.gather_head_groups)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(
             mask,
             q_len=q_len,
             kv_len=kv_len,
-            sharding=None if layout is None else layout.sharding,
+            sharding=layout.sharding,
             implementation=spec.implementation,
         )
         check_mask(mask, query, key, q_len, kv_len)
@@ -231,7 +230,7 @@ def place(
         streams = streams_of(request.dropout_key, query, layout)
         fixed = fixed._replace(dropout_streams=streams, dropout_rows=rows_of(mask, query, layout))
     operands = (query, key, value, scores), mask, fixed
-    if layout is not None:
+    if layout.on_mesh:
         spec, operands = place_operands(spec, layout, *operands)
     return spec, *vary_together(*operands)
 

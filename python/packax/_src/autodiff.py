@@ -66,7 +66,7 @@ def attention(
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
     """The module with the passes: `shard` with ranks or permuted keys, otherwise `primitives`."""
     permuted = isinstance(mask, ContextMask) and mask.kv_plan is not None
-    return shard if permuted or spec.layout is not None else primitives
+    return shard if permuted or spec.layout.on_mesh else primitives
 
 
 class _Attention(NamedTuple):

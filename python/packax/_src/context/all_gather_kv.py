@@ -31,7 +31,7 @@ class KVGatherPipeline:
 
     def __init__(
         self,
-        layout: Layout | None,
+        layout: Layout,
         head_groups: HeadGroups,
         query,
         key,
@@ -53,7 +53,7 @@ class KVGatherPipeline:
         fetch: a function that fetches halos, if they replace the gathers.
         """
         self.layout = layout
-        self.steps = () if layout is None else layout.steps(starts)
+        self.steps = layout.steps(starts)
         private = not starts
         self.kv_plan = kv_plan
         self.fetch = fetch
@@ -63,7 +63,7 @@ class KVGatherPipeline:
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
         if private and halves and self.heads > 1:
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
-        elif layout is not None and not private:
+        elif not private:
             # The attention of private rows overlaps with one gather of all heads.
             among = layout.size(tuple(itertools.chain(*self.steps)))
             one = head_groups is None and private_rows >= among * key.shape[1]
@@ -204,8 +204,6 @@ class KVGatherPipeline:
         """
         gradient = self.own.put(gradient, like)
         layout = self.layout
-        if layout is None:
-            return gradient
         missing = set(layout.context + layout.heads) - set(layout.kv_context + layout.kv_heads)
         axes = tuple(axis for axis, _ in layout.sizes if axis in missing & layout.mapped)
         return jax.lax.psum(gradient, axes) if axes else gradient
@@ -264,9 +262,9 @@ class OwnHeads(NamedTuple):
     every: Any = None  # indices, if the heads are not consecutive or repeat
 
     @staticmethod
-    def of(layout: Layout | None, heads: int, kv_heads: int) -> OwnHeads:
+    def of(layout: Layout, heads: int, kv_heads: int) -> OwnHeads:
         """This rank's heads, if key/value heads are replicated: query head h reads h // group."""
-        if layout is None or layout.kv_heads or layout.size(layout.heads) == 1:
+        if layout.kv_heads or layout.size(layout.heads) == 1:
             return OwnHeads(None)
         group = heads * layout.size(layout.heads) // kv_heads
         rank = jax.lax.axis_index(layout.heads)

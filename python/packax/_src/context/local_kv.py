@@ -216,7 +216,7 @@ def _select_keys(
 ) -> Any:
     """The entries of x for the keys of a part; x has an entry for each key, in sequence order."""
     layout = spec.layout
-    assert layout is not None and of.gathers is not None
+    assert of.gathers is not None
     x = _in_plans_order(spec, mask, x)[:, :, :number]
     outside = layout.context[: of.gathers[0]] if of.gathers else layout.context
     x = piece(x, outside, layout)
@@ -228,7 +228,7 @@ def _select_keys(
 
 def _in_plans_order(spec: AttentionSpec, mask: ContextMask, positions: jax.Array) -> jax.Array:
     """Positions of all keys in the plan's order, (batch, ranks, rows per rank)."""
-    assert spec.layout is not None and mask.kv_plan is not None
+    assert mask.kv_plan is not None
     batch = max(len(positions), len(mask.kv_plan))
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
     moved = take_chunks(mask.kv_plan[:, 0], 1, positions)

@@ -43,7 +43,7 @@ def check_has_plan(document: Any) -> None:
         )
 
 
-def check_ids(plan: ContextPlan, ids: Any, layout: Layout | None) -> None:
+def check_ids(plan: ContextPlan, ids: Any, layout: Layout) -> None:
     """Raises if the plan has permuted these segment ids, (length,) or (B, length).
 
     Values are compared if they are known, and otherwise under `debug_checks`, when the program

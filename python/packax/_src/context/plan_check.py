@@ -14,7 +14,7 @@ from packax._src.core.arguments import described
 from packax._src.core.context_mask import ContextMask
 from packax._src.core.debug import enabled, report_when_run
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import layout_of
+from packax._src.core.sharding import UNSHARDED, layout_of
 from packax._src.segments.ids import positions as token_positions
 
 _PADDING = -1  # segment id of padding
@@ -81,11 +81,11 @@ def check_plan(
 
     def whole(x: Any) -> Any:
         """x for the whole sequence, even if the caller is in a shard_map over the context axes."""
-        if x is None or layout is None or layout.outside(layout.context) == 1:
+        if x is None or layout.outside(layout.context) == 1:
             return x
         return jax.lax.all_gather(jnp.asarray(x), layout.context, axis=1, tiled=True)
 
-    layout = None if mask.sharding is None else layout_of(mask.sharding)
+    layout = UNSHARDED if mask.sharding is None else layout_of(mask.sharding)
     order = plan.order if plan is not None else None
     if mask.kv_plan is not None:
         order = mask.kv_plan[:, 0]

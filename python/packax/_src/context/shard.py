@@ -53,8 +53,6 @@ def place_operands(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def forward_pass(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
     """`ops.primitives.forward_pass` on every rank."""
-    if spec.layout is None:  # one device, with a plan that permutes rows and keys
-        return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
     mapped = spec.layout.shard_map(
         functools.partial(_forward, spec),
@@ -70,8 +68,6 @@ def backward_pass(
 ) -> tuple[Any, ...]:
     """`ops.primitives.backward_pass` on every rank."""
     run = functools.partial(primitives.backward_pass, spec, kernels=_kernels("backward"))
-    if spec.layout is None:
-        return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
     q_spec, kv_spec, lse_spec, score_specs, *others = _specs(spec.layout, scores, mask, fixed)
     rows = (q_spec, lse_spec, q_spec, None if dlse is None else lse_spec)
     mapped = spec.layout.shard_map(

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import UNSHARDED, Layout
 
 
 class _Switch:
@@ -74,12 +74,12 @@ def check_values(check: Callable[[Any], None], x: Any) -> None:
     if isinstance(x, np.ndarray):
         check(x)
     elif enabled() and isinstance(x, jax.core.Tracer):
-        report_when_run(lambda x: check(np.asarray(x)), [x], None)
+        report_when_run(lambda x: check(np.asarray(x)), [x], UNSHARDED)
     elif enabled() and x.is_fully_addressable:
         check(np.asarray(x))
 
 
-def report_when_run(check: Callable[..., None], held: list[Any], layout: Layout | None) -> None:
+def report_when_run(check: Callable[..., None], held: list[Any], layout: Layout) -> None:
     """Calls check(*held) with complete arrays when the program runs, and raises its ValueError.
 
     The callback runs on every device. Every process then finds the error, and XLA gathers for all
@@ -88,7 +88,7 @@ def report_when_run(check: Callable[..., None], held: list[Any], layout: Layout 
     report = _Report(check)
     mesh: Any = jax.sharding.get_abstract_mesh()
     given = None
-    if mesh.empty and layout is not None:
+    if mesh.empty and layout.mesh is not None:
         given, mesh = layout.mesh, getattr(layout.mesh, "abstract_mesh", layout.mesh)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in kinds.items() if kind != AxisType.Manual}

@@ -84,17 +84,23 @@ class Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A sharding resolved on the mesh of one call. Hashable, so that it can be static."""
+    """A sharding resolved on the mesh of one call; without arguments: nothing is sharded. Hashable,
+    so that it can be static."""
 
-    mesh: Any  # None: the mesh of the context
-    sizes: tuple[tuple[str, int], ...]
-    manual: frozenset[str]  # the axes of the shard_map that surrounds the call
-    explicit: frozenset[str]  # the axes whose sharding is part of array types
-    batch: Axes
-    context: Axes
-    heads: Axes
-    kv_context: Axes
-    kv_heads: Axes
+    mesh: Any = None  # None: the mesh of the context
+    sizes: tuple[tuple[str, int], ...] = ()
+    manual: frozenset[str] = frozenset()  # the axes of the shard_map that surrounds the call
+    explicit: frozenset[str] = frozenset()  # the axes whose sharding is part of array types
+    batch: Axes = ()
+    context: Axes = ()
+    heads: Axes = ()
+    kv_context: Axes = ()
+    kv_heads: Axes = ()
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the call has a sharding, perhaps on a mesh of one device."""
+        return bool(self.sizes)
 
     @property
     def mapped(self) -> frozenset[str]:
@@ -132,7 +138,9 @@ class Layout:
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     @property
-    def sharding(self) -> AttentionSharding:
+    def sharding(self) -> AttentionSharding | None:
+        if not self.on_mesh:
+            return None
         return AttentionSharding(
             spec(self.batch, self.context, self.heads),
             spec(self.batch, self.kv_context, self.kv_heads),
@@ -337,6 +345,9 @@ def with_types(
     return AttentionSharding(spec(*specs["query"]), spec(*specs["key_value"]), sharding.mesh)
 
 
+UNSHARDED = Layout()
+
+
 def layout_of(sharding: Any) -> Layout:
     """The layout of a sharding on the current mesh.
 
@@ -403,9 +414,9 @@ def layout_of(sharding: Any) -> Layout:
     )
 
 
-def layout_of_call(given: Any, mask: Any, query: Any, key: Any, value: Any) -> Layout | None:
+def layout_of_call(given: Any, mask: Any, query: Any, key: Any, value: Any) -> Layout:
     """The layout of the argument `sharding` or of the mask's, completed from the types of the
-    tensors; None: neither exists, and no type shards a sequence.
+    tensors. UNSHARDED if neither exists, and no type shards a sequence.
 
     mask: an AttentionMask, or None if the call builds it.
     """
@@ -416,7 +427,7 @@ def layout_of_call(given: Any, mask: Any, query: Any, key: Any, value: Any) -> L
     else:
         sharding = with_types(of_mask, query, key, value, "mask.sharding")
     if sharding is None:
-        return None
+        return UNSHARDED
     layout = layout_of(sharding)
     if mask is None:
         return layout
@@ -483,10 +494,7 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return None, context
-    if sharding.mesh is not None:
-        mesh = sharding.mesh
-    else:
-        mesh = entered_mesh()
+    mesh = entered_mesh() if sharding.mesh is None else sharding.mesh
     if mesh is not None and not hasattr(mesh, "empty"):
         raise ValueError(f"sharding.mesh must be a jax.sharding.Mesh, but is {mesh!r}")
     if mesh is None or mesh.empty:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.schema import OPERANDS
-from packax._src.core.sharding import HeadGroups, Layout
+from packax._src.core.sharding import UNSHARDED, HeadGroups, Layout
 
 BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys per entry of q_order and kv_order
@@ -103,7 +103,7 @@ class AttentionSpec:
     needs_grad: tuple[str, ...] = ()  # names from DIFFERENTIABLE
     implementation: Literal["cuda", "xla"] | None = None
     # The fields below are not read by any primitive.
-    layout: Layout | None = None
+    layout: Layout = UNSHARDED
     gather_head_groups: HeadGroups = None
     bias_dims: tuple[Any, ...] = ()  # the mesh axes of the bias
     checkpoint_name: str | None = None
@@ -148,7 +148,7 @@ class AttentionSpec:
             mask_mode=mask.mask_mode,
             block_size=mask.block_size,
             row_keys=mask.row_keys,
-            layout=None,
+            layout=UNSHARDED,
             gather_head_groups=None,
             bias_dims=(),
             checkpoint_name=None,

@@ -18,6 +18,7 @@ from packax._src.core.arguments import described
 from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import (
+    UNSHARDED,
     AttentionSharding,
     Axes,
     Layout,
@@ -122,16 +123,16 @@ def create_attention_mask(
     batch = batch_of(expression)
     if sharding is None:
         sharding = _sharding_of_ids(expression)
-    layout = None if sharding is None else layout_of(sharding)
+    layout = UNSHARDED if sharding is None else layout_of(sharding)
     if plan is not None:
         _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
         batch = max(batch, plan.order.shape[0])
-    if (layout is not None or plan is not None) and 0 in (batch, q_len, kv_len):
+    if (layout.on_mesh or plan is not None) and 0 in (batch, q_len, kv_len):
         raise ValueError(
             f"a mask with sharding or plan must not be empty, but is for batch size {batch}, "
             f"{q_len} queries and {kv_len} keys"
         )
-    if layout is not None:
+    if layout.on_mesh:
         check_divides(layout, "the mask", "number of queries", q_len, layout.context)
         if batch > 1:
             check_divides(layout, "the mask", "batch size", batch, layout.batch)
@@ -163,13 +164,13 @@ def create_attention_mask(
     for part in parts:
         if isinstance(part, BlockSparse):
             block_mask, block_size = jnp.asarray(part.of_heads()), part.block_size
-            if layout is not None and block_mask.shape[1] > 1:
+            if layout.on_mesh and block_mask.shape[1] > 1:
                 heads = block_mask.shape[1]
                 check_divides(layout, "block_mask", "number of heads", heads, layout.heads)
     tree = tree_of(expression)
     if tree is not None and block_size is None:
         block_size = ONE_BLOCK
-    if layout is None and plan is None and block_size is not None:
+    if not layout.on_mesh and plan is None and block_size is not None:
         layout = _layout_of_types(expression)
     halos = halos_of(expression, plan, layout, q_len, kv_len, permuted_keys)
     sizes = (batch, q_len, kv_len, block_size, implementation)
@@ -214,7 +215,7 @@ def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
     return None if found is None else found[0]
 
 
-def _layout_of_types(expression: MaskExpression) -> Layout | None:
+def _layout_of_types(expression: MaskExpression) -> Layout:
     """The layout if the types of arrays shard the batch, or the heads of a block mask. jax has no
     sharding rule for some operations on such arrays, so each rank builds its part of the mask."""
     batch: Axes = ()
@@ -226,13 +227,13 @@ def _layout_of_types(expression: MaskExpression) -> Layout | None:
             batch = batch or (axes[0] if x.ndim > 1 or side == "batch" else ())
             heads = axes[1] if x.ndim == 4 else heads
     if mesh is None:
-        return None
+        return UNSHARDED
     heads = tuple(axis for axis in heads if axis not in batch)
     return layout_of(AttentionSharding(spec(batch, (), heads), spec(batch), mesh))
 
 
 def _check_plan(
-    plan: Any, batch: int, q_len: int, kv_len: int, permuted_keys: Any, layout: Layout | None
+    plan: Any, batch: int, q_len: int, kv_len: int, permuted_keys: Any, layout: Layout
 ) -> None:
     if not isinstance(plan, ContextPlan):
         raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
@@ -246,7 +247,7 @@ def _check_plan(
     plans = plan.order.shape[0]
     if plans not in (1, batch) and batch != 1:
         raise ValueError(f"plan has batch size {plans}, but the expression has batch size {batch}")
-    if layout is not None and plan.ranks != layout.size(layout.context):
+    if layout.on_mesh and plan.ranks != layout.size(layout.context):
         raise ValueError(
             f"plan was made for {plan.ranks} ranks, but the context axes of sharding have size "
             f"{layout.size(layout.context)}"
@@ -272,7 +273,7 @@ class _Static(NamedTuple):
     block_size: tuple[int, int] | None
     implementation: Implementation | None
     sharding: AttentionSharding | None
-    layout: Layout | None
+    layout: Layout
     permuted_keys: bool
     of_plan: bool | None  # see `made_of`
     halos: Halos | None
@@ -363,7 +364,8 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
 
     computed: dict[str, Any] = {"q_pos": None}
     numbers = None if halos is None else ranks.chunks()
-    computed |= ranks.shard_mapped(arrays, specs)(numbers, row_values, kv_ids, kv_pos, block_mask)
+    run = layout.shard_map(arrays, *specs())
+    computed |= run(numbers, row_values, kv_ids, kv_pos, block_mask)
     parts = computed.pop("parts", None)
     without_ids = kv_ids is None or shared_ids
     without_pos = kv_pos is None or mode < MaskMode.UPPER_LIMIT or shared_pos
@@ -391,7 +393,7 @@ def _context_fields(
     plan, kv_len = ranks.plan, static.kv_len
     fields: dict[str, Any] = {"sharding": sharding, "shards": ranks.pieces}
     fields["permuted"] = plan is not None
-    sources = 1 if layout is None else layout.size(layout.kv_context)
+    sources = layout.size(layout.kv_context)
     fetched: Any = kv_len - kv_len // sources if sources > 1 else 0
     if halos is not None:
         fields |= masks_of(halos, parts, mode, static.q_len, row_keys, sharding, ranks)

@@ -35,11 +35,11 @@ class Halos(NamedTuple):
 
 
 def halos_of(
-    expression: MaskExpression, plan: ContextPlan | None, layout: Layout | None,
+    expression: MaskExpression, plan: ContextPlan | None, layout: Layout,
     q_len: Any, kv_len: Any, permuted_keys: Any,
 ) -> Halos | None:  # fmt: skip
     """The halos for a mask with these arguments; None: ranks gather all keys."""
-    if layout is None or layout.size(layout.kv_context) == 1 or q_len != kv_len:
+    if layout.size(layout.kv_context) == 1 or q_len != kv_len:
         return None
     if not isinstance(q_len, int) or (plan is not None and not permuted_keys):
         return None
@@ -91,8 +91,8 @@ def halo_parts(
             suffice = 1 - functools.reduce(jnp.logical_or, outside).astype(jnp.int32)
             # All devices must take the same branch, even those to which the caller's shard_map
             # gives other batch rows: a collective waits for all of them.
-            assert ranks.layout is not None
-            axes = (*ranks.mask_batch, *ranks.context, *sorted(ranks.layout.manual))
+            layout = ranks.layout
+            axes = (*ranks.mask_batch, *layout.context, *sorted(layout.manual))
             axes = tuple(dict.fromkeys(axes))
             suffice, _ = vary_together(suffice, jax.lax.axis_index(axes))
             computed["halos_suffice"] = jax.lax.pmin(suffice, axes)[None]
@@ -103,7 +103,6 @@ def halo_parts(
 
 def specs_of(halos: Halos, ranks: RankRows, mode: MaskMode) -> dict[str, Any]:
     """The PartitionSpecs of the arrays that `halo_parts` computes."""
-    assert ranks.layout is not None
     names = ["kv_start", "kv_end", *BLOCK_ARRAYS]
     if halos.known and mode >= MaskMode.IDS:
         names += ["q_ids", "kv_ids"]

@@ -42,7 +42,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     """Whether ranks gather only the shared keys. Needs a "local" plan, keys that are sharded, and
     documents without separate ids for keys."""
     plan, layout = ranks.plan, ranks.layout
-    if plan is None or plan.split is None or plan.checksum is None or layout is None:
+    if plan is None or plan.split is None or plan.checksum is None:
         return False
     documents = document.q_ids is not None and document.kv_ids is None
     return documents and layout.size(layout.kv_context) > 1
@@ -58,7 +58,7 @@ def local_parts(
     sequences.
     """
     plan, layout = ranks.plan, ranks.layout
-    assert plan is not None and layout is not None
+    assert plan is not None
     pieces, own = plan.ranks, plan.length // plan.ranks
     context = layout.context
     # For each part: its index, the number of groups in which its keys are gathered, its rows per
@@ -120,7 +120,7 @@ def local_parts(
 
     ranges = tuple((ranks.keys(lo), ranks.keys(hi)) for lo, hi in ranges)
     operands = document, low, high, ranges, plan.order, plan.split
-    *made, private = ranks.shard_mapped(of_rank, specs)(*operands)
+    *made, private = layout.shard_map(of_rank, *specs())(*operands)
     build: Any = functools.partial(
         ContextMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
     )

@@ -29,7 +29,7 @@ from packax._src.masks.tree import Tree, tree_rows
 class RankRows:
     """The rows of a mask: (batch, q_len); batch is 1 if all batch rows share the mask."""
 
-    layout: Layout | None
+    layout: Layout
     plan: ContextPlan | None
     batch: int
     q_len: Any
@@ -37,15 +37,11 @@ class RankRows:
     @property
     def is_unsharded(self) -> bool:
         """Whether all rows are in one piece, in the original order."""
-        return self.layout is None and self.plan is None
-
-    @property
-    def context(self) -> Axes:
-        return () if self.layout is None else self.layout.context
+        return not self.layout.on_mesh and self.plan is None
 
     @property
     def mask_batch(self) -> Axes:
-        return () if self.layout is None or self.batch == 1 else self.layout.batch
+        return () if self.batch == 1 else self.layout.batch
 
     @property
     def plan_batch(self) -> Axes:
@@ -53,39 +49,31 @@ class RankRows:
 
     @property
     def pieces(self) -> int:
-        return 1 if self.layout is None else self.layout.size(self.context)
+        return self.layout.size(self.layout.context)
 
     def sizes(self) -> tuple[Any, Any]:
-        """Batch size and number of query rows per rank inside `shard_mapped`."""
-        batch = self.batch
-        if self.layout is not None:
-            batch //= self.layout.inside(self.mask_batch)
-        return batch, self.q_len // self.pieces if self.pieces > 1 else self.q_len
+        """Batch size and number of query rows per rank inside `shard_map`."""
+        return self.batch // self.layout.inside(self.mask_batch), self.q_len // self.pieces
 
     def spec(self, name: str, mask_mode: MaskMode, batch: Axes, heads: Axes = ()) -> Any:
-        """The PartitionSpec of an array of the mask; requires a layout."""
-        assert self.layout is not None
-        return self.layout.spec(*FIELDS[name].dims(mask_mode, batch, self.context, heads))
+        """The PartitionSpec of an array of the mask."""
+        context = self.layout.context
+        return self.layout.spec(*FIELDS[name].dims(mask_mode, batch, context, heads))
 
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:
             return self
-        plan = jax.tree.map(lambda x: self.place(jnp.asarray(x), self.plan_batch), self.plan)
+        plan = jax.tree.map(lambda x: self.layout.place(jnp.asarray(x), self.plan_batch), self.plan)
         return dataclasses.replace(self, plan=plan)
-
-    def place(self, x: Any, *dims: Axes) -> Any:
-        return x if self.layout is None else self.layout.place(x, *dims)
 
     def replicated(self, x: Any, *dims: Axes) -> Any:
         """x replicated on all ranks. XLA might shard it otherwise, and gather it in every layer."""
-        if self.layout is None or not self.layout.mapped:
-            return x
         spec = self.layout.spec(*dims)
-        return self.shard_mapped(lambda x: x, lambda: ((spec,), spec))(x)
+        return self.layout.shard_map(lambda x: x, (spec,), spec)(x)
 
     def keys(self, x: Any) -> Any:
         """Whole sequences in the original order, broadcast to the batch size."""
-        return self.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
+        return self.layout.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
 
     def rows(self, x: Any) -> Any:
         """Converts whole sequences to rows in the plan's order, in a shard_map to this rank's
@@ -93,7 +81,8 @@ class RankRows:
         x = self.keys(x)
         if self.plan is not None:
             x = self.plan.permute(x)
-        return self.place(self._own_part(x, 1), self.mask_batch, self.context)
+        own = self.layout.own_part(x, 1)
+        return self.layout.place(own, self.mask_batch, self.layout.context)
 
     def chunks(self) -> Any:
         """(1 or B, chunks): the original index of each chunk in the plan's order; without a plan,
@@ -102,12 +91,12 @@ class RankRows:
             order = jnp.arange(self.pieces, dtype=jnp.int32)[None]
         else:
             order = self.plan.order
-        return self.place(self._own_part(order, 1), self.plan_batch, self.context)
+        own = self.layout.own_part(order, 1)
+        return self.layout.place(own, self.plan_batch, self.layout.context)
 
     @property
     def chunks_spec(self) -> Any:
-        assert self.layout is not None
-        return self.layout.spec(self.plan_batch, self.context)
+        return self.layout.spec(self.plan_batch, self.layout.context)
 
     def limits(self, document: Document, interval: And) -> Limits:
         """`limits_of` for whole sequences: intervals refer to their indices and spans."""
@@ -125,25 +114,23 @@ class RankRows:
 
         operands: arrays returned by `keys`.
         """
-        if self.layout is None:
+        if not self.layout.on_mesh:
             return function(operands, interval)
 
         def of_leaf(x: Any) -> tuple[Axes, ...]:
             return (self._batch_axes(x),) if jnp.ndim(x) else ()
 
-        interval = jax.tree.map(lambda x: self.place(jnp.asarray(x), *of_leaf(x)), interval)
         layout = self.layout
+        interval = jax.tree.map(lambda x: layout.place(jnp.asarray(x), *of_leaf(x)), interval)
         shape = self.sizes()[0], self.q_len
 
         def of_rank(operands: Any, interval: And) -> list[Any]:
             values = function(operands, interval)
             return [None if x is None else jnp.broadcast_to(x, shape) for x in values]
 
-        def specs() -> tuple[Any, Any]:
-            keys = layout.spec(self.mask_batch)
-            return (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)), keys
-
-        return self.shard_mapped(of_rank, specs)(operands, interval)
+        keys = layout.spec(self.mask_batch)
+        specs = (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval))
+        return layout.shard_map(of_rank, specs, keys)(operands, interval)
 
     def block_mask(
         self, block_mask: jax.Array, block_size: tuple[int, int]
@@ -151,7 +138,7 @@ class RankRows:
         """The block mask of these rows, its block size, and the mesh axes of batch and heads."""
         if self.plan is not None and self.plan.order.shape[0] > 1:
             block_mask = jnp.broadcast_to(block_mask, (self.batch, *block_mask.shape[1:]))
-        heads = self.layout.heads if self.layout is not None and block_mask.shape[1] > 1 else ()
+        heads = self.layout.heads if block_mask.shape[1] > 1 else ()
         axes = self._batch_axes(block_mask), heads
         if self.is_unsharded:
             return block_mask, block_size, axes
@@ -159,20 +146,11 @@ class RankRows:
         block_mask, block_size = _kept_together(
             block_mask, block_size, self.q_len, self.q_len // chunks
         )
-        block_mask = self.place(block_mask, *axes)
+        block_mask = self.layout.place(block_mask, *axes)
         if self.plan is not None:
             block_mask = take_sharded(self.plan.order, 2, block_mask)
-        block_mask = self._own_part(block_mask, 2)
-        return self.place(block_mask, *axes, self.context), block_size, axes
-
-    def shard_mapped(
-        self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
-    ) -> Callable[..., Any]:
-        """The function mapped over ranks; `specs()` returns the specs of arguments and results."""
-        return function if self.layout is None else self.layout.shard_map(function, *specs())
-
-    def _own_part(self, x: Any, axis: int) -> Any:
-        return x if self.layout is None else self.layout.own_part(x, axis)
+        block_mask = self.layout.own_part(block_mask, 2)
+        return self.layout.place(block_mask, *axes, self.layout.context), block_size, axes
 
     def _batch_axes(self, x: Any) -> Axes:
         """The mesh axes over which the first axis of an expression's array is sharded."""

@@ -8,7 +8,6 @@ batch and heads. `rows` contains the indices of rows, and is sharded like rows.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +53,7 @@ def check_key(key: Any) -> None:
         )
 
 
-def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
+def streams_of(key: Any, query: jax.Array, layout: Layout) -> jax.Array:
     """(B, H, 4) uint32: two words of the key, the index of the batch row, the index of the head."""
     one_for_all = isinstance(key, OneForAll)
     key = key.key if one_for_all else key
@@ -63,10 +62,9 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     except TypeError as error:  # a raw key of an implementation other than jax's default
         raise ValueError(f"dropout_key is not a key of jax.random: {error}") from None
     batch, _, heads, _ = query.shape
-    axes = ((), ()) if layout is None else (layout.batch, layout.heads)
     index = [
-        _indices(query, size, layout, of).astype(jnp.uint32)
-        for size, of in zip((batch, heads), axes, strict=True)
+        _indices(query, size, layout, axes).astype(jnp.uint32)
+        for size, axes in ((batch, layout.batch), (heads, layout.heads))
     ]
     if one_for_all:
         index = [jnp.zeros_like(x) for x in index]
@@ -74,10 +72,9 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
 
 
-def rows_of(mask: AttentionMask, query: jax.Array, layout: Layout | None) -> jax.Array:
+def rows_of(mask: AttentionMask, query: jax.Array, layout: Layout) -> jax.Array:
     """(1 or B, Sq) int32: the sequence index of every query row."""
-    context: Axes = () if layout is None else layout.context
-    numbers = _indices(query, query.shape[1], layout, context)[None]
+    numbers = _indices(query, query.shape[1], layout, layout.context)[None]
     if isinstance(mask, ContextMask) and mask.kv_plan is not None:
         chunk = mask.q_len // mask.kv_plan.shape[2]
         order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)
@@ -85,15 +82,15 @@ def rows_of(mask: AttentionMask, query: jax.Array, layout: Layout | None) -> jax
     return numbers
 
 
-def _indices(query: jax.Array, size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
+def _indices(query: jax.Array, size: Any, layout: Layout, axes: Axes) -> jax.Array:
     """Indices into the global array, even if the caller's shard_map covers some of `axes`. Over an
     axis along which the query is known to be equal, it is not cut."""
     index = jnp.arange(size, dtype=jnp.int32)
-    cut = frozenset() if layout is None else layout.manual
+    cut = layout.manual
     if checks_vma():
         cut &= varying_axes(jax.typeof(query))
     manual = tuple(axis for axis in axes if axis in cut)
-    if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
+    if layout.size(manual) == 1:
         return index
     return index + jax.lax.axis_index(manual) * jnp.int32(size)
 

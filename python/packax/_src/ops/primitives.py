@@ -202,7 +202,7 @@ def backward_pass(
     scores, query, key, value, out, lse, dout, dlse, mask, fixed = vary_together(
         scores, query, key, value, out, lse, dout, dlse, mask, fixed
     )
-    if spec.layout is not None and spec.layout.several(spec.layout.kv_context):
+    if spec.layout.several(spec.layout.kv_context):
         # Without a barrier XLA reuses the forward's gathers and keeps their results in memory.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
     if scores.bias is not None:  # a bias of -inf may mask all keys of a row

@@ -120,16 +120,12 @@ def mesh_dims(layout: Layout, name: str, x: Any) -> tuple[Any, ...]:
     )
 
 
-def summed(
-    layout: Layout | None, gradients: ScoreParams, bias_dims: tuple[Any, ...]
-) -> ScoreParams:
+def summed(layout: Layout, gradients: ScoreParams, bias_dims: tuple[Any, ...]) -> ScoreParams:
     """The gradients of score parameters, summed over the mesh axes that do not shard them.
 
     `bias_dims`: the mesh axes of the bias. jax itself sums over the axes of the caller's shard_map,
     as the transpose of replication.
     """
-    if layout is None:
-        return gradients
 
     def psum(x, axes):
         axes = tuple(axis for axis in axes if axis in layout.mapped)
@@ -145,11 +141,9 @@ def summed(
     )
 
 
-def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
+def largest(top: jax.Array, layout: Layout) -> jax.Array:
     """(B, H): the maximum of each row's largest logit, (B, H, Sq), over the rows of all ranks."""
     result = jax.lax.stop_gradient(top).max(axis=2)
-    if layout is None:
-        return result
     axes = tuple(axis for axis in layout.context if axis in layout.manual)
     return jax.lax.pmax(result, axes) if axes else result
 

@@ -102,7 +102,7 @@ def flash_attention_triton(
     row_masks = first.row_masks
     if row_masks is None:
         row_masks = row_masks_of(tokens, sharding, layout)
-    shards = 1 if layout is None else layout.size(layout.context)
+    shards = layout.size(layout.context)
     permuted = bool(permute_tokens_for_load_balance) and shards > 1
     rows = _rows(row_masks, tokens, bool(assume_sequential_positions), permuted)
     by_plan = isinstance(rows, ContextMask) and rows.permuted
@@ -114,9 +114,8 @@ def flash_attention_triton(
             )
         sharding = rows.sharding
     elif permuted:
-        assert layout is not None
         rows = ContextMask.of(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
-    if sharding is not None and layout is not None and shards > 1 and not by_plan:
+    if sharding is not None and shards > 1 and not by_plan:
         # In self-attention, keys are computed on the rank that has the rows of their tokens.
         own = key.shape[1] == query.shape[1] and not layout.explicit
         sharding = gathered(sharding, layout) if own else sharding

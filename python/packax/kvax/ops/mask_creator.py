@@ -88,10 +88,10 @@ def create_attention_mask(
         given = (query_positions, query_segment_ids, kv_positions, kv_segment_ids)
         row_masks = _row_masks_by_plan(given, tokens, sharding, layout, plan, bool(skip_pad_tokens))
 
-    shards = 1 if layout is None else layout.size(layout.context)
+    shards = layout.size(layout.context)
     batch, q_len = tokens.query_segment_ids.shape
-    if layout is not None:  # bounds are small, so every rank computes those of all rows
-        tokens = Tokens(*(layout.place(x, layout.batch) for x in tokens))
+    # Bounds are small, so every rank computes those of all rows.
+    tokens = Tokens(*(layout.place(x, layout.batch) for x in tokens))
     pieces = (batch, shards, q_len // shards)
     query = Side(*(x.reshape(pieces) for x in tokens[:2]))
     keys = Side(*(x[:, None] for x in tokens[2:]))
@@ -180,18 +180,17 @@ def checked_tokens(
 def row_masks_of(
     tokens: Tokens,
     sharding: AttentionSharding | None,
-    layout: Layout | None,
+    layout: Layout,
     *,
     skip_pad_tokens: bool = True,
 ) -> RowMasks:
     """packax's masks, one for each way in which `flash_attention` may compare rows and keys."""
     q_pos, q_ids, kv_pos, kv_ids = tokens
     q_len = q_ids.shape[1]
-    if layout is not None:
+    if layout.on_mesh:
         check_divides(layout, "query_segment_ids", "length", q_len, layout.context)
     if not skip_pad_tokens:
-        if layout is not None:
-            q_ids, kv_ids = (layout.place(x, layout.batch) for x in (q_ids, kv_ids))
+        q_ids, kv_ids = (layout.place(x, layout.batch) for x in (q_ids, kv_ids))
         q_ids, kv_ids = _padding_as_a_document(q_ids, kv_ids)
     documents = packax.documents(q_ids, kv_segment_ids=kv_ids)
     placed = packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_pos, kv_positions=kv_pos)
@@ -200,7 +199,7 @@ def row_masks_of(
         return packax.create_attention_mask(expression, sharding=sharding)
 
     by_permuted_index = None
-    shards = 1 if layout is None else layout.size(layout.context)
+    shards = layout.size(layout.context)
     if shards > 1 and q_len % (2 * shards) == 0:  # otherwise rows cannot have been permuted
         index = head_tail_plan(2 * shards, q_len).index()[0]
         by_permuted_index = build(documents & packax.masks.ranges(np.zeros_like(index), index + 1))
@@ -213,7 +212,7 @@ def _row_masks_by_plan(
     given: tuple[Any, ...],
     tokens: Tokens,
     sharding: AttentionSharding | None,
-    layout: Layout | None,
+    layout: Layout,
     plan: ContextPlan,
     skip_pad_tokens: bool,
 ) -> RowMasks:
@@ -223,7 +222,7 @@ def _row_masks_by_plan(
             "plan permutes queries and keys in the same way, but query_segment_ids have shape "
             f"{tokens.query_segment_ids.shape} and kv_segment_ids {tokens.kv_segment_ids.shape}"
         )
-    if sharding is not None and layout is not None:
+    if sharding is not None:
         if layout.explicit:
             raise NotImplementedError(
                 "plan needs keys that are sharded along the context axes, which kv_specs cannot "

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from packax import AttentionSharding
-from packax.extend import Layout, entered_mesh, layout_of
+from packax.extend import UNSHARDED, Layout, entered_mesh, layout_of
 from packax.kvax.utils.specs import Axes, get_attention_specs
 from packax.kvax.utils.typing import Specs
 
@@ -43,8 +43,8 @@ def _mesh(mesh: Any, why: str) -> Any:
     return mesh
 
 
-def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout | None]:
-    """packax's sharding and layout for the attention specs; (None, None) without a mesh and axes.
+def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout]:
+    """packax's sharding and layout for the attention specs; no sharding without a mesh and axes.
 
     Raises:
         ValueError: the specs name axes, but there is no mesh, or the mesh does not have them.
@@ -55,7 +55,7 @@ def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout
     mesh = mesh_in_use(mesh)
     if mesh is None:
         if all(axes is None for axes in query + kv):
-            return None, None
+            return None, UNSHARDED
         mesh = _mesh(mesh, f"the attention specs {query} and {kv} need")
     sharding = AttentionSharding(P(*query), P(*kv), mesh=mesh)
     layout = layout_of(sharding)
