@@ -4,6 +4,7 @@ It checks arguments and describes them in errors as packax does, and knows which
 Unlike other public names, these may change in any release.
 """
 
+from packax._src.context.load_balance import zigzag as zigzag
 from packax._src.core.arguments import as_int32 as as_int32
 from packax._src.core.arguments import described as described
 from packax._src.core.context_mask import ContextMask as ContextMask

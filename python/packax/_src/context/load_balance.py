@@ -23,10 +23,8 @@ import numpy as np
 from packax._src.context.halo import Halo, keys_of_halos
 from packax._src.core.arguments import PublicNames
 from packax._src.core.provenance import mark_permuted
-from packax._src.core.sharding import typed_axes, vary_together
+from packax._src.core.sharding import spec, typed_as, typed_axes, vary_together
 from packax._src.core.spec import TILE, common_batch
-
-P = jax.sharding.PartitionSpec
 
 Tree = TypeVar("Tree")
 
@@ -283,33 +281,22 @@ def take_each(x: jax.Array, index: jax.Array, axis: int = 1, unique: bool = Fals
 
 def take_sharded(order: Any, axis: int, x: Any) -> Any:
     """take_chunks that keeps the sharding of x's type."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not any(sharding.spec):
-        if isinstance(order, jax.Array) and any(typed_axes(order)):
-            mesh = jax.typeof(order).sharding.mesh
-            order = jax.sharding.reshard(order, jax.sharding.NamedSharding(mesh, P()))
+    axes = typed_axes(x)
+    if not any(axes):
+        order = typed_as(order) if isinstance(order, jax.Array) else order
         return take_chunks(order, axis, x)
-    spec = tuple(sharding.spec)
-
-    def place(x: Any, *spec: Any) -> jax.Array:
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, P(*spec)))
-
-    whole = tuple(None if n == axis else axes for n, axes in enumerate(spec))
-    order = place(order, None if order.shape[0] == 1 else spec[0])
-    return place(take_chunks(order, axis, place(x, *whole)), *spec)
+    rows = spec(() if order.shape[0] == 1 else axes[0])
+    mesh = jax.typeof(x).sharding.mesh
+    order = jax.sharding.reshard(order, jax.sharding.NamedSharding(mesh, rows))
+    whole = typed_as(x, *(() if n == axis else of for n, of in enumerate(axes)))
+    return typed_as(take_chunks(order, axis, whole), *axes)
 
 
-def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
+def zigzag(ranks: int, length: int) -> ContextPlan:
     """Of 2 * ranks chunks, rank r gets the chunks r and 2 * ranks - 1 - r."""
-    order = zigzag_order(ranks)
-    chunk = _zigzag_chunk(length, ranks, chunk)
-    return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, chunk)
-
-
-def zigzag_order(ranks: int) -> np.ndarray:
-    """(1, 2 * ranks) int32: the chunk at each index of the plan's order."""
     rank = np.arange(ranks, dtype=np.int32)
-    return np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
+    order = np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
+    return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, length // (2 * ranks))
 
 
 def balanced(
@@ -389,13 +376,11 @@ def positive(name: str, number: Any) -> int:
 
 def whole_rows(x: jax.Array) -> jax.Array:
     """x, resharded so that its type shards only the first axis."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not any(sharding.spec[1:]):
-        return x
-    return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, P(sharding.spec[0])))
+    return typed_as(x, typed_axes(x)[0])
 
 
-def _zigzag_chunk(length: int, ranks: int, chunk: int | None) -> int:
+def check_zigzag(length: int, ranks: int, chunk: int | None) -> None:
+    """Raises unless the chunks of `zigzag` are whole tiles, each of `chunk` tokens if given."""
     own = length // (2 * ranks)
     if length % (2 * ranks * TILE):
         raise ValueError(
@@ -406,7 +391,6 @@ def _zigzag_chunk(length: int, ranks: int, chunk: int | None) -> int:
         raise ValueError(
             f'chunk of "zigzag" is length / (2 * ranks) = {own}, but {chunk} was given'
         )
-    return own
 
 
 def _default_chunk(length: int, ranks: int, rounds: int) -> int:

@@ -9,17 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def _attention_of_jax_nn() -> Any:
-    """The original function: `jax.nn.dot_product_attention` may have been replaced."""
-    try:
-        from jax._src.nn.functions import dot_product_attention
-    except ImportError:
-        return jax.nn.dot_product_attention
-    return dot_product_attention
-
-
-jax_nn_attention = _attention_of_jax_nn()
+try:  # the original function: `jax.nn.dot_product_attention` may have been replaced
+    from jax._src.nn.functions import dot_product_attention as jax_nn_attention
+except ImportError:
+    jax_nn_attention = jax.nn.dot_product_attention
 
 
 def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:

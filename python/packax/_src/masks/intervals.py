@@ -211,9 +211,6 @@ class Chunked(_Offset):
         inside = row % self.size
         return plus(row, -inside), plus(row, self.size - 1 - inside)
 
-    def unbounded(self) -> tuple[bool, bool]:
-        return False, False
-
     def reach(self, chunk: int) -> Reach:
         offsets = self.offsets()
         if offsets is None:

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
+    check_zigzag,
     checksum,
     in_order,
     indices,
@@ -171,7 +172,8 @@ def context_plan(
     document = documents_of(expression)
     ids = None if document is None or document.kv_ids is not None else document.q_ids
     if kind == "zigzag":
-        return _with_checksum(zigzag(ranks, rows, chunk), ids)
+        check_zigzag(rows, ranks, chunk)
+        return _with_checksum(zigzag(ranks, rows), ids)
     keys = _keys(expression, rows, rows if kv_len is None else kv_len)
     if kind == "balanced":
         within = expression if kv_len in (None, rows) else None

@@ -15,7 +15,7 @@ import importlib
 import math
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -373,29 +373,22 @@ def in_order(
 # --- Attention
 
 
-class HeadGroup(NamedTuple):
-    """The query heads that a call computes; `heads` 0: all."""
-
-    first: int
-    heads: int
+_ALL_HEADS = range(0)
 
 
-_ALL_HEADS = HeadGroup(0, 0)
-
-
-def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
-    """The results of forward_p."""
+def forward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEADS):
+    """The results of forward_p. `heads`: the query heads that the call computes."""
     avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    return _call(ctx, "forward", avals, values, spec, group, (*row_max, COUNTER))
+    return _call(ctx, "forward", avals, values, spec, heads, (*row_max, COUNTER))
 
 
-def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
+def backward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEADS):
     """The results of backward_p. In the FFI call, gradients that no kernel writes are absent."""
     avals = Operands.of(values.names, ctx.avals_in)
     query, of_keys = avals.query, "key" in spec.needs_grad or "value" in spec.needs_grad
-    if group.heads:
-        query = plain(query).update(shape=(*query.shape[:2], group.heads, query.shape[3]))
+    if heads:
+        query = plain(query).update(shape=(*query.shape[:2], len(heads), query.shape[3]))
     of = avals._replace(query=query)
     algorithm, elements = backward_workspace(of, spec, for_export(ctx))
 
@@ -412,7 +405,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         avals,
         values,
         spec,
-        group,
+        heads,
         (array(elements),),
         algorithm=algorithm,
         needs_grad=of_query + 2 * of_keys,
@@ -436,7 +429,7 @@ def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[s
 
 
 def _call(
-    ctx, target: str, avals: Operands, values: Operands, spec: AttentionSpec, group: HeadGroup,
+    ctx, target: str, avals: Operands, values: Operands, spec: AttentionSpec, heads: range,
     workspace, more=(), **of_call: Any,
 ):  # fmt: skip
     """`more`: the last operands of the target, pairs of aval and value (None: absent). `of_call`:
@@ -475,8 +468,8 @@ def _call(
             q_block=q_block,
             kv_block=kv_block,
             bias_of_indices=bias_of_indices,
-            first_head=group.first,
-            heads=group.heads,
+            first_head=heads.start,
+            heads=len(heads),
             **of_call,
         ),
     )

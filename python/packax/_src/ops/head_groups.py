@@ -27,11 +27,10 @@ from packax._src.ops.primitives import backward_results, forward_results, new_pr
 _STATIC = ("spec", "names", "heads")
 
 
-def run(direction: Pass, head_range: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """`lowering.run` for the query heads in head_range."""
-    if len(head_range) == x.query.shape[2]:
+def run(direction: Pass, heads: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """`lowering.run` for these query heads."""
+    if len(heads) == x.query.shape[2]:
         return lowering.run(direction, spec, x._replace(query=require_device_info(x.query)))
-    heads = ffi.HeadGroup(head_range.start, len(head_range))
     primitive = forward_heads_p if direction == "forward" else backward_heads_p
     return primitive.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
@@ -42,34 +41,30 @@ def run(direction: Pass, head_range: range, spec: AttentionSpec, x: Operands) ->
 def _slice_and_run(direction, *operands, spec, names, heads):
     x = Operands.of(names, operands)
     sliced = {
-        name: jax.lax.slice_in_dim(y, heads.first, heads.first + heads.heads, axis=2)
+        name: jax.lax.slice_in_dim(y, heads.start, heads.stop, axis=2)
         for name in ("query", "out", "dout")
         if (y := getattr(x, name)) is not None
     }
     part, *others = lowering.run(direction, spec, x._replace(**sliced, init=None))
-    return [_write_heads(part, x.init, heads, x.query.shape[2]), *others]
-
-
-def _write_heads(
-    part: jax.Array, init: jax.Array | None, group: ffi.HeadGroup, heads: int
-) -> jax.Array:
-    if init is not None:
-        return jax.lax.dynamic_update_slice_in_dim(init, part, group.first, 2)
-    heads_after = heads - group.first - group.heads
-    return jnp.pad(part, ((0, 0), (0, 0), (group.first, heads_after), (0, 0)))
+    if x.init is None:
+        heads_after = x.query.shape[2] - heads.stop
+        part = jnp.pad(part, ((0, 0), (0, 0), (heads.start, heads_after), (0, 0)))
+    else:
+        part = jax.lax.dynamic_update_slice_in_dim(x.init, part, heads.start, 2)
+    return [part, *others]
 
 
 def _primitive(direction: Pass, results: Any, call: Any) -> Primitive:
     """The primitive of a pass. vmap, derivatives and lowerings without kernels use the definition.
 
-    `call` is the FFI call on CUDA, which takes the arrays of all heads and a HeadGroup.
+    `call` is the FFI call on CUDA, which takes the arrays of all heads.
     """
     primitive = new_primitive(f"packax_{direction}_heads", _STATIC)
     apart = functools.partial(_slice_and_run, direction)
 
     @primitive.def_abstract_eval
     def shapes(*avals, spec, names, heads):
-        return results(spec, Operands.of(names, avals), heads.heads)
+        return results(spec, Operands.of(names, avals), len(heads))
 
     def batch(operands, dims, **params):
         outputs = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)

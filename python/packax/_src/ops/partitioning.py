@@ -236,13 +236,15 @@ def _custom_call(
 
         def local(*operands):
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
-                dtypes = [x.dtype for x in operands]
-                widened = _widened(operands, [n for r, n in dims.summed.items() if sum_axes[r]])
+                widened = list(operands)  # of which gradients are summed over devices
+                for result, n in dims.summed.items():
+                    if sum_axes[result]:
+                        widened[n] = widened[n].astype(accumulator(widened[n].dtype))
                 results = list(of_pieces(*widened))
-                for result, operand in dims.summed.items():
+                for result, n in dims.summed.items():
                     if sum_axes[result]:
                         total = jax.lax.psum(results[result], sum_axes[result])
-                        results[result] = total.astype(dtypes[operand])
+                        results[result] = total.astype(operands[n].dtype)
                 return tuple(results)
 
         def of_pieces(*operands):
@@ -274,11 +276,6 @@ def _reduced_axes(letters: str, axes: dict[str, Axes]) -> Axes:
     """The mesh axes of batch and heads, for those of the two that the result lacks."""
     letters = letters.replace("e", "b")
     return tuple(axis for of in "bh" if of not in letters for axis in axes[of])
-
-
-def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    """The operands, those at the indices `numbers` in the dtype in which gradients are summed."""
-    return [x.astype(accumulator(x.dtype)) if n in numbers else x for n, x in enumerate(operands)]
 
 
 def _size(letter: str, dims: Dims, avals: Sequence[Any]) -> int:

@@ -10,24 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from packax.context import ContextPlan
-from packax.extend import described
+from packax.extend import described, zigzag
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
 
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
     """(num_shards,) int32: the permutation of chunks 0, n-1, 1, n-2, ..., or its inverse."""
-    return jnp.asarray(_order(num_shards)[int(reverse)][0])
-
-
-def _order(num_shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """(1, num_shards) int32: the permutation of `generate_shard_indices`, and its inverse."""
-    chunk = np.arange(num_shards // 2, dtype=np.int32)
-    order = np.stack([chunk, num_shards - 1 - chunk], axis=1).reshape(1, -1)
-    return order, np.argsort(order).astype(np.int32)
+    plan = zigzag(num_shards // 2, num_shards)
+    return jnp.asarray(plan.inverse[0] if reverse else plan.order[0])
 
 
 def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
@@ -41,8 +34,7 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
             f"the length of the sequence must be a multiple of {num_shards}, twice the size of the "
             f"context axis, but is {length}"
         )
-    chunk = length // num_shards
-    return ContextPlan(*_order(num_shards), "zigzag", num_shards // 2, length, chunk)
+    return zigzag(num_shards // 2, length)
 
 
 def apply_permutation(
