@@ -113,6 +113,12 @@ def _as_int32(name: str, x: Any, saturate: bool, ranks: tuple[int, ...], shapes:
 # --- Messages
 
 
+def page(title: str) -> str:
+    """How messages refer to a page of the documentation: it has no address yet, and a wheel does
+    not contain it."""
+    return f'"{title}" in packax\'s documentation'
+
+
 def shown(x: Any) -> str:
     """An array as `int32[2, 64]`, a single number as its value."""
     if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
-from packax._src.core.arguments import NotAnArray, PublicNames
-from packax._src.core.pages import page
+from packax._src.core.arguments import NotAnArray, PublicNames, page
 from packax._src.core.schema import OPERANDS
 from packax._src.core.sharding import AttentionSharding
 from packax._src.core.spec import ONE_BLOCK, MaskMode

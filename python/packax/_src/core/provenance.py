@@ -2,7 +2,7 @@
 
 Arrays and tracers are remembered by identity while they exist. An array that is computed from a
 permuted one, or that passes into a jitted function, is not known as permuted: there, the checksums
-of context/permuted_ids.py compare values.
+of context/plan_check.py compare values.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
-from packax._src.context.permuted_ids import check_has_plan, check_ids, check_in_order
+from packax._src.context.plan_check import check_has_plan, check_ids, check_in_order
 from packax._src.core.arguments import described
 from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import AttentionMask

@@ -37,7 +37,7 @@ from packax._src.context.load_balance import (
     zigzag,
 )
 from packax._src.context.local_plan import local
-from packax._src.context.permuted_ids import check_in_order
+from packax._src.context.plan_check import check_in_order
 from packax._src.core.arguments import described, plus
 from packax._src.core.mask import AttentionMask
 from packax._src.core.provenance import is_permuted, mark_permuted

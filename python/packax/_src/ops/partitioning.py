@@ -29,8 +29,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jaxlib.mlir import ir
 
+from packax._src.core.arguments import page
 from packax._src.core.jax_compat import lower_with_devices
-from packax._src.core.pages import page
 from packax._src.core.sharding import Axes, entered_mesh, spec, typed_axes
 from packax._src.core.spec import accumulator
 
