@@ -22,6 +22,7 @@ from packax._src.masks.expressions import (
 )
 from packax._src.masks.row_ranges import Document, mask_mode_of
 from packax._src.masks.tree import tree_of, tree_rows
+from packax._src.ops.block_lists import overlapped
 
 _SLAB = 1 << 24  # pairs of blocks that are in memory at once
 
@@ -180,13 +181,5 @@ def _by_tile(x: np.ndarray) -> np.ndarray:
 
 def _pooled(block_map: Any, sizes: Any, q_len: int, kv_len: int, rows: slice) -> np.ndarray:
     """Whether the block map is True anywhere in each block of 64 of these rows, and of the keys."""
-    of_rows = [_overlapped(sizes[0], q_len)[rows], _overlapped(sizes[1], kv_len)]
-    return block_map[of_rows[0]].any(axis=1)[:, of_rows[1]].any(axis=2)
-
-
-def _overlapped(size: int, length: int) -> np.ndarray:
-    """(blocks of 64, most): the blocks of `size` that each block of 64 overlaps; some repeat."""
-    first = BLOCK * np.arange(ceil_div(length, BLOCK))
-    last = np.minimum(first + BLOCK, length) - 1
-    most = ceil_div(BLOCK, size) + (BLOCK % size != 0 and size % BLOCK != 0)
-    return np.minimum((first // size)[:, None] + np.arange(most), (last // size)[:, None])
+    of_rows, of_keys = overlapped(sizes[0], q_len, np)[rows], overlapped(sizes[1], kv_len, np)
+    return block_map[of_rows].any(axis=1)[:, of_keys].any(axis=2)

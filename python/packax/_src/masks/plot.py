@@ -15,14 +15,8 @@ from packax._src.masks.expressions import MaskExpression, check_lengths, documen
 from packax._src.masks.tree import tree_of
 
 _DOCUMENTS = (
-    "#1f6feb",
-    "#e08a1e",
-    "#2da06f",
-    "#c9448f",
-    "#7a5af0",
-    "#1595a8",
-    "#d2502d",
-    "#5d7a1f",
+    *("#1f6feb", "#e08a1e", "#2da06f", "#c9448f"),
+    *("#7a5af0", "#1595a8", "#d2502d", "#5d7a1f"),
 )
 _PADDING, _NOTHING, _FULL, _PARTIAL = "#d0d7de", "#ffffff", "#1b1f24", "#8c959f"
 _MOST = 4096

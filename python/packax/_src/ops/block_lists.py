@@ -7,10 +7,12 @@ decide about each element.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from packax._src.core.spec import BLOCK, ceil_div, fill_up
 
@@ -124,14 +126,17 @@ def _block_list(visited: jax.Array, full: jax.Array) -> jax.Array:
 def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.Array:
     """Resamples an axis from blocks of size `block` to blocks of 64: any or all of those that
     overlap."""
-    first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
-    last = jnp.minimum(first + BLOCK, length) - 1
+    return how(jnp.take(x, overlapped(block, length, jnp), axis=axis), axis=axis + 1)
+
+
+def overlapped(block: int, length: Any, xp: ModuleType) -> Any:
+    """(blocks of 64, most): the blocks of size `block` that each block of 64 overlaps; some repeat.
+    `xp`: numpy or jax.numpy."""
+    first = BLOCK * xp.arange(ceil_div(length, BLOCK), dtype=np.int32)
+    last = xp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
-    indices = jnp.minimum(
-        (first // block)[:, None] + jnp.arange(most, dtype=jnp.int32)[None],
-        (last // block)[:, None],
-    )
-    return how(jnp.take(x, indices, axis=axis), axis=axis + 1)
+    index = (first // block)[:, None] + xp.arange(most, dtype=np.int32)[None]
+    return xp.minimum(index, (last // block)[:, None])
 
 
 def _as_last_axis(x: jax.Array, like: jax.Array) -> jax.Array:

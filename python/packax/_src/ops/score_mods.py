@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -26,11 +25,7 @@ from packax._src.ops import row_sums
 from packax._src.ops.merge import merged
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slopes", "positions", "kv_positions"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Alibi:
     """A bias linear in distance, from `alibi`."""

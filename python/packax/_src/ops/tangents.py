@@ -20,14 +20,19 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from packax._src.core.jax_compat import run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, lowering, partition_rules, xla_attention
 from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.partitioning import require_device_info
-from packax._src.ops.primitives import backward_p, forward_p, forward_results, score_operands
+from packax._src.ops.primitives import (
+    backward_p,
+    forward_p,
+    forward_results,
+    new_primitive,
+    score_operands,
+)
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, add_sinks
 
 NO_MORE_DERIVATIVES = (
@@ -48,14 +53,7 @@ def _no_kernels(what: str) -> NotImplementedError:
 
 def _tangent_primitive(name: str) -> Primitive:
     """Its parameters are spec, names and tangents (names of the operands that have one)."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-
-    def call(*operands, **params):
-        return primitive.bind(*operands, **params)
-
-    jitted = jax.jit(call, static_argnames=("spec", "names", "tangents"))
-    primitive.def_impl(functools.partial(run_compiled, jitted))
+    primitive = new_primitive(name, ("spec", "names", "tangents"))
     register_batching(primitive, batch_attention)
 
     def refuse(primals, input_tangents, **params):

@@ -41,29 +41,14 @@ __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
 _TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
-_NO_EFFECT = (  # arguments for MaxText's own kernels and layouts
-    "attention_kernel",
-    "cache_logical_axis_names",
-    "cache_scale_logical_axis_names",
-    "compute_axis_order",
-    "dtype",
-    "flash_axis_names_kv",
-    "flash_axis_names_q",
-    "flash_axis_names_splash_kernel",
-    "float32_logits",
-    "float32_qk_product",
-    "key_axis_order",
-    "max_prefill_predict_length",
-    "max_target_length",
-    "num_kv_heads",
-    "num_query_heads",
-    "prefill_cache_logical_axis_names",
-    "ragged_block_size",
-    "ragged_lengths_names",
-    "ragged_qkv_axis_names",
-    "reshape_q",
-    "rngs",
-)
+_NO_EFFECT = {  # arguments for MaxText's own kernels and layouts
+    *("attention_kernel", "dtype", "float32_logits", "float32_qk_product", "reshape_q", "rngs"),
+    *("num_kv_heads", "num_query_heads", "max_prefill_predict_length", "max_target_length"),
+    *("compute_axis_order", "key_axis_order", "ragged_block_size"),
+    *("flash_axis_names_kv", "flash_axis_names_q", "flash_axis_names_splash_kernel"),
+    *("cache_logical_axis_names", "cache_scale_logical_axis_names"),
+    *("prefill_cache_logical_axis_names", "ragged_lengths_names", "ragged_qkv_axis_names"),
+}
 
 
 class AttentionOp(AdditiveMask, nnx.Module):
@@ -121,7 +106,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         implementation: Any = None,
         **others: Any,
     ):
-        unknown = sorted(others.keys() - set(_NO_EFFECT))
+        unknown = sorted(others.keys() - _NO_EFFECT)
         if unknown:
             raise TypeError(f"AttentionOp has no argument {', '.join(unknown)}")
         self.attention_type = _attention_type_of(config, attention_type)

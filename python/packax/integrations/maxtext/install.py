@@ -26,16 +26,10 @@ from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reorder
 from packax.integrations.maxtext.masks import reorder_sequence
 
 KERNELS = ("packax", "autoselected", "flash", "cudnn_flash_te", "cudnn_flash_jax")
-_ORDERED = (  # the arrays of a batch that have one value per token
-    "inputs",
-    "targets",
-    "inputs_position",
-    "targets_position",
-    "inputs_segmentation",
-    "targets_segmentation",
-    "corruption_mask",
-    "targets_loss_mask",
-)
+_ORDERED = {  # the arrays of a batch that have one value per token
+    *("inputs", "inputs_position", "inputs_segmentation", "corruption_mask"),
+    *("targets", "targets_position", "targets_segmentation", "targets_loss_mask"),
+}
 _OWN = ("pad_kv_total", "compress_ratio", "slot")  # no effect without compressed_kv
 _DENSE = "dot_product"
 _TILE = 256  # rows per rank must be a multiple: two chunks of whole 128-row tiles

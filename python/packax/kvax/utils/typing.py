@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -28,17 +27,7 @@ class RowMasks(NamedTuple):
     by_permuted_index: packax.AttentionMask | None  # the same, if rows are permuted
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "lower_bounds",
-        "upper_bounds",
-        "lower_full_bounds",
-        "upper_full_bounds",
-        "row_masks",
-    ],
-    meta_fields=["block_sizes"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class AttentionMask:
     """Bounds of blocks, half-open, in blocks of the inner side for every block of the outer side.
@@ -61,7 +50,7 @@ class AttentionMask:
     lower_full_bounds: DeviceArray
     upper_full_bounds: DeviceArray
     row_masks: RowMasks | None = None
-    block_sizes: tuple[int, int] | None = None
+    block_sizes: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def flatten(self) -> FlattenedAttentionMask:
         """The four bounds, in the order of the fields."""
