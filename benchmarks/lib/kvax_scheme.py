@@ -44,10 +44,9 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
 
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
         # Calls packax's backward primitive directly, so the forward is not computed again.
-        dq, dk, dv, _ = primitives.backward_pass(
-            AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value")),
-            *(q, k, v, ScoreParams(), out, lse, dout, None, local(mask), NonDiffOperands()),
-        )
+        spec = AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value"))
+        call = (q, k, v, ScoreParams(), local(mask), NonDiffOperands())
+        dq, dk, dv, _ = primitives.backward_pass(spec, primitives.Inputs(*call, out, lse, dout))
         rank = jax.lax.axis_index("context")
         sums = (jax.lax.psum(x.astype(jnp.float32), "context") for x in (dk, dv))
         dk, dv = (

@@ -22,9 +22,9 @@ from packax._src.core.spec import AttentionSpec, accumulator
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.ops.dropout import rows_of, streams_of
-from packax._src.ops.primitives import Implementation
+from packax._src.ops.primitives import Implementation, Inputs
 from packax._src.ops.row_sums import log_sum_exp
-from packax._src.ops.score_mods import Alibi, NonDiffOperands, largest
+from packax._src.ops.score_mods import Alibi, largest
 from packax._src.requests import Request, as_tensors, check, check_mask, refuse_other_arguments
 
 if TYPE_CHECKING:
@@ -195,9 +195,9 @@ def flash_attention(
         deterministic=deterministic, precision=precision, implementation=implementation,
         gather_head_groups=gather_head_groups, checkpoint_name=checkpoint_name,
     )  # fmt: skip
-    placed = place(request, layout)
+    spec, inputs = place(request, layout)
     empty = 0 in query.shape[:2] or 0 in key.shape[:2]
-    results = _empty_results(*placed) if empty else attention(*placed)
+    results = (_empty_results if empty else attention)(spec, inputs)
     if request.spec.max_logits:
         results[2] = largest(results[2], layout)
     if request.return_lse:
@@ -207,14 +207,12 @@ def flash_attention(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def place(
-    request: Request, layout: Layout
-) -> tuple[AttentionSpec, Any, AttentionMask, NonDiffOperands]:
-    """The operands of `attention` on the mesh of the call, and its mask if it is an expression."""
-    query, key, value, scores = request.inputs
-    spec, mask, q_len, kv_len = request.spec, request.mask, request.q_len, request.kv_len
+def place(request: Request, layout: Layout) -> tuple[AttentionSpec, Inputs]:
+    """The inputs of `attention` on the mesh of the call; builds the mask of an expression."""
+    spec, x, q_len, kv_len = request.spec, request.inputs, request.q_len, request.kv_len
+    mask: Any = x.mask
     if layout.on_mesh:
-        check_tensors(layout, query, key, spec.gather_head_groups)
+        check_tensors(layout, x.query, x.key, spec.gather_head_groups)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(
             mask,
@@ -223,26 +221,24 @@ def place(
             sharding=layout.sharding,
             implementation=spec.implementation,
         )
-        check_mask(mask, query, key, q_len, kv_len)
-    mask = mask.with_batch()
-    fixed = request.fixed
+        check_mask(mask, x.query, x.key, q_len, kv_len)
+    x = x._replace(mask=mask.with_batch())
     if spec.dropout_threshold:
-        streams = streams_of(request.dropout_key, query, layout)
-        fixed = fixed._replace(dropout_streams=streams, dropout_rows=rows_of(mask, query, layout))
-    operands = (query, key, value, scores), mask, fixed
+        streams = streams_of(request.dropout_key, x.query, layout)
+        rows = rows_of(x.mask, x.query, layout)
+        x = x._replace(fixed=x.fixed._replace(dropout_streams=streams, dropout_rows=rows))
     if layout.on_mesh:
-        spec, operands = place_operands(spec, layout, *operands)
-    return spec, *vary_together(*operands)
+        spec, x = place_operands(spec, layout, x)
+    return spec, Inputs(*vary_together(*x))
 
 
-def _empty_results(spec: AttentionSpec, inputs: Any, *_: Any) -> list[jax.Array]:
+def _empty_results(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     """The results for an empty batch, no queries, or no keys, where no row attends to anything."""
-    query, _, value, _ = inputs
-    batch, rows, heads, _ = query.shape
-    real = accumulator(query.dtype)
+    batch, rows, heads, _ = x.query.shape
+    real = accumulator(x.query.dtype)
     results = [
-        jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype),
+        jnp.zeros((batch, rows, heads, x.value.shape[3]), x.query.dtype),
         jnp.full((batch, heads, rows), -jnp.inf, real),
         *([jnp.full((batch, heads, 1), -jnp.inf, real)] if spec.max_logits else []),
     ]
-    return list(vary_together(*results, inputs)[:-1])
+    return list(vary_together(*results, x)[:-1])

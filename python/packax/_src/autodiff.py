@@ -39,7 +39,7 @@ from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import DIFFERENTIABLE, AttentionSpec
 from packax._src.ops import primitives, row_sums
-from packax._src.ops.score_mods import NonDiffOperands
+from packax._src.ops.primitives import Inputs
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES, tangent_pass
 
 Arrays = Sequence[Any]
@@ -48,18 +48,15 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 """The names of the results for `jax.checkpoint_policies.save_only_these_names`."""
 
 
-def attention(
-    spec: AttentionSpec, inputs: Any, mask: AttentionMask, fixed: NonDiffOperands
-) -> list[Any]:
+def attention(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
     """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
     (B, H, Sq).
 
-    inputs: the differentiable operands, query, key, value and ScoreParams. The largest logits have
-    no gradient: callers use them under `jax.lax.stop_gradient`.
+    The largest logits have no gradient: callers use them under `jax.lax.stop_gradient`.
     """
-    leaves, tree = jax.tree.flatten((inputs, mask, fixed))
-    score_names = zip(inputs[3]._fields, inputs[3], strict=True)
-    names = (*DIFFERENTIABLE[:3], *(name for name, x in score_names if x is not None))
+    leaves, tree = jax.tree.flatten(inputs)
+    score_names = (name for name, x in inputs.scores._asdict().items() if x is not None)
+    names = (*DIFFERENTIABLE[:3], *score_names)
     return bind(_Attention(spec, names, tree), leaves)
 
 
@@ -72,13 +69,11 @@ def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
 class _Attention(NamedTuple):
     spec: AttentionSpec
     inputs: tuple[str, ...]  # names from DIFFERENTIABLE of the first operands
-    tree: Any  # the tree structure of (inputs, mask, fixed)
+    tree: Any  # the tree structure of `Inputs`
 
     def apply(self, operands: Arrays) -> Arrays:
-        (query, key, value, scores), mask, fixed = jax.tree.unflatten(self.tree, operands)
-        return _passes_for(self.spec, mask).forward_pass(
-            self.spec, query, key, value, scores, mask, fixed
-        )
+        x: Inputs = jax.tree.unflatten(self.tree, operands)
+        return _passes_for(self.spec, x.mask).forward_pass(self.spec, x)
 
     def gradients(self, has_tangent: tuple[bool, ...], has_dlse: bool) -> _Gradients:
         needs_grad = tuple(chosen(has_tangent, self.inputs))
@@ -110,11 +105,10 @@ class _Gradients(NamedTuple):
     def apply(self, operands: Arrays) -> Arrays:
         spec, inputs, tree = self.attention
         primals, (out, lse, dout, *rest) = split(operands, tree.num_leaves)
-        (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (None,)
-        found = _passes_for(spec, mask).backward_pass(
-            spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
-        )
+        x: Inputs = jax.tree.unflatten(tree, primals)
+        x = x._replace(out=out, lse=lse, dout=dout, dlse=dlse)
+        found = _passes_for(spec, x.mask).backward_pass(spec, x)
         return chosen([x in spec.needs_grad for x in inputs], jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:
@@ -133,12 +127,12 @@ class _OfAttention(NamedTuple):
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         spec, inputs, tree = self.attention
         operands, (out, lse, *top) = split(residuals, tree.num_leaves)
-        (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, operands)
+        x: Inputs = jax.tree.unflatten(tree, operands)
         along = dict(zip(chosen(self.has_tangent, inputs), tangents, strict=True))
-        of_scores = scores.sinks is not None or not set(along).issubset(DIFFERENTIABLE[:3])
-        if of_scores or _passes_for(spec, mask) is not primitives:
+        of_scores = x.scores.sinks is not None or not set(along).issubset(DIFFERENTIABLE[:3])
+        if of_scores or _passes_for(spec, x.mask) is not primitives:
             return _derivative(self.attention.apply, operands, self.has_tangent, tangents)
-        moved = tangent_pass(spec, query, key, value, scores, out, lse, along, mask, fixed)
+        moved = tangent_pass(spec, x._replace(out=out, lse=lse), along)
         return [*moved, *map(jnp.zeros_like, top)]
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:

@@ -27,7 +27,7 @@ from packax._src.masks.expressions import (
     instead_of_array,
 )
 from packax._src.ops.dropout import WORDS, check_key
-from packax._src.ops.primitives import check_implementation
+from packax._src.ops.primitives import Inputs, check_implementation
 from packax._src.ops.score_mods import Alibi, NonDiffOperands, ScoreParams
 
 # The most query heads of any known model, and of any known model with as many key/value heads.
@@ -66,9 +66,7 @@ class Request(NamedTuple):
     """A checked call: its arrays as the caller passed them, not placed on a mesh."""
 
     spec: AttentionSpec
-    inputs: tuple[Any, ...]  # query, key, value, ScoreParams
-    mask: AttentionMask | MaskExpression
-    fixed: NonDiffOperands  # `place` adds those for dropout
+    inputs: Inputs  # its mask may be an expression; `place` builds it, and adds `fixed` for dropout
     dropout_key: Any
     return_lse: bool
     q_len: Any  # of whole sequences, as kv_len
@@ -113,8 +111,8 @@ def check(
     if isinstance(mask, ContextMask):
         _check_with_plan(mask, scores.bias is not None, bool(threshold))
     spec, lse = AttentionSpec(**options), flag("return_lse", return_lse)
-    inputs = (query, key, value, scores)
-    return Request(spec, inputs, mask, fixed, dropout_key, lse, q_len, kv_len)
+    inputs = Inputs(query, key, value, scores, mask, fixed)
+    return Request(spec, inputs, dropout_key, lse, q_len, kv_len)
 
 
 def _check_tensors(tensors: dict[str, jax.Array], cut: Cut) -> None:

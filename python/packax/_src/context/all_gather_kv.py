@@ -23,7 +23,9 @@ import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_chunks
 from packax._src.core.mask import FIELDS, AttentionMask
-from packax._src.core.sharding import Axes, HeadGroups, Layout, vary_together
+from packax._src.core.sharding import Axes, Layout, vary_together
+from packax._src.core.spec import AttentionSpec
+from packax._src.ops.primitives import Inputs
 
 
 class KVGatherPipeline:
@@ -31,34 +33,30 @@ class KVGatherPipeline:
 
     def __init__(
         self,
-        layout: Layout,
-        head_groups: HeadGroups,
-        query,
-        key,
-        value,
-        kv_plan,
+        spec: AttentionSpec,
+        x: Inputs,
         *,
-        backward: bool = False,
-        starts: tuple[int, ...] = (0,),
         private_rows: int = 0,
         halves: bool = False,
         fetch: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     ) -> None:
         """Starts the first gathers, at most two.
 
-        starts: the first context axis of each gather. (): private keys, which are not gathered.
         private_rows: the number of rows that attend to private keys, for the shared part.
         halves: for the private part, whether attention runs for half of the heads before the
             shared parts, and for the other half after them.
         fetch: a function that fetches halos, if they replace the gathers.
         """
+        layout, head_groups = spec.layout, spec.gather_head_groups
         self.layout = layout
+        mask: Any = x.mask
+        starts = (0,) if mask.gathers is None else mask.gathers
         self.steps = layout.steps(starts)
-        private = not starts
-        self.kv_plan = kv_plan
+        private = not starts  # private keys are not gathered
+        self.kv_plan = mask.kv_plan
         self.fetch = fetch
-        self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
-        self.key, self.value = (self.own.take(x) for x in (key, value))
+        self.own = OwnHeads.of(layout, x.query.shape[2], x.key.shape[2])
+        self.key, self.value = (self.own.take(y) for y in (x.key, x.value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
         if private and halves and self.heads > 1:
@@ -66,8 +64,10 @@ class KVGatherPipeline:
         elif not private:
             # The attention of private rows overlaps with one gather of all heads.
             among = layout.size(tuple(itertools.chain(*self.steps)))
-            one = head_groups is None and private_rows >= among * key.shape[1]
-            gathers = layout.gathers(self.heads, 1 if one else head_groups, backward, among)
+            one = head_groups is None and private_rows >= among * x.key.shape[1]
+            gathers = layout.gathers(
+                self.heads, 1 if one else head_groups, x.dout is not None, among
+            )
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))

@@ -30,21 +30,23 @@ from packax._src.context.all_gather_kv import (
 from packax._src.context.fetch_halos import fetch, index, numbers, return_gradients
 from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks, take_each
-from packax._src.context.rank_passes import Rows, backward_groups, forward_groups, whole
+from packax._src.context.rank_passes import backward_groups, forward_groups, whole
 from packax._src.core.context_mask import ContextMask
 from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec
+from packax._src.ops.primitives import Inputs
 
 
-def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
+def forward(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     """out, lse and, if requested, the largest logits."""
-    private, *shared = _parts(spec, scores, query, key, value, mask, fixed)
+    mask: Any = x.mask
+    private, *shared = _parts(spec, x)
     private.groups.keys_ready = _keys_ready(shared)
-    out, lse, *top = forward_groups(spec, private.groups, private.rows)
+    out, lse, *top = forward_groups(spec, private.groups, private.inputs)
     for part in shared:
         part.groups.attention_done = dependency_token(lse)
-        more, more_lse, *more_top = forward_groups(spec, part.groups, part.rows)
-        top = [part.place.put(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
+        more, more_lse, *more_top = forward_groups(spec, part.groups, part.inputs)
+        top = [part.place.put(jnp.maximum, *both, 2) for both in zip(top, more_top, strict=True)]
         out = part.place.put(jnp.add, out, more, 1)
         lse = part.place.put(jnp.maximum, lse, more_lse, 2)
     if mask.plan_mismatch is not None:
@@ -57,34 +59,32 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
     return [out, lse, *top]
 
 
-def backward(
-    spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
-) -> tuple[Any, ...]:
+def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     """The gradients of query, key and value, this rank's part of the gradients of scale and slopes,
     row_delta, and None for the bias."""
-    results = (out, lse, dout, dlse)
+    mask: Any = x.mask
     fetched = mask.fetched if mask.halo is None else Halo(*mask.halo).fetched
-    many = fetched > _HALVES * key.shape[1]
-    private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results, many)
+    many = fetched > _HALVES * x.key.shape[1]
+    private, *shared = _parts(spec, x, halves=many)
     own: list[tuple[Any, ...]] = []
     others: list[list[tuple[Any, ...]]] = []
     halves = iter(range(private.groups.number))
     if shared and (private.groups.number > 1 or not many):
         private.groups.keys_ready = _keys_ready(shared)
-        backward_groups(spec, private.groups, [next(halves)], private.rows, own)
+        backward_groups(spec, private.groups, [next(halves)], private.inputs, own)
         # Not dq: the other half of the heads writes into it, and would wait for this read.
         key_gradients = zip(own[0][1:3], ("key", "value"), strict=True)
-        done = dependency_token(*[x for x, name in key_gradients if name in spec.needs_grad][:1])
+        done = dependency_token(*[y for y, name in key_gradients if name in spec.needs_grad][:1])
         for part in shared:
             part.groups.attention_done = done
     for part in shared:
         others.append([])
-        backward_groups(spec, part.groups, range(part.groups.number), part.rows, others[-1])
+        backward_groups(spec, part.groups, range(part.groups.number), part.inputs, others[-1])
     private.groups.keys_ready = None
     if shared:
-        to_send = [x for part in shared for x in part.groups.to_send_back]
+        to_send = [y for part in shared for y in part.groups.to_send_back]
         private.groups.gradients_ready = dependency_token(*to_send)
-    backward_groups(spec, private.groups, halves, private.rows, own)
+    backward_groups(spec, private.groups, halves, private.inputs, own)
     dq, dk, dv, of_scores, row_delta, _ = whole(own)
     if private.return_gradients is not None:
         dk, dv = private.return_gradients([dk, dv], None)
@@ -96,7 +96,7 @@ def backward(
         if row_delta is not None:  # 0 in the parts in which a row is empty
             row_delta = part.place.put(jnp.add, row_delta, more_delta, 2)
     groups = private.groups
-    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, row_delta, None
+    return dq, groups.summed(dk, x.key), groups.summed(dv, x.value), of_scores, row_delta, None
 
 
 # Halves of heads are faster if the keys that a rank fetches are more than this fraction of the keys
@@ -130,7 +130,7 @@ class _Part(NamedTuple):
     """A part of the mask: its keys, and the rows that attend to them."""
 
     groups: KVGatherPipeline
-    rows: Rows
+    inputs: Inputs  # its rows, and the rank's keys from which those of the part are fetched
     place: First  # of the rows in the rank, and, if `return_gradients` is None, of the keys
     return_gradients: Any  # returns the gradients of halos; None: no halos
 
@@ -142,23 +142,12 @@ class _Part(NamedTuple):
         return [self.place.put(jnp.add, *x, 1) for x in both]
 
 
-def _parts(
-    spec: AttentionSpec,
-    scores,
-    query,
-    key,
-    value,
-    mask,
-    fixed,
-    results: tuple[Any, ...] = (),
-    halves: bool = False,
-) -> list[_Part]:
+def _parts(spec: AttentionSpec, x: Inputs, halves: bool = False) -> list[_Part]:
     """The parts in the order of their attention: private, then shared by the fewest ranks first.
 
-    results: out, lse and cotangents, for the backward pass. halves: whether the private attention
-    runs for half of the heads at a time.
+    halves: whether the private attention runs for half of the heads at a time.
     """
-    own = query.shape[1]
+    mask: Any = x.mask
     masks = [mask.private_part, *reversed(mask.shared_parts)]
     # Without halos, a shared part has the first rows of this rank and the first keys of each rank.
     halo = None if mask.halo is None else Halo(*mask.halo)
@@ -167,41 +156,34 @@ def _parts(
         First(1, of.kv_start.shape[1]) if halo is None else First(halo.chunks, stretch.rows)
         for of, (_, stretch) in zip(masks, of_halo, strict=True)
     ]
-    private = own - max((place.rows for place in places[1:]), default=0)
+    private = x.query.shape[1] - max((place.rows for place in places[1:]), default=0)
     parts: list[_Part] = []
     for of, place, (edges, stretch) in zip(masks, places, of_halo, strict=True):
         with_halos = {"layout": spec.layout, "kv_plan": mask.kv_plan}
-        own_query = place.take(query)
-        own_key, own_value = (x if edges else place.take(x) for x in (key, value))
-        groups = KVGatherPipeline(
-            spec.layout,
-            spec.gather_head_groups,
-            own_query,
-            own_key,
-            own_value,
-            of.kv_plan,
-            backward=bool(results),
-            starts=of.gathers,
-            private_rows=private,
-            halves=halves,
-            fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
-        )
-        named = [(name, x) for name, x in fixed._asdict().items() if x is not None]
-        own_fixed = fixed._replace(
-            **{name: place.take(x) for name, x in named if "r" in ROWS[name].axes}
-        )
-        keys = fixed.kv_bias_pos
+        own_key, own_value = (y if edges else place.take(y) for y in (x.key, x.value))
+        fixed = {name: y for name, y in x.fixed._asdict().items() if y is not None}
+        of_rows = {name: place.take(y) for name, y in fixed.items() if "r" in ROWS[name].axes}
+        keys = x.fixed.kv_bias_pos
         if keys is not None and halo is not None:
             keys = take_each(keys, index(halo, stretch, numbers(halo, **with_halos)))
         elif keys is not None:
             keys = _select_keys(spec, mask, of, keys, place.rows)
-        own_fixed = own_fixed._replace(kv_bias_pos=keys)
-        own_results = (
-            None if x is None else place.take(x, 1 if x.ndim == 4 else 2) for x in results
+        own_fixed = x.fixed._replace(**of_rows, kv_bias_pos=keys)
+        results = (
+            None if y is None else place.take(y, 1 if y.ndim == 4 else 2)
+            for y in (x.out, x.lse, x.dout, x.dlse)
         )
-        rows = Rows(own_query, scores, of, own_fixed, *own_results)
+        tensors = (place.take(x.query), own_key, own_value)
+        own = Inputs(*tensors, x.scores, of, own_fixed, *results)
+        groups = KVGatherPipeline(
+            spec,
+            own,
+            private_rows=private,
+            halves=halves,
+            fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
+        )
         back = functools.partial(return_gradients, edges, **with_halos) if edges else None
-        parts.append(_Part(groups, rows, place, back))
+        parts.append(_Part(groups, own, place, back))
     return parts
 
 

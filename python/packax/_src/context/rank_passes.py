@@ -3,87 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import KVGatherPipeline
-from packax._src.core.context_mask import ContextMask
 from packax._src.core.mask import Pass
 from packax._src.core.schema import ROWS
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import head_groups
-from packax._src.ops.primitives import score_operands
-from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
-
-Arrays = tuple[jax.Array, ...]
+from packax._src.ops.primitives import Inputs, score_operands
 
 
-class Rows(NamedTuple):
-    """The rows of a rank, or some of them, and the other operands of their attention."""
-
-    query: jax.Array
-    scores: ScoreParams
-    mask: ContextMask
-    fixed: NonDiffOperands
-    # For the backward pass: the forward's results and their cotangents.
-    out: Any = None
-    lse: Any = None
-    dout: Any = None
-    dlse: Any = None
-
-
-def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
+def forward(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     """out, lse and, if requested, the largest logits. The keys of all ranks are gathered."""
-    groups = KVGatherPipeline(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
-    return forward_groups(spec, groups, Rows(query, scores, mask, fixed))
+    return forward_groups(spec, KVGatherPipeline(spec, x), x)
 
 
-def backward(
-    spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
-) -> tuple[Any, ...]:
+def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     """The gradients of query, key and value, this rank's part of the gradients of scale and slopes,
     (H, 2) or None, row_delta or None, and the gradient of the bias or None."""
-    gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
-    groups = KVGatherPipeline(spec.layout, *gathered, backward=True)
-    rows = Rows(query, scores, mask, fixed, out, lse, dout, dlse)
+    groups = KVGatherPipeline(spec, x)
     found: list[tuple[Any, ...]] = []
-    backward_groups(spec, groups, range(groups.number), rows, found)
-    dq, dk, dv, *others = whole(found, scores.bias)
-    return dq, groups.summed(dk, key), groups.summed(dv, value), *others
+    backward_groups(spec, groups, range(groups.number), x, found)
+    dq, dk, dv, *others = whole(found, x.scores.bias)
+    return dq, groups.summed(dk, x.key), groups.summed(dv, x.value), *others
 
 
-def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, rows: Rows) -> list[jax.Array]:
+def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, x: Inputs) -> list[jax.Array]:
     """out, lse and, if requested, the largest logits, of all groups of heads."""
-    query, scores, mask, fixed = rows[:4]
     out = None
     others: list[list[jax.Array]] = []
     for group in range(groups.number):
-        keys, values = groups.next()
-        head_range = groups.heads_of(query.shape[2], group)
-        operands = Operands(query, keys, values, init=out)._replace(
-            **groups.mask(mask, group).operands("forward"),
-            **_score_operands("forward", spec, scores, fixed, groups, group),
-        )
-        out, lse, *top = head_groups.run("forward", head_range, spec.of_primitive(mask), operands)
+        operands = _operands("forward", spec, groups, group, x)._replace(init=out)
+        heads = groups.heads_of(x.query.shape[2], group)
+        out, lse, *top = head_groups.run("forward", heads, spec.of_primitive(x.mask), operands)
         others.append([lse, *top])
         groups.gather_after(lse)
     assert out is not None
-    return [out, *(_concat(list(x), 1) for x in zip(*others, strict=True))]
+    return [out, *(_concat(list(parts), 1) for parts in zip(*others, strict=True))]
 
 
 def backward_groups(
     spec: AttentionSpec,
     groups: KVGatherPipeline,
     which: Iterable[int],
-    rows: Rows,
+    x: Inputs,
     found: list[tuple[Any, ...]],
 ) -> None:
     """Appends the gradients of each of these groups to `found`."""
     for group in which:
         dq = found[-1][0] if found else None
-        found.append(_backward_group(spec, groups, group, rows, dq))
+        found.append(_backward_group(spec, groups, group, x, dq))
 
 
 def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[Any, ...]:
@@ -100,40 +72,32 @@ def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[
 
 
 def _backward_group(
-    spec: AttentionSpec, groups: KVGatherPipeline, group: int, rows: Rows, dq: jax.Array | None
+    spec: AttentionSpec, groups: KVGatherPipeline, group: int, x: Inputs, dq: jax.Array | None
 ) -> tuple[Any, ...]:
     """The gradients of one group: dq (with the heads of earlier groups, from the argument `dq`), dk
     and dv, and `spec.score_params`."""
-    query, scores, mask, fixed, out, lse, dout, dlse = rows
-    keys, values = groups.next()
-    lse, dlse = (None if x is None else groups.rows(x, group, 1) for x in (lse, dlse))
-    operands = Operands(query, keys, values, out, lse, dout, dlse, init=dq)._replace(
-        **groups.mask(mask, group).operands("backward"),
-        **_score_operands("backward", spec, scores, fixed, groups, group),
-    )
-    head_range = groups.heads_of(query.shape[2], group)
-    dq, dk, dv, *others = head_groups.run("backward", head_range, spec.of_primitive(mask), operands)
+    operands = _operands("backward", spec, groups, group, x)._replace(init=dq)
+    heads = groups.heads_of(x.query.shape[2], group)
+    dq, dk, dv, *others = head_groups.run("backward", heads, spec.of_primitive(x.mask), operands)
     # dq only if there is no other: the next group writes into it, and would wait for the read.
-    key_gradients = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
+    key_gradients = [y for y, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
     groups.gather_after((key_gradients or [dq])[0])
     return dq, *groups.scatter(dk, dv), *spec.score_params(others)
 
 
-def _score_operands(
-    direction: Pass,
-    spec: AttentionSpec,
-    scores: ScoreParams,
-    fixed: NonDiffOperands,
-    groups: KVGatherPipeline,
-    group: int,
-) -> dict[str, jax.Array]:
-    """`score_operands` for the heads of the group."""
-    return {
-        name: groups.rows(x, group, 1)
-        if ROWS[name].axes[1:2] in ("h", "H") and x.shape[1] > 1
-        else x
-        for name, x in score_operands(direction, spec, scores, fixed).items()
-    }
+def _operands(
+    direction: Pass, spec: AttentionSpec, groups: KVGatherPipeline, group: int, x: Inputs
+) -> Operands:
+    """The operands of a pass over the next group's keys."""
+    keys, values = groups.next()
+    lse, dlse = (None if y is None else groups.rows(y, group, 1) for y in (x.lse, x.dlse))
+    scores = score_operands(direction, spec, x.scores, x.fixed)
+    for name, y in scores.items():
+        if ROWS[name].axes[1:2] in ("h", "H") and y.shape[1] > 1:
+            scores[name] = groups.rows(y, group, 1)
+    return Operands(x.query, keys, values, x.out, lse, x.dout, dlse)._replace(
+        **groups.mask(x.mask, group).operands(direction), **scores
+    )
 
 
 def _concat(parts: list[jax.Array], axis: int) -> jax.Array:

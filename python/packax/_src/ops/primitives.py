@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,57 +179,66 @@ register_batching(backward_p, batch_attention)
 # context/shard.py runs `backward_pass` on every rank, with `kernels` that gather keys.
 
 
-def forward_pass(
-    spec: AttentionSpec, query, key, value, scores: ScoreParams, mask: AttentionMask,
-    fixed: NonDiffOperands,
-) -> list[jax.Array]:  # fmt: skip
+class Inputs(NamedTuple):
+    """The arrays of a pass."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    scores: ScoreParams
+    mask: AttentionMask
+    fixed: NonDiffOperands
+    # For the backward pass: the forward's results and their cotangents, of which dlse may be None.
+    out: Any = None
+    lse: Any = None
+    dout: Any = None
+    dlse: Any = None
+
+
+def forward_pass(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits each row's largest logit,
     (B, H, Sq)."""
-    operands = Operands(require_device_info(query), key, value)._replace(
-        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
-    )
-    return forward(spec.of_primitive(mask), operands)
+    return forward(spec.of_primitive(x.mask), operands_of("forward", spec, x))
 
 
 def backward_pass(
-    spec: AttentionSpec, query, key, value, scores: ScoreParams, out, lse, dout, dlse,
-    mask: AttentionMask, fixed: NonDiffOperands, kernels: Callable[..., Any] | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, ScoreParams]:  # fmt: skip
+    spec: AttentionSpec, x: Inputs, kernels: Callable[..., Any] | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array, ScoreParams]:
     """The gradients of query, key, value and scores, sharded like these.
 
-    Gradients that are not named in spec.needs_grad may hold anything. `dlse` may be None.
+    Gradients that are not named in spec.needs_grad may hold anything.
     """
-    scores, query, key, value, out, lse, dout, dlse, mask, fixed = vary_together(
-        scores, query, key, value, out, lse, dout, dlse, mask, fixed
-    )
+    x = Inputs(*vary_together(*x))
     if spec.layout.several(spec.layout.kv_context):
         # Without a barrier XLA reuses the forward's gathers and keeps their results in memory.
-        key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    if scores.bias is not None:  # a bias of -inf may mask all keys of a row
-        dout, dlse = zero_unattended(lse, dout, dlse)
-    dq, dk, dv, of_rows, row_delta, dbias = (kernels or _backward)(
-        spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
-    )
-    gradients = jax.tree.map(jnp.zeros_like, scores)  # 0 if not needed
+        key, value, dout = jax.lax.optimization_barrier((x.key, x.value, x.dout))
+        x = x._replace(key=key, value=value, dout=dout)
+    if x.scores.bias is not None:  # a bias of -inf may mask all keys of a row
+        dout, dlse = zero_unattended(x.lse, x.dout, x.dlse)
+        x = x._replace(dout=dout, dlse=dlse)
+    dq, dk, dv, of_rows, row_delta, dbias = (kernels or _backward)(spec, x)
+    gradients = jax.tree.map(jnp.zeros_like, x.scores)  # 0 if not needed
     if row_delta is not None:
-        gradients = gradients._replace(sinks=sinks_gradient(scores.sinks, lse, row_delta))
+        gradients = gradients._replace(sinks=sinks_gradient(x.scores.sinks, x.lse, row_delta))
     if of_rows is not None:  # (H, 2), the part of this rank's rows
-        if scores.scales is not None:
+        if x.scores.scales is not None:
             gradients = gradients._replace(scales=of_rows[:, 0].sum()[None])
-        if scores.slopes is not None:
+        if x.scores.slopes is not None:
             gradients = gradients._replace(slopes=of_rows[:, 1][None])
     if dbias is not None:
         gradients = gradients._replace(bias=dbias)
     return dq, dk, dv, summed(spec.layout, gradients, spec.bias_dims)
 
 
-def _backward(
-    spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
-) -> tuple[Any, ...]:
-    operands = Operands(require_device_info(query), key, value, out, lse, dout, dlse)._replace(
-        **mask.operands("backward"), **score_operands("backward", spec, scores, fixed)
+def operands_of(direction: Pass, spec: AttentionSpec, x: Inputs) -> Operands:
+    tensors = (x.key, x.value, x.out, x.lse, x.dout, x.dlse)
+    return Operands(require_device_info(x.query), *tensors)._replace(
+        **x.mask.operands(direction), **score_operands(direction, spec, x.scores, x.fixed)
     )
-    dq, dk, dv, *others = backward(spec.of_primitive(mask), operands)
+
+
+def _backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
+    dq, dk, dv, *others = backward(spec.of_primitive(x.mask), operands_of("backward", spec, x))
     of_rows, row_delta, dbias = spec.score_params(others)
     of_rows = None if of_rows is None else of_rows.sum(axis=(0, 3))
     return dq, dk, dv, of_rows, row_delta, dbias

@@ -20,20 +20,19 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import vary_together
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import ffi, lowering, partition_rules, xla_attention
 from packax._src.ops.batching_rules import batch_attention, register_batching
-from packax._src.ops.partitioning import require_device_info
 from packax._src.ops.primitives import (
+    Inputs,
     backward_p,
     forward_p,
     forward_results,
     new_primitive,
-    score_operands,
+    operands_of,
 )
-from packax._src.ops.score_mods import NonDiffOperands, ScoreParams, add_sinks
+from packax._src.ops.score_mods import add_sinks
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: a forward-mode derivative "
@@ -146,19 +145,12 @@ def _forward_tangent(
     )
 
 
-def tangent_pass(
-    spec: AttentionSpec, query, key, value, scores: ScoreParams, out, lse,
-    along: dict[str, jax.Array], mask: AttentionMask, fixed: NonDiffOperands,
-) -> list[jax.Array]:  # fmt: skip
+def tangent_pass(spec: AttentionSpec, x: Inputs, along: dict[str, jax.Array]) -> list[jax.Array]:
     """The tangents of out and lse, the results of forward_pass without sinks. `along`: tangents of
     query, key and value, by name."""
-    query, key, value, scores, out, lse, along, mask, fixed = vary_together(
-        query, key, value, scores, out, lse, along, mask, fixed
-    )
-    operands = Operands(require_device_info(query), key, value, out, lse)._replace(
-        **mask.operands("forward"), **score_operands("forward", spec, scores, fixed)
-    )
-    return _forward_tangent(spec.of_primitive(mask), operands, tuple(along), list(along.values()))
+    x, along = vary_together(x, along)
+    operands = operands_of("forward", spec, x)
+    return _forward_tangent(spec.of_primitive(x.mask), operands, tuple(along), [*along.values()])
 
 
 def _forward_jvp(primals, tangents, *, spec, names):
