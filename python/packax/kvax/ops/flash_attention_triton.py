@@ -97,11 +97,12 @@ def flash_attention_triton(
                 "they must have the same batch size and length"
             )
     first = _checked_mask(mask, fwd_params, bwd_params)
-    sharding, layout = attention_layout(mesh)
+    layout = attention_layout(mesh)
+    sharding = layout.sharding
 
     row_masks = first.row_masks
     if row_masks is None:
-        row_masks = row_masks_of(tokens, sharding, layout)
+        row_masks = row_masks_of(tokens, layout)
     shards = layout.size(layout.context)
     permuted = bool(permute_tokens_for_load_balance) and shards > 1
     rows = _rows(row_masks, tokens, bool(assume_sequential_positions), permuted)
@@ -115,10 +116,10 @@ def flash_attention_triton(
         sharding = rows.sharding
     elif permuted:
         rows = ContextMask.of(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
-    if sharding is not None and shards > 1 and not by_plan:
+    own = key.shape[1] == query.shape[1] and not layout.explicit
+    if own and shards > 1 and not by_plan:
         # In self-attention, keys are computed on the rank that has the rows of their tokens.
-        own = key.shape[1] == query.shape[1] and not layout.explicit
-        sharding = gathered(sharding, layout) if own else sharding
+        sharding = gathered(layout)
     return packax.flash_attention(
         query,
         key,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
-from packax.context import AttentionSharding, ContextPlan
+from packax.context import ContextPlan
 from packax.extend import Layout, as_int32, check_divides
 from packax.kvax.ops.block_bounds import Side, block_bounds
 from packax.kvax.utils.common import (
@@ -80,13 +80,13 @@ def create_attention_mask(
     Examples:
         >>> mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
     """
-    sharding, layout = attention_layout(mesh)
+    layout = attention_layout(mesh)
     tokens = checked_tokens(query_positions, query_segment_ids, kv_positions, kv_segment_ids)
     if plan is None:
-        row_masks = row_masks_of(tokens, sharding, layout, skip_pad_tokens=bool(skip_pad_tokens))
+        row_masks = row_masks_of(tokens, layout, skip_pad_tokens=bool(skip_pad_tokens))
     else:
         given = (query_positions, query_segment_ids, kv_positions, kv_segment_ids)
-        row_masks = _row_masks_by_plan(given, tokens, sharding, layout, plan, bool(skip_pad_tokens))
+        row_masks = _row_masks_by_plan(given, tokens, layout, plan, bool(skip_pad_tokens))
 
     shards = layout.size(layout.context)
     batch, q_len = tokens.query_segment_ids.shape
@@ -177,13 +177,7 @@ def checked_tokens(
     return Tokens(*(x.astype(jnp.int32) for x in arrays.values()))
 
 
-def row_masks_of(
-    tokens: Tokens,
-    sharding: AttentionSharding | None,
-    layout: Layout,
-    *,
-    skip_pad_tokens: bool = True,
-) -> RowMasks:
+def row_masks_of(tokens: Tokens, layout: Layout, *, skip_pad_tokens: bool = True) -> RowMasks:
     """packax's masks, one for each way in which `flash_attention` may compare rows and keys."""
     q_pos, q_ids, kv_pos, kv_ids = tokens
     q_len = q_ids.shape[1]
@@ -196,7 +190,7 @@ def row_masks_of(
     placed = packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_pos, kv_positions=kv_pos)
 
     def build(expression: Any) -> packax.AttentionMask:
-        return packax.create_attention_mask(expression, sharding=sharding)
+        return packax.create_attention_mask(expression, sharding=layout.sharding)
 
     by_permuted_index = None
     shards = layout.size(layout.context)
@@ -211,7 +205,6 @@ def row_masks_of(
 def _row_masks_by_plan(
     given: tuple[Any, ...],
     tokens: Tokens,
-    sharding: AttentionSharding | None,
     layout: Layout,
     plan: ContextPlan,
     skip_pad_tokens: bool,
@@ -222,13 +215,11 @@ def _row_masks_by_plan(
             "plan permutes queries and keys in the same way, but query_segment_ids have shape "
             f"{tokens.query_segment_ids.shape} and kv_segment_ids {tokens.kv_segment_ids.shape}"
         )
-    if sharding is not None:
-        if layout.explicit:
-            raise NotImplementedError(
-                "plan needs keys that are sharded along the context axes, which kv_specs cannot "
-                "say on a mesh with axes of type Explicit: use packax.flash_attention"
-            )
-        sharding = gathered(sharding, layout)
+    if layout.explicit:
+        raise NotImplementedError(
+            "plan needs keys that are sharded along the context axes, which kv_specs cannot say on "
+            "a mesh with axes of type Explicit: use packax.flash_attention"
+        )
     # With numpy arrays, packax checks the plan before the program runs.
     ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
     if not skip_pad_tokens:  # padding is a document unknown to the plan, so gather all keys
@@ -237,7 +228,7 @@ def _row_masks_by_plan(
 
     def build(**positions: jax.Array) -> packax.AttentionMask:
         expression = packax.causal() & packax.documents(ids, **positions)
-        return packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+        return packax.create_attention_mask(expression, sharding=gathered(layout), plan=plan)
 
     by_index = build()  # this checks the plan
     for name, query, key in zip(("positions", "segment_ids"), given[:2], given[2:], strict=True):

@@ -43,8 +43,8 @@ def _mesh(mesh: Any, why: str) -> Any:
     return mesh
 
 
-def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout]:
-    """packax's sharding and layout for the attention specs; no sharding without a mesh and axes.
+def attention_layout(mesh: Any = None) -> Layout:
+    """packax's layout for the attention specs; UNSHARDED without a mesh and axes.
 
     Raises:
         ValueError: the specs name axes, but there is no mesh, or the mesh does not have them.
@@ -55,27 +55,24 @@ def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout
     mesh = mesh_in_use(mesh)
     if mesh is None:
         if all(axes is None for axes in query + kv):
-            return None, UNSHARDED
+            return UNSHARDED
         mesh = _mesh(mesh, f"the attention specs {query} and {kv} need")
-    sharding = AttentionSharding(P(*query), P(*kv), mesh=mesh)
-    layout = layout_of(sharding)
+    layout = layout_of(AttentionSharding(P(*query), P(*kv), mesh=mesh))
     if layout.outside(layout.context) > 1:
         raise NotImplementedError(
             f"inside a shard_map over the context axes {layout.context} ids and keys would be "
             "of one rank: call this outside it, or use packax.flash_attention"
         )
-    return sharding, layout
+    return layout
 
 
-def gathered(sharding: AttentionSharding, layout: Layout) -> AttentionSharding:
+def gathered(layout: Layout) -> AttentionSharding | None:
     """The sharding with keys sharded over the context axes, like the rows of their tokens.
 
     Each rank then gathers keys in groups of heads, overlapped with attention, and key gradients are
     reduce-scattered. Results are the same.
     """
-    batch, rows = sharding.query[:2]
-    heads = sharding.key_value[Axes.kv_heads]
-    return dataclasses.replace(sharding, key_value=P(batch, rows, heads, None))
+    return dataclasses.replace(layout, kv_context=layout.context).sharding
 
 
 def shard_map(f: Callable[..., Any], in_specs: Specs, out_specs: Specs, mesh: Any = None) -> Any:
