@@ -297,7 +297,7 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
         leaves, structure = jax.tree.flatten(terms)
         terms = structure.unflatten(vary_together(*leaves))
     document, interval, ranges, block_mask, tree = terms
-    document = Document(*(None if x is None else ranks.keys(x) for x in document))
+    document = jax.tree.map(ranks.keys, document)
     with_documents = None if tree is None else document.q_ids is not None
     if tree is None:
         low, high = ranks.limits(document, interval)
@@ -315,12 +315,8 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
     shared_ids = ranks.is_unsharded and document.kv_ids is None
     causal = mode == MaskMode.UPPER_LIMIT and high is document.q_pos
     shared_pos = ranks.is_unsharded and document.kv_pos is None and causal
-    row_values = Rows(
-        ids=None if document.q_ids is None else ranks.rows(document.q_ids),
-        low=None if low is None else ranks.rows(low),
-        high=None if high is None else ranks.rows(high),
-        ranges=tuple((ranks.rows(lo), ranks.rows(hi)) for lo, hi in ranges),
-    )
+    sequences = Rows(document.q_ids, low, high, ranges)
+    row_values = jax.tree.map(ranks.rows, sequences)
 
     own_batch, own_rows = ranks.sizes()
     axes: tuple[Any, Any] = (), ()
@@ -381,12 +377,17 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
     }
     if sharding is None and plan is None:
         return AttentionMask(**computed)
-    fields = _context_fields(ranks, static, mode, (document, low, high, ranges), parts)
+    fields = _context_fields(ranks, static, mode, document, sequences, parts)
     return ContextMask(**computed, **fields)
 
 
 def _context_fields(
-    ranks: RankRows, static: _Static, mode: MaskMode, limits: Any, parts: Any
+    ranks: RankRows,
+    static: _Static,
+    mode: MaskMode,
+    document: Document,
+    sequences: Rows,
+    parts: Any,
 ) -> dict[str, Any]:
     """What a sharding or a plan adds to a mask. parts: the arrays of masks for halos."""
     sharding, layout, permuted_keys, of_plan, halos, row_keys = static[5:]
@@ -402,12 +403,10 @@ def _context_fields(
         orders = jnp.stack([plan.order, plan.inverse], axis=1)
         fields["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
         local = static.block_size is None and of_plan is not False
-        if local and keeps_local(ranks, limits[0]):
+        if local and keeps_local(ranks, document):
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
                 fields |= local_parts(
-                    *(ranks, *limits),
-                    mode=mode,
-                    implementation=static.implementation,
+                    *(ranks, sequences, document.q_pos, mode, static.implementation),
                     sharding=sharding,
                     checked=bool(of_plan),
                 )

@@ -49,13 +49,12 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
 
 
 def local_parts(
-    ranks: RankRows, document: Document, low: Any, high: Any, ranges: Any, *,
-    mode: MaskMode, implementation: Any, sharding: Any, checked: bool,
+    ranks: RankRows, sequences: Rows, positions: Any, mode: MaskMode, implementation: Any, *,
+    sharding: Any, checked: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The fields `shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`.
 
-    checked: whether the plan is known to match these documents. Array arguments are for whole
-    sequences.
+    sequences, positions: of all tokens. checked: whether the plan is known to match their ids.
     """
     plan, layout = ranks.plan, ranks.layout
     assert plan is not None
@@ -69,13 +68,10 @@ def local_parts(
         if rows > 0
     ]
 
-    def of_rank(
-        document: Document, low: Any, high: Any, ranges: Any, order: Any, split: Any
-    ) -> Any:
-        ids = document.q_ids
+    def of_rank(sequences: Rows, positions: Any, order: Any, split: Any) -> Any:
+        ids = sequences.ids
         assert ids is not None
-        limits = (document, low, high, ranges)
-        of_part = functools.partial(_of_part, limits, mode, implementation)
+        of_part = functools.partial(_of_part, sequences, positions, mode, implementation)
         batch = order.shape[0]
         order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
         begin = jnp.concatenate([jnp.zeros_like(split[..., :1]), split], axis=2)
@@ -116,11 +112,10 @@ def local_parts(
 
         whole, orders = layout.spec(axes), layout.spec(ranks.plan_batch)
         part_specs = [of(starts, True) for *_, starts in parts] + [of((), False)]
-        return (whole, whole, whole, whole, orders, orders), part_specs
+        return (whole, whole, orders, orders), part_specs
 
-    ranges = tuple((ranks.keys(lo), ranks.keys(hi)) for lo, hi in ranges)
-    operands = document, low, high, ranges, plan.order, plan.split
-    *made, private = layout.shard_map(of_rank, *specs())(*operands)
+    operands = jax.tree.map(ranks.keys, (sequences, positions))
+    *made, private = layout.shard_map(of_rank, *specs())(*operands, plan.order, plan.split)
     build: Any = functools.partial(
         ContextMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
     )
@@ -138,8 +133,7 @@ def local_parts(
         ),
     }
     if not checked:
-        assert document.q_ids is not None
-        of_mask, of_plan = vary_together(checksum(document.q_ids), plan.checksum)
+        of_mask, of_plan = vary_together(checksum(sequences.ids), plan.checksum)
         found["plan_mismatch"] = (of_mask != of_plan).astype(jnp.int32)
     return found
 
@@ -168,32 +162,20 @@ def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
 
 
 def _of_part(
-    limits: tuple[Document, Any, Any, Any], mode: MaskMode, implementation: Any,
-    ids: jax.Array, rows: jax.Array, keys: _Keys,
+    sequences: Rows, positions: Any, mode: MaskMode, implementation: Any,
+    ids: jax.Array, index: jax.Array, keys: _Keys,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arrays of a part's mask, for the rows with these ids at the indices `rows`.
-
-    limits: (document, low, high, ranges) of whole sequences.
-    """
-    document, low, high, ranges = limits
-    low, high = (None if x is None else take_each(x, rows) for x in (low, high))
+    """The arrays of a part's mask, for the rows with these ids at these indices of sequences."""
+    _, low, high, ranges = jax.tree.map(lambda x: take_each(x, index), sequences)
     if mode < MaskMode.UPPER_LIMIT:  # positions are indices
         low = None if low is None else keys.number(low)
         high = None if high is None else keys.number(plus(high, 1)) - 1
-    row_values = Rows(
-        ids=ids,
-        low=low,
-        high=high,
-        ranges=tuple(
-            (keys.number(take_each(x, rows)), keys.number(take_each(y, rows))) for x, y in ranges
-        ),
-    )
+    row_values = Rows(ids, low, high, jax.tree.map(keys.number, ranges))
     computed: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
     if keys.orders is not None:
         computed["kv_plan"] = keys.orders
     if mode >= MaskMode.UPPER_LIMIT:
-        assert document.q_pos is not None
-        computed["kv_pos"] = take_each(document.q_pos, keys.index)
+        computed["kv_pos"] = take_each(positions, keys.index)
     return computed | row_ranges_and_bounds(
         row_values,
         computed["kv_ids"],
