@@ -15,6 +15,7 @@ the documentation.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from packax.extend import as_array, as_arrays, checked_precision
 from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.masks import (
     AdditiveMask,
+    Tokens,
     checked_indexer,
     chosen,
     documents_of,
@@ -217,24 +219,25 @@ class AttentionOp(AdditiveMask, nnx.Module):
             x = striped(x, stripes, seq_dim, to_contiguous=True)
             return reorder_sequence(x, stripes, seq_dim)
 
+        tokens = Tokens(
+            decoder_segment_ids, decoder_segment_ids_kv, inputs_positions, bidirectional_mask
+        )
         # From here on, reordered tokens are in two chunks per rank.
-        query, key, value, ids, inputs_positions, bidirectional_mask, kv_ids = map(
-            moved,
-            (query, key, value, decoder_segment_ids, inputs_positions, bidirectional_mask,
-             decoder_segment_ids_kv),
-        )  # fmt: skip
+        query, key, value = map(moved, (query, key, value))
+        tokens = Tokens(*map(moved, tokens))
         indexer_mask = moved(moved(indexer_mask), seq_dim=2)
         cache = None
         if model_mode != TRAIN:
             if cached_values is None or cached_values[0] is None:
                 raise ValueError(f'cached_values must hold the prefill cache in "{model_mode}"')
             (key, value, ids), cache = cached_values
+            tokens = tokens._replace(ids=ids)
         decoding = model_mode == AUTOREGRESSIVE
         if cache is not None and not decoding:
             raise ValueError('the autoregressive cache is for model_mode "autoregressive"')
         query, key, value = as_arrays(query=query, key=key, value=value)
         if decoding:
-            own = key, value, ids
+            own = key, value, tokens.ids
             caches = [own] if cache is None else [own, cache[:3]]
         if indexer_mask is not None:
             keys = sum(one[0].shape[1] for one in caches) if decoding else key.shape[1]
@@ -243,7 +246,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             for name, x in (
                 ("previous_chunk", previous_chunk),
                 ("bidirectional_mask", bidirectional_mask),
-                ("decoder_segment_ids_kv", kv_ids),
+                ("decoder_segment_ids_kv", decoder_segment_ids_kv),
             ):
                 if x is not None:
                     raise ValueError(f'{name} must be None in model_mode "autoregressive"')
@@ -265,10 +268,10 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 logits = jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)
                 parts.append((jnp.zeros_like(out), logits))
             return packax.merge_attention(parts)[0]
-        if ids is None and kv_ids is not None:
+        if tokens.ids is None and tokens.kv_ids is not None:
             raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
-        ids = None if ids is None else documents_of("decoder_segment_ids", ids)
-        kv_ids = None if kv_ids is None else documents_of("decoder_segment_ids_kv", kv_ids)
+        names = ("decoder_segment_ids", "decoder_segment_ids_kv")
+        ids, kv_ids = map(documents_of, names, tokens[:2])
         before = 0 if previous_chunk is None else previous_chunk.shape[1]
         ranks = 1 if before else self.reordered
         if ranks > 1 and inputs_positions is None:
@@ -276,20 +279,16 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 "inputs_positions must be given: the tokens are reordered over "
                 f"{ranks} context-parallel ranks"
             )
-        positions = inputs_positions if ranks > 1 else None
+        positions = tokens.positions if ranks > 1 else None
+        tokens = Tokens(ids, kv_ids, positions, tokens.images)
         # If rows are not sharded, attention is faster in the order of the sequence.
         in_order = ranks > 1 and not self.divided
         if in_order:
-            query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
-                reorder_sequence(x, ranks, to_contiguous=True)
-                for x in (
-                    *(query, key, value, ids, kv_ids, positions, bidirectional_mask),
-                    reorder_sequence(indexer_mask, ranks, 2, to_contiguous=True),
-                )
-            )
-        mask = self._mask(
-            query, key, ids, kv_ids, positions, bidirectional_mask, indexer_mask, before
-        )
+            back = functools.partial(reorder_sequence, cp_size=ranks, to_contiguous=True)
+            query, key, value = map(back, (query, key, value))
+            tokens = Tokens(*map(back, tokens))
+            indexer_mask = back(back(indexer_mask), seq_dim=2)
+        mask = self._mask(query, key, tokens, indexer_mask, before)
         out, _ = self.attend(query, key, value, mask, sinks, record_max_logits)
         return moved(reorder_sequence(out, ranks) if in_order else out, back=True)
 
@@ -328,22 +327,12 @@ class AttentionOp(AdditiveMask, nnx.Module):
             implementation=self.implementation,
         )
 
-    def _mask(
-        self,
-        query: Any,
-        key: Any,
-        ids: Any,
-        kv_ids: Any,
-        positions: Any,
-        images: Any,
-        indexer_mask: Any,
-        before: int,
-    ) -> Any:
-        """The mask of a call without cache. positions: of reordered tokens, else None; they are in
-        the original order unless the sequence is sharded."""
+    def _mask(self, query: Any, key: Any, tokens: Tokens, indexer_mask: Any, before: int) -> Any:
+        """The mask of a call without cache. Tokens are in the original order unless the sequence is
+        sharded."""
         rows, keys = query.shape[1], key.shape[1]
         plan = None
-        if positions is not None and self.divided:
+        if tokens.positions is not None and self.divided:
             plan = packax.context_plan(
                 packax.full(), ranks=self.reordered, length=rows, kind="zigzag"
             )
@@ -351,17 +340,13 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 query, key = plan.unpermute((query, key))
             if indexer_mask is not None:
                 indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
-            ids, kv_ids, positions, images = (
-                None if x is None else plan.unpermute(x) for x in (ids, kv_ids, positions, images)
-            )
-        if images is not None and (before or rows != keys):
+            tokens = Tokens(*(None if x is None else plan.unpermute(x) for x in tokens))
+        if tokens.images is not None and (before or rows != keys):
             raise NotImplementedError(
                 "bidirectional_mask is for self-attention without previous_chunk: "
                 f"there are {rows} queries and {keys} keys"
             )
-        expression = expression_of(
-            self.attention_type, self.size, before, rows, ids, kv_ids, positions, images
-        )
+        expression = expression_of(self.attention_type, self.size, before, rows, tokens)
         expression = chosen(expression, self.moba, query, key, before, indexer_mask)
         return self.built(expression, rows, keys, plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +92,11 @@ def numbers(name: str, ids: Any) -> jax.Array:
     return jnp.where(whole, ids.astype(jnp.int32), bits)
 
 
-def documents_of(name: str, ids: Any) -> jax.Array:
-    """Segment ids for packax: MaxText's negative ids, all of them padding, become -1."""
+def documents_of(name: str, ids: Any) -> Any:
+    """Segment ids for packax: MaxText's negative ids, all of them padding, become -1. None stays
+    None."""
+    if ids is None:
+        return None
     ids = numbers(name, ids)
     return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
@@ -171,24 +174,23 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
     return own | chunked(size, offset=before)  # the row's whole block and all earlier keys
 
 
-def expression_of(
-    attention_type: str,
-    size: int,
-    before: int,
-    rows: int,
-    ids: Any,
-    kv_ids: Any,
-    positions: Any,
-    bidirectional_mask: Any,
-) -> MaskExpression:
-    """The mask of `rows` rows after `before` keys, from arrays in the original order.
+class Tokens(NamedTuple):
+    """What a call says about its tokens, (B, S) each, or None."""
 
-    ids: segment ids of all tokens, including the keys before the rows; -1 is padding; None: one
-    document. positions: the positions of reordered tokens, otherwise None.
-    """
+    ids: Any = None  # segment ids of all tokens, including keys before the rows; -1 is padding
+    kv_ids: Any = None  # those of the keys, if they differ
+    positions: Any = None  # of reordered tokens
+    images: Any = None  # True in runs that attend to each other in both directions
+
+
+def expression_of(
+    attention_type: str, size: int, before: int, rows: int, tokens: Tokens
+) -> MaskExpression:
+    """The mask of `rows` rows after `before` keys, from arrays in the original order."""
+    ids, kv_ids, positions, images = tokens
     expression = interval_of(attention_type, size, before)
-    if bidirectional_mask is not None and attention_type != "full":
-        expression = spans(runs_of(bidirectional_mask), expression)
+    if images is not None and attention_type != "full":
+        expression = spans(runs_of(images), expression)
     if positions is not None and ids is None:
         ids = jnp.zeros_like(positions)
     if ids is None:
@@ -291,12 +293,10 @@ class AdditiveMask:
             expression = interval_of(kind, self.size, before) if local else full()
         else:
             positions = segment_positions if self.reordered > 1 and not before else None
-            ids = None if ids is None else documents_of("decoder_segment_ids", ids)
-            if kv_ids is not None:
-                kv_ids = documents_of("decoder_segment_ids_kv", kv_ids)
-            expression = expression_of(
-                kind, self.size, before, rows, ids, kv_ids, positions, bidirectional_mask
-            )
+            ids = documents_of("decoder_segment_ids", ids)
+            kv_ids = documents_of("decoder_segment_ids_kv", kv_ids)
+            tokens = Tokens(ids, kv_ids, positions, bidirectional_mask)
+            expression = expression_of(kind, self.size, before, rows, tokens)
         pairs = jnp.asarray(expression.as_array(rows, keys)).reshape(-1, rows, keys)
         pairs = pairs if allowed is None else pairs & allowed
         return jnp.where(pairs, 0.0, MASKED)[:, None, None]
