@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 import packax
 from packax.extend import accumulator, as_array
 from packax.integrations.jax_nn import key_mask, mean_where_empty
-from packax.masks import MaskExpression
 
 __all__ = ["triangle_attention"]
 
@@ -74,17 +73,7 @@ def triangle_attention(
                 f" but is {keys.dtype} of shape {keys.shape}"
             )
         expression = key_mask(keys.reshape(samples * rows, kv_len), q_len)
-    return _attention(q, k, v, bias, keys, expression, scale, precision)
-
-
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, keys: jax.Array | None,
-    expression: MaskExpression, scale: float, precision: jax.lax.PrecisionLike,
-) -> list[jax.Array]:  # fmt: skip
-    def merged(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:]).swapaxes(1, 2)
-
-    query, key, value = merged(q), merged(k), merged(v)
+    query, key, value = (x.reshape(-1, *x.shape[2:]).swapaxes(1, 2) for x in (q, k, v))
     out, lse = packax.flash_attention(
         query, key, value, expression, bias=bias[:, 0], scale=scale, precision=precision,
         return_lse=True,
