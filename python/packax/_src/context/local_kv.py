@@ -199,19 +199,13 @@ def _select_keys(
     """The entries of x for the keys of a part; x has an entry for each key, in sequence order."""
     layout = spec.layout
     assert of.gathers is not None
-    x = _in_plans_order(spec, mask, x)[:, :, :number]
+    assert mask.kv_plan is not None
+    batch = max(len(x), len(mask.kv_plan))
+    x = take_chunks(mask.kv_plan[:, 0], 1, jnp.broadcast_to(x, (batch, x.shape[1])))
+    x = x.reshape(batch, layout.size(layout.context), -1)[:, :, :number]  # by ranks
     outside = layout.context[: of.gathers[0]] if of.gathers else layout.context
     x = piece(x, outside, layout)
     if not of.gathers:
         return x[:, 0]
     assert of.kv_plan is not None
     return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
-
-
-def _in_plans_order(spec: AttentionSpec, mask: ContextMask, positions: jax.Array) -> jax.Array:
-    """Positions of all keys in the plan's order, (batch, ranks, rows per rank)."""
-    assert mask.kv_plan is not None
-    batch = max(len(positions), len(mask.kv_plan))
-    positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
-    moved = take_chunks(mask.kv_plan[:, 0], 1, positions)
-    return moved.reshape(batch, spec.layout.size(spec.layout.context), -1)

@@ -42,10 +42,10 @@ from packax._src.masks.expressions import (
     instead_of_array,
     intervals_of,
 )
-from packax._src.masks.halo_mask import Halos, halo_parts, halos_of, masks_of, specs_of
+from packax._src.masks.halo_mask import halo_parts, halos_of, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
-from packax._src.masks.rank_rows import RankRows
+from packax._src.masks.rank_rows import MaskSpec, RankRows
 from packax._src.masks.row_ranges import Document, Rows, mask_mode_of, row_ranges_and_bounds
 from packax._src.masks.tree import tree_of
 from packax._src.ops.primitives import BLOCK_ARRAYS, Implementation, check_implementation
@@ -175,7 +175,7 @@ def create_attention_mask(
     halos = halos_of(expression, plan, layout, q_len, kv_len, permuted_keys)
     sizes = (batch, q_len, kv_len, block_size, implementation)
     row_keys = _rounded(expression.row_keys())
-    static = _Static(*sizes, sharding, layout, bool(permuted_keys), of_plan, halos, row_keys)
+    static = MaskSpec(*sizes, sharding, layout, bool(permuted_keys), of_plan, halos, row_keys)
     terms = _Terms(sides, intervals_of(expression), ranges, block_mask, tree)
     build = functools.partial(_build, static=static)
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
@@ -264,24 +264,8 @@ class _Terms(NamedTuple):
     tree: Any
 
 
-class _Static(NamedTuple):
-    """What a program that builds a mask depends on."""
-
-    batch: int
-    q_len: Any
-    kv_len: Any
-    block_size: tuple[int, int] | None
-    implementation: Implementation | None
-    sharding: AttentionSharding | None
-    layout: Layout
-    permuted_keys: bool
-    of_plan: bool | None  # see `made_of`
-    halos: Halos | None
-    row_keys: int
-
-
 @functools.partial(jax.jit, static_argnames="static", inline=True)
-def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> AttentionMask:
+def _build(terms: _Terms, plan: ContextPlan | None, *, static: MaskSpec) -> AttentionMask:
     """Computes all arrays of the mask.
 
     A tree narrows the row ranges, and reuses the position check of documents for the rest. The ids
@@ -289,9 +273,9 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
     the key's subtree. Both sides are stored negated, because kernels check key position <= row
     position. Permuted rows keep the values that they have in the original order.
     """
-    batch, q_len, kv_len, _, implementation, sharding, layout, *_, halos, row_keys = static
+    layout, kv_len = static.layout, static.kv_len
     block_size: Any = static.block_size
-    ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
+    ranks = RankRows(static, plan).with_placed_plan()
     if ranks.is_unsharded:
         structure: Any
         leaves, structure = jax.tree.flatten(terms)
@@ -325,8 +309,8 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
 
     def arrays(numbers: Any, row_values: Rows, kv_ids: Any, *others: Any) -> dict[str, Any]:
         parts = None
-        if halos is not None:
-            parts = halo_parts(halos, ranks, numbers, row_values.ids, kv_ids, implementation)
+        if static.halos is not None:
+            parts = halo_parts(static.halos, ranks, numbers, row_values.ids, kv_ids)
         return whole(row_values, kv_ids, *others, parts=parts)
 
     whole: Any = functools.partial(
@@ -335,32 +319,25 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
         batch=own_batch,
         q_len=own_rows,
         kv_len=kv_len,
-        implementation=implementation,
+        implementation=static.implementation,
         block_size=block_size,
         tree=with_documents,
     )
     made = ["kv_start", "kv_end", *BLOCK_ARRAYS]
     made += ["q_pos"] if mode >= MaskMode.UPPER_LIMIT else []
-
-    def specs() -> Any:
-        rows, keys = (
-            ranks.spec(name, MaskMode.NO_CHECK, ranks.mask_batch) for name in ("kv_start", "kv_ids")
-        )
-        bits = ranks.spec("block_mask", mode, *axes)
-        out = {x: ranks.spec(x, mode, ranks.mask_batch) for x in made}
-        if block_size is not None:
-            out |= {
-                name: ranks.spec(name, mode, ranks.mask_batch, axes[1])
-                for name in ("q_block_lists", "kv_block_lists")
-            }
-            out["block_mask"] = bits
-        if halos is not None:
-            out |= specs_of(halos, ranks, mode)
-        return (ranks.chunks_spec, rows, keys, keys, bits), out
-
+    made += [] if block_size is None else ["q_block_lists", "kv_block_lists"]
+    rows, keys = (
+        ranks.spec(name, MaskMode.NO_CHECK, ranks.mask_batch) for name in ("kv_start", "kv_ids")
+    )
+    bits = ranks.spec("block_mask", mode, *axes)
+    out = {x: ranks.spec(x, mode, ranks.mask_batch, axes[1]) for x in made}
+    out |= {} if block_size is None else {"block_mask": bits}
+    numbers = None
+    if static.halos is not None:
+        out |= specs_of(static.halos, ranks, mode)
+        numbers = ranks.chunks()
+    run = layout.shard_map(arrays, (ranks.chunks_spec, rows, keys, keys, bits), out)
     computed: dict[str, Any] = {"q_pos": None}
-    numbers = None if halos is None else ranks.chunks()
-    run = layout.shard_map(arrays, *specs())
     computed |= run(numbers, row_values, kv_ids, kv_pos, block_mask)
     parts = computed.pop("parts", None)
     without_ids = kv_ids is None or shared_ids
@@ -369,46 +346,36 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: _Static) -> Atten
         "q_ids": row_values.ids,
         "kv_ids": None if without_ids else ranks.replicated(kv_ids, ranks.mask_batch),
         "kv_pos": None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
-        "q_len": q_len,
+        "q_len": static.q_len,
         "kv_len": kv_len,
         "mask_mode": mode,
         "block_size": block_size,
-        "row_keys": row_keys,
+        "row_keys": static.row_keys,
     }
-    if sharding is None and plan is None:
+    if static.sharding is None and plan is None:
         return AttentionMask(**computed)
-    fields = _context_fields(ranks, static, mode, document, sequences, parts)
+    fields = _context_fields(ranks, mode, document, sequences, parts)
     return ContextMask(**computed, **fields)
 
 
 def _context_fields(
-    ranks: RankRows,
-    static: _Static,
-    mode: MaskMode,
-    document: Document,
-    sequences: Rows,
-    parts: Any,
+    ranks: RankRows, mode: MaskMode, document: Document, sequences: Rows, parts: Any
 ) -> dict[str, Any]:
     """What a sharding or a plan adds to a mask. parts: the arrays of masks for halos."""
-    sharding, layout, permuted_keys, of_plan, halos, row_keys = static[5:]
-    plan, kv_len = ranks.plan, static.kv_len
-    fields: dict[str, Any] = {"sharding": sharding, "shards": ranks.pieces}
+    static, plan, halos = ranks.static, ranks.plan, ranks.static.halos
+    fields: dict[str, Any] = {"sharding": static.sharding, "shards": ranks.pieces}
     fields["permuted"] = plan is not None
-    sources = layout.size(layout.kv_context)
-    fetched: Any = kv_len - kv_len // sources if sources > 1 else 0
+    sources = ranks.layout.size(ranks.layout.kv_context)
+    fetched: Any = static.kv_len - static.kv_len // sources if sources > 1 else 0
     if halos is not None:
-        fields |= masks_of(halos, parts, mode, static.q_len, row_keys, sharding, ranks)
+        fields |= masks_of(halos, ranks, mode, parts)
         fetched = halos.halo.fetched if halos.known else fetched
-    if plan is not None and permuted_keys:
+    if plan is not None and static.permuted_keys:
         orders = jnp.stack([plan.order, plan.inverse], axis=1)
         fields["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
-        local = static.block_size is None and of_plan is not False
+        local = static.block_size is None and static.of_plan is not False
         if local and keeps_local(ranks, document):
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-                fields |= local_parts(
-                    *(ranks, sequences, document.q_pos, mode, static.implementation),
-                    sharding=sharding,
-                    checked=bool(of_plan),
-                )
+                fields |= local_parts(ranks, sequences, document.q_pos, mode)
             fetched = plan.fetched
     return fields | {"fetched": fetched}

@@ -55,7 +55,7 @@ def halos_of(
 
 
 def halo_parts(
-    halos: Halos, ranks: RankRows, numbers: jax.Array, ids: Any, kv_ids: Any, implementation: Any
+    halos: Halos, ranks: RankRows, numbers: jax.Array, ids: Any, kv_ids: Any
 ) -> Callable[..., dict[str, Any]]:
     """A function from the ranges of a rank's rows to the arrays of its parts.
 
@@ -81,8 +81,9 @@ def halo_parts(
         if halos.known and ids is not None:
             arrays["q_ids"] = rows(ids).reshape(len(ids), -1)
             arrays["kv_ids"] = take_each(kv_ids, index(halo, stretch, numbers))
-        kv_len = halo.chunks * stretch.keys
-        return arrays | bounds_of(lo, hi, checked, kv_len, implementation), outside.any()
+        kv_len, implementation = halo.chunks * stretch.keys, ranks.static.implementation
+        arrays |= bounds_of(lo, hi, checked, kv_len, implementation)
+        return arrays, outside.any()
 
     def parts(*ranges: Any) -> dict[str, Any]:
         arrays, outside = zip(*(of(stretch, *ranges) for _, stretch in halo.parts), strict=True)
@@ -113,13 +114,7 @@ def specs_of(halos: Halos, ranks: RankRows, mode: MaskMode) -> dict[str, Any]:
 
 
 def masks_of(
-    halos: Halos,
-    made: list[dict[str, Any]],
-    mode: MaskMode,
-    q_len: int,
-    row_keys: int,
-    sharding: Any,
-    ranks: RankRows,
+    halos: Halos, ranks: RankRows, mode: MaskMode, made: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The fields `private_part`, `shared_parts` and `halo` of a mask."""
     halo = halos.halo
@@ -128,11 +123,11 @@ def masks_of(
             **{"q_ids": None, "kv_ids": None} | arrays,
             q_pos=None,
             kv_pos=None,
-            q_len=q_len // halo.chunk * stretch.rows,
+            q_len=ranks.static.q_len // halo.chunk * stretch.rows,
             kv_len=halo.chunks * stretch.keys,
             mask_mode=mode if halos.known else MaskMode.NO_CHECK,
-            row_keys=row_keys,
-            sharding=sharding,
+            row_keys=ranks.static.row_keys,
+            sharding=ranks.static.sharding,
             shards=ranks.pieces,
             permuted=ranks.plan is not None,
             gathers=(),

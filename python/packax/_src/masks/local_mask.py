@@ -48,13 +48,11 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     return documents and layout.size(layout.kv_context) > 1
 
 
-def local_parts(
-    ranks: RankRows, sequences: Rows, positions: Any, mode: MaskMode, implementation: Any, *,
-    sharding: Any, checked: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The fields `shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`.
+def local_parts(ranks: RankRows, sequences: Rows, positions: Any, mode: MaskMode) -> dict[str, Any]:
+    """The fields `shared_parts` and `private_part` of a mask, and `plan_mismatch` unless the plan
+    is known to match the ids.
 
-    sequences, positions: of all tokens. checked: whether the plan is known to match their ids.
+    sequences, positions: of all tokens.
     """
     plan, layout = ranks.plan, ranks.layout
     assert plan is not None
@@ -71,6 +69,7 @@ def local_parts(
     def of_rank(sequences: Rows, positions: Any, order: Any, split: Any) -> Any:
         ids = sequences.ids
         assert ids is not None
+        implementation = ranks.static.implementation
         of_part = functools.partial(_of_part, sequences, positions, mode, implementation)
         batch = order.shape[0]
         order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
@@ -117,7 +116,7 @@ def local_parts(
     operands = jax.tree.map(ranks.keys, (sequences, positions))
     *made, private = layout.shard_map(of_rank, *specs())(*operands, plan.order, plan.split)
     build: Any = functools.partial(
-        ContextMask, mask_mode=mode, sharding=sharding, shards=pieces, permuted=True
+        ContextMask, mask_mode=mode, sharding=ranks.static.sharding, shards=pieces, permuted=True
     )
     unset = dict.fromkeys(("q_pos", "kv_pos"))
     found: dict[str, Any] = {
@@ -132,7 +131,7 @@ def local_parts(
             for arrays, (_, groups, rows, starts) in zip(made, parts, strict=True)
         ),
     }
-    if not checked:
+    if not ranks.static.of_plan:
         of_mask, of_plan = vary_together(checksum(sequences.ids), plan.checksum)
         found["plan_mismatch"] = (of_mask != of_plan).astype(jnp.int32)
     return found

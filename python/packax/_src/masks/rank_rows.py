@@ -11,28 +11,47 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import ContextPlan, take_sharded
 from packax._src.core.mask import FIELDS
-from packax._src.core.sharding import Axes, Layout
+from packax._src.core.sharding import AttentionSharding, Axes, Layout
 from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import And, Limits
 from packax._src.masks.row_ranges import Document, limits_of
 from packax._src.masks.tree import Tree, tree_rows
+from packax._src.ops.primitives import Implementation
+
+
+class MaskSpec(NamedTuple):
+    """What a program that builds a mask depends on."""
+
+    batch: int  # 1 if all batch rows share the mask
+    q_len: Any
+    kv_len: Any
+    block_size: tuple[int, int] | None
+    implementation: Implementation | None
+    sharding: AttentionSharding | None
+    layout: Layout
+    permuted_keys: bool
+    of_plan: bool | None  # see `made_of`
+    halos: Any  # halo_mask.Halos, or None
+    row_keys: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RankRows:
-    """The rows of a mask: (batch, q_len); batch is 1 if all batch rows share the mask."""
+    """The rows of a mask, (batch, q_len), and the plan that permutes them."""
 
-    layout: Layout
+    static: MaskSpec
     plan: ContextPlan | None
-    batch: int
-    q_len: Any
+
+    @property
+    def layout(self) -> Layout:
+        return self.static.layout
 
     @property
     def is_unsharded(self) -> bool:
@@ -41,7 +60,7 @@ class RankRows:
 
     @property
     def mask_batch(self) -> Axes:
-        return () if self.batch == 1 else self.layout.batch
+        return () if self.static.batch == 1 else self.layout.batch
 
     @property
     def plan_batch(self) -> Axes:
@@ -53,7 +72,8 @@ class RankRows:
 
     def sizes(self) -> tuple[Any, Any]:
         """Batch size and number of query rows per rank inside `shard_map`."""
-        return self.batch // self.layout.inside(self.mask_batch), self.q_len // self.pieces
+        batch = self.static.batch // self.layout.inside(self.mask_batch)
+        return batch, self.static.q_len // self.pieces
 
     def spec(self, name: str, mask_mode: MaskMode, batch: Axes, heads: Axes = ()) -> Any:
         """The PartitionSpec of an array of the mask."""
@@ -73,7 +93,8 @@ class RankRows:
 
     def keys(self, x: Any) -> Any:
         """Whole sequences in the original order, broadcast to the batch size."""
-        return self.layout.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
+        whole = jnp.broadcast_to(x, (self.static.batch, x.shape[1]))
+        return self.layout.place(whole, self.mask_batch)
 
     def rows(self, x: Any) -> Any:
         """Converts whole sequences to rows in the plan's order, in a shard_map to this rank's
@@ -100,7 +121,7 @@ class RankRows:
 
     def limits(self, document: Document, interval: And) -> Limits:
         """`limits_of` for whole sequences: intervals refer to their indices and spans."""
-        function = functools.partial(limits_of, q_len=self.q_len)
+        function = functools.partial(limits_of, q_len=self.static.q_len)
         low, high = self._of_sequences(function, document, interval)
         return low, high
 
@@ -122,7 +143,7 @@ class RankRows:
 
         layout = self.layout
         interval = jax.tree.map(lambda x: layout.place(jnp.asarray(x), *of_leaf(x)), interval)
-        shape = self.sizes()[0], self.q_len
+        shape = self.sizes()[0], self.static.q_len
 
         def of_rank(operands: Any, interval: And) -> list[Any]:
             values = function(operands, interval)
@@ -137,14 +158,14 @@ class RankRows:
     ) -> tuple[jax.Array, tuple[int, int], tuple[Axes, Axes]]:
         """The block mask of these rows, its block size, and the mesh axes of batch and heads."""
         if self.plan is not None and self.plan.order.shape[0] > 1:
-            block_mask = jnp.broadcast_to(block_mask, (self.batch, *block_mask.shape[1:]))
+            block_mask = jnp.broadcast_to(block_mask, (self.static.batch, *block_mask.shape[1:]))
         heads = self.layout.heads if block_mask.shape[1] > 1 else ()
         axes = self._batch_axes(block_mask), heads
         if self.is_unsharded:
             return block_mask, block_size, axes
         chunks = self.pieces if self.plan is None else self.plan.order.shape[1]
         block_mask, block_size = _kept_together(
-            block_mask, block_size, self.q_len, self.q_len // chunks
+            block_mask, block_size, self.static.q_len, self.static.q_len // chunks
         )
         block_mask = self.layout.place(block_mask, *axes)
         if self.plan is not None:
@@ -156,7 +177,7 @@ class RankRows:
         """The mesh axes over which the first axis of an expression's array is sharded."""
         if not self.mask_batch:  # a symbolic batch has no mesh
             return ()
-        return self.mask_batch if jnp.shape(x)[0] == self.batch > 1 else ()
+        return self.mask_batch if jnp.shape(x)[0] == self.static.batch > 1 else ()
 
 
 def _kept_together(
