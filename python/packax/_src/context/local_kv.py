@@ -198,8 +198,7 @@ def _select_keys(
 ) -> Any:
     """The entries of x for the keys of a part; x has an entry for each key, in sequence order."""
     layout = spec.layout
-    assert of.gathers is not None
-    assert mask.kv_plan is not None
+    assert of.gathers is not None and mask.kv_plan is not None
     batch = max(len(x), len(mask.kv_plan))
     x = take_chunks(mask.kv_plan[:, 0], 1, jnp.broadcast_to(x, (batch, x.shape[1])))
     x = x.reshape(batch, layout.size(layout.context), -1)[:, :, :number]  # by ranks
