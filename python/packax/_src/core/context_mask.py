@@ -88,9 +88,7 @@ class ContextMask(AttentionMask):
         return self._with_parts(whole, lambda part: part.specs(spec, batch, context, heads))
 
     def _dims(self, name: str, batch: Axes, context: Axes, heads: Axes) -> tuple[Axes, ...]:
-        if self.gathers is None:
-            return super()._dims(name, batch, context, heads)
-        return dims_of(name, self.gathers, self.mask_mode, batch, context)
+        return dims_of(name, self.gathers, self.mask_mode, batch, context, heads)
 
     def _with_parts(self, whole: Any, function: Callable[[ContextMask], Any]) -> Any:
         """`whole` with the function applied to each part of this mask."""
@@ -104,16 +102,16 @@ register(ContextMask, parts=("shared_parts", "private_part"))
 
 
 def dims_of(
-    name: str, gathers: tuple[int, ...], mask_mode: MaskMode, batch: Axes, context: Axes
-) -> tuple[Axes, ...]:
-    """`Field.dims` for an array of a part, whose gathers begin at the context axes `gathers`.
+    name: str, gathers: tuple[int, ...] | None, mask_mode: MaskMode, batch: Axes, context: Axes,
+    heads: Axes = (),
+) -> tuple[Axes, ...]:  # fmt: skip
+    """`Field.dims` for an array of a whole mask (`gathers` None), or of a part, whose gathers begin
+    at the context axes `gathers`.
 
-    Key arrays differ between groups of ranks that gather separately, so they are sharded over the
-    axes before the first gather, and over all context axes if nothing is gathered.
+    Key arrays of parts differ between groups of ranks that gather separately, so they are sharded
+    over the axes before the first gather, and over all context axes if nothing is gathered.
     """
-    like = {"kv_ids": "kv_start", "kv_pos": "kv_start", "kv_plan": "q_blocks"}.get(name)
-    if like is None:
-        return ContextMask.arrays[name].dims(mask_mode, batch, context)
-    return ContextMask.arrays[like].dims(
-        mask_mode, batch, context[: gathers[0]] if gathers else context
-    )
+    like = {"kv_ids": "kv_start", "kv_pos": "kv_start", "kv_plan": "q_blocks"}
+    if gathers is not None and name in like:
+        name, context = like[name], context[: gathers[0]] if gathers else context
+    return ContextMask.arrays[name].dims(mask_mode, batch, context, heads)

@@ -326,11 +326,9 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: MaskSpec) -> Atte
     made = ["kv_start", "kv_end", *BLOCK_ARRAYS]
     made += ["q_pos"] if mode >= MaskMode.UPPER_LIMIT else []
     made += [] if block_size is None else ["q_block_lists", "kv_block_lists"]
-    rows, keys = (
-        ranks.spec(name, MaskMode.NO_CHECK, ranks.mask_batch) for name in ("kv_start", "kv_ids")
-    )
-    bits = ranks.spec("block_mask", mode, *axes)
-    out = {x: ranks.spec(x, mode, ranks.mask_batch, axes[1]) for x in made}
+    rows, keys = (ranks.spec(x, mode) for x in ("kv_start", "kv_ids"))
+    bits = ranks.spec("block_mask", mode, axes[1], batch=axes[0])
+    out = {x: ranks.spec(x, mode, axes[1]) for x in made}
     out |= {} if block_size is None else {"block_mask": bits}
     numbers = None
     if static.halos is not None:

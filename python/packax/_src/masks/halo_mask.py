@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from packax._src.context.fetch_halos import index
 from packax._src.context.halo import Halo, Stretch
 from packax._src.context.load_balance import ContextPlan, take_each
-from packax._src.core.context_mask import ContextMask, dims_of
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import MaskExpression
@@ -107,10 +107,9 @@ def specs_of(halos: Halos, ranks: RankRows, mode: MaskMode) -> dict[str, Any]:
     names = ["kv_start", "kv_end", *BLOCK_ARRAYS]
     if halos.known and mode >= MaskMode.IDS:
         names += ["q_ids", "kv_ids"]
-    axes, layout = ranks.mask_batch, ranks.layout
-    of = {x: layout.spec(*dims_of(x, (), mode, axes, layout.context)) for x in names}
+    of = {x: ranks.spec(x, mode, gathers=()) for x in names}
     found: dict[str, Any] = {"parts": [of for _ in halos.halo.parts]}
-    return found if halos.known else found | {"halos_suffice": layout.spec()}
+    return found if halos.known else found | {"halos_suffice": ranks.layout.spec()}
 
 
 def masks_of(

@@ -21,7 +21,7 @@ import numpy as np
 from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.load_balance import ContextPlan, checksum, take_each
 from packax._src.core.arguments import plus
-from packax._src.core.context_mask import ContextMask, dims_of
+from packax._src.core.context_mask import ContextMask
 from packax._src.core.sharding import Layout, vary_together
 from packax._src.core.spec import PADDING_SEGMENT_ID, TILE, MaskMode
 from packax._src.masks.rank_rows import RankRows
@@ -97,24 +97,20 @@ def local_parts(ranks: RankRows, sequences: Rows, positions: Any, mode: MaskMode
         masks.append(of_part(my_ids, mine, _Keys(mine, my_ids, number)))
         return masks
 
-    def specs() -> Any:
-        axes = ranks.mask_batch
+    def specs_of(starts: tuple[int, ...]) -> dict[str, Any]:
+        names = ["kv_start", "kv_end", *BLOCK_ARRAYS, "q_ids", "kv_ids"]
+        names += ["q_pos", "kv_pos"] if mode >= MaskMode.UPPER_LIMIT else []
+        return {x: ranks.spec(x, mode, gathers=starts) for x in names}
 
-        def of(starts: tuple[int, ...], permuted: bool) -> dict[str, Any]:
-            names = ["kv_start", "kv_end", *BLOCK_ARRAYS, "q_ids", "kv_ids"]
-            names += ["q_pos", "kv_pos"] if mode >= MaskMode.UPPER_LIMIT else []
-            names += ["kv_plan"] if permuted else []
-            over = {"kv_plan": ranks.plan_batch if len(plan.order) > 1 else ()}
-            return {
-                x: layout.spec(*dims_of(x, starts, mode, over.get(x, axes), context)) for x in names
-            }
+    def of_shared(starts: tuple[int, ...]) -> dict[str, Any]:
+        kv_plan = ranks.spec("kv_plan", mode, gathers=starts, batch=ranks.plan_batch)
+        return specs_of(starts) | {"kv_plan": kv_plan}
 
-        whole, orders = layout.spec(axes), layout.spec(ranks.plan_batch)
-        part_specs = [of(starts, True) for *_, starts in parts] + [of((), False)]
-        return (whole, whole, orders, orders), part_specs
-
+    whole, orders = layout.spec(ranks.mask_batch), layout.spec(ranks.plan_batch)
+    specs = [of_shared(starts) for *_, starts in parts] + [specs_of(())]
+    run = layout.shard_map(of_rank, (whole, whole, orders, orders), specs)
     operands = jax.tree.map(ranks.keys, (sequences, positions))
-    *made, private = layout.shard_map(of_rank, *specs())(*operands, plan.order, plan.split)
+    *made, private = run(*operands, plan.order, plan.split)
     build: Any = functools.partial(
         ContextMask, mask_mode=mode, sharding=ranks.static.sharding, shards=pieces, permuted=True
     )

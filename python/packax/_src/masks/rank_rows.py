@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import ContextPlan, take_sharded
-from packax._src.core.mask import FIELDS
+from packax._src.core.context_mask import dims_of
 from packax._src.core.sharding import AttentionSharding, Axes, Layout
 from packax._src.core.spec import MaskMode
 from packax._src.masks.expressions import And, Limits
@@ -75,10 +75,12 @@ class RankRows:
         batch = self.static.batch // self.layout.inside(self.mask_batch)
         return batch, self.static.q_len // self.pieces
 
-    def spec(self, name: str, mask_mode: MaskMode, batch: Axes, heads: Axes = ()) -> Any:
-        """The PartitionSpec of an array of the mask."""
-        context = self.layout.context
-        return self.layout.spec(*FIELDS[name].dims(mask_mode, batch, context, heads))
+    def spec(
+        self, name: str, mode: MaskMode, heads: Axes = (), *, gathers: Any = None, batch: Any = None
+    ) -> Any:
+        """The PartitionSpec of an array of the mask, or of its part with these gathers."""
+        batch = self.mask_batch if batch is None else batch
+        return self.layout.spec(*dims_of(name, gathers, mode, batch, self.layout.context, heads))
 
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:
