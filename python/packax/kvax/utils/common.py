@@ -85,12 +85,3 @@ def pad_to_block_size(
     if segment_ids is not None:
         segment_ids = jnp.pad(segment_ids, rows, constant_values=PADDING_SEGMENT_ID)
     return embeddings, positions, segment_ids
-
-
-__all__ = [
-    "H100_NAME",
-    "PADDING_SEGMENT_ID",
-    "FlashAttentionParamsConfig",
-    "get_default_flash_attention_params",
-    "pad_to_block_size",
-]
