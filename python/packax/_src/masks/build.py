@@ -277,9 +277,7 @@ def _build(terms: _Terms, plan: ContextPlan | None, *, static: MaskSpec) -> Atte
     block_size: Any = static.block_size
     ranks = RankRows(static, plan).with_placed_plan()
     if ranks.is_unsharded:
-        structure: Any
-        leaves, structure = jax.tree.flatten(terms)
-        terms = structure.unflatten(vary_together(*leaves))
+        (terms,) = vary_together(terms)
     document, interval, ranges, block_mask, tree = terms
     document = jax.tree.map(ranks.keys, document)
     with_documents = None if tree is None else document.q_ids is not None

@@ -50,14 +50,11 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
     """The interval of each row of the sequence: (low, high), each (1 or batch, q_len) or None."""
     if not interval.members:
         return None, None
-    by_position = document.q_pos is not None
-    structure: Any
-    leaves, structure = jax.tree.flatten((document.q_ids, interval))
+    by_position, ids = document.q_pos is not None, document.q_ids
+    positions: Any = document.q_pos
     if not by_position:
-        index = jnp.arange(q_len, dtype=jnp.int32)[None]
-        index, *leaves = vary_together(index, *leaves)
-    ids, interval = structure.unflatten(leaves)
-    positions: Any = document.q_pos if by_position else index
+        positions = jnp.arange(q_len, dtype=jnp.int32)[None]
+        positions, ids, interval = vary_together(positions, ids, interval)
     # Only spans(...) read the positions of keys, and their keys are the rows.
     of_rows = () if ids is None else (ids,)
     return interval.limits(Positions(positions, positions, of_rows, by_position))
@@ -82,10 +79,8 @@ def row_ranges_and_bounds(
     parts: None, or a function from row ranges and the rows that need a segment check to the arrays
     of parts.
     """
-    structure: Any
     # Without the block mask, which may vary over the axes of heads.
-    leaves, structure = jax.tree.flatten((row_values, kv_ids, kv_pos))
-    row_values, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
+    row_values, kv_ids, kv_pos = vary_together(row_values, kv_ids, kv_pos)
     q_pos = row_values.ids
     if mode == MaskMode.UPPER_LIMIT:
         q_pos = row_values.high
