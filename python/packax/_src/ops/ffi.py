@@ -13,8 +13,8 @@ import contextvars
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import jax
@@ -359,15 +359,12 @@ def zeros(ctx, aval):
     return lower_constant(ctx, lambda x: jnp.zeros(x.shape, x.dtype), aval)
 
 
-def in_order(
-    ctx, names: tuple[str, ...], avals: Operands, values: Operands
-) -> tuple[list[Any], list[Any]]:
-    """The avals and the values of the operands `names`, with ABSENT for absent operands."""
-
-    def listed(of: Operands, absent: Any) -> list[Any]:
-        return [absent if getattr(of, x) is None else getattr(of, x) for x in names]
-
-    return listed(avals, ABSENT), listed(values, zeros(ctx, ABSENT))
+def in_order(ctx, names: tuple[str, ...], given: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The avals and the values of the operands `names`, from pairs of both, with ABSENT for absent
+    operands."""
+    absent = ABSENT, zeros(ctx, ABSENT)
+    avals, values = zip(*(given.get(x, absent) for x in names), strict=True)
+    return list(avals), list(values)
 
 
 # --- Attention
@@ -378,9 +375,8 @@ _ALL_HEADS = range(0)
 
 def forward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEADS):
     """The results of forward_p. `heads`: the query heads that the call computes."""
-    avals = Operands.of(values.names, ctx.avals_in)
     row_max = () if spec.max_logits else (ABSENT,)
-    return _call(ctx, "forward", avals, values, spec, heads, (*row_max, COUNTER))
+    return _call(ctx, "forward", values, spec, heads, (*row_max, COUNTER))
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEADS):
@@ -402,7 +398,6 @@ def backward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEA
     call_results = _call(
         ctx.replace(avals_out=[*tensors, *more]),
         "backward",
-        avals,
         values,
         spec,
         heads,
@@ -421,40 +416,30 @@ def backward(ctx, values: Operands, spec: AttentionSpec, heads: range = _ALL_HEA
 def forward_tangent(ctx, operands, spec: AttentionSpec, names, tangents: tuple[str, ...]):
     """The results of forward_tangent_p. In the FFI call, tangents that are zero are absent."""
     count = len(names)
-    avals, values = Operands.of(names, ctx.avals_in[:count]), Operands.of(names, operands[:count])
-    given = zip(tangents, zip(ctx.avals_in[count:], operands[count:], strict=True), strict=True)
-    by_name = dict(given)
-    more = [by_name.get(name, (ABSENT, None)) for name in TANGENTS]
-    return _call(ctx, "forward_tangent", avals, values, spec, _ALL_HEADS, (), more)
+    pairs = list(zip(ctx.avals_in, operands, strict=True))
+    more = {f"t{name[0]}": pair for name, pair in zip(tangents, pairs[count:], strict=True)}
+    values = Operands.of(names, operands[:count])
+    return _call(ctx, "forward_tangent", values, spec, _ALL_HEADS, (), more)
 
 
 def _call(
-    ctx, target: str, avals: Operands, values: Operands, spec: AttentionSpec, heads: range,
-    workspace, more=(), **of_call: Any,
+    ctx, target: str, values: Operands, spec: AttentionSpec, heads: range, workspace,
+    more: Mapping[str, Any] = MappingProxyType({}), **of_call: Any,
 ):  # fmt: skip
-    """`more`: the last operands of the target, pairs of aval and value (None: absent). `of_call`:
+    """`more`: operands that are not in `Operands`, as pairs of aval and value. `of_call`:
     attributes that are not fields of the spec."""
     names = OPERAND_NAMES[target]
-    names = names[: len(names) - len(more)]
-    bias_of_indices = avals.bias_of_indices
-    if bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need arrays
+    avals = Operands.of(values.names, ctx.avals_in[: len(values.names)])
+    pairs = zip(avals.leaves, values.leaves, strict=True)
+    given: dict[str, Any] = dict(zip(values.names, pairs, strict=True)) | dict(more)
+    if avals.bias_of_indices:  # sm90 kernels do not read positions, the fallback kernels need them
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):
-            of_name = array(avals.slopes.shape[0], rows.shape[1], dtype=jnp.int32)
-            avals = avals._replace(**{name: of_name})
-            values = values._replace(**{name: lower_constant(ctx, _indices, of_name)})
-    # Ids and positions that the segment check does not read may be any int32 array.
-    unread = {
-        x: "kv_start" for x in ("q_ids", "kv_ids", "q_pos", "kv_pos") if getattr(avals, x) is None
-    }
-    avals, values = (
-        x._replace(**{name: getattr(x, other) for name, other in unread.items()})
-        for x in (avals, values)
-    )
+            aval = array(avals.slopes.shape[0], rows.shape[1], dtype=jnp.int32)
+            given[name] = aval, lower_constant(ctx, _indices, aval)
+    for name in ("q_ids", "kv_ids", "q_pos", "kv_pos"):
+        given.setdefault(name, given["kv_start"])  # never read; may be any int32 array
     q_block, kv_block = spec.block_size or (0, 0)
-    avals_in, buffers = in_order(ctx, names, avals, values)
-    for aval, value in more:
-        avals_in.append(aval)
-        buffers.append(zeros(ctx, ABSENT) if value is None else value)
+    avals_in, buffers = in_order(ctx, names, given)
     return ffi_call(
         ctx.replace(avals_in=avals_in),
         SYMBOLS[target],
@@ -467,7 +452,7 @@ def _call(
             spec,
             q_block=q_block,
             kv_block=kv_block,
-            bias_of_indices=bias_of_indices,
+            bias_of_indices=avals.bias_of_indices,
             first_head=heads.start,
             heads=len(heads),
             **of_call,

@@ -230,7 +230,8 @@ def _decode_cuda(ctx, *operands, spec, names):
     workspace = [ffi.array(*shape) for shape in decode_workspace(of, spec)]
     workspace += [ffi.COUNTER] if of.work is not None else []
     target = "decode" if of.work is None else "ragged"
-    avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], of, Operands.of(names, operands))
+    given = dict(zip(names, zip(ctx.avals_in, operands, strict=True), strict=True))
+    avals, buffers = ffi.in_order(ctx, OPERAND_NAMES[target], given)
     ctx, attributes = ctx.replace(avals_in=avals), ffi.attributes(target, spec)
     return ffi_call(ctx, SYMBOLS[target], buffers, tuple(workspace), **attributes)
 
