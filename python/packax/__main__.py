@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packax import info
+
 DEMO_PACKAGES = ("optax", "tqdm", "matplotlib")
 
 
@@ -45,10 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command = vars(arguments).pop("command")
     if command == "info":
-        return info()
-    from packax.info import jax_platforms
-
-    _, error = jax_platforms()
+        print(info.render(info.gather()))
+        return 0
+    _, error = info.jax_platforms()
     if error is not None:
         print(f"jax cannot start: {error}", file=sys.stderr)
         return 2
@@ -57,13 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run()
     return run_demo(arguments)
-
-
-def info() -> int:
-    from packax.info import gather, render
-
-    print(render(gather()))
-    return 0
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
