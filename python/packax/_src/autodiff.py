@@ -332,17 +332,8 @@ def _linear_jvp(primals, input_tangents, *, rule, results, tangents):
     if any(has_tangent):
         of_residuals, read = _of_residuals(rule, has_tangent)
         some = chosen(read, residuals)
-        terms.append(
-            linear_p.bind(
-                *result_like,
-                *some,
-                *residual_values,
-                *point,
-                rule=of_residuals,
-                results=results,
-                tangents=len(some),
-            )
-        )
+        params = {"rule": of_residuals, "results": results, "tangents": len(some)}
+        terms.append(linear_p.bind(*result_like, *some, *residual_values, *point, **params))
     return values, [functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)]
 
 

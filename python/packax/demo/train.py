@@ -57,13 +57,8 @@ def batches(rows: Rows, batch: int, seed: int) -> Iterator[model.Batch]:
 
 def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     warmup = min(20, max(1, settings.steps // 10))
-    schedule = optax.warmup_cosine_decay_schedule(
-        settings.learning_rate / 10,
-        settings.learning_rate,
-        warmup,
-        max(settings.steps, warmup + 1),
-        settings.learning_rate / 10,
-    )
+    steps, rate = max(settings.steps, warmup + 1), settings.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(rate / 10, rate, warmup, steps, rate / 10)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )

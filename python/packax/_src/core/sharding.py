@@ -379,9 +379,10 @@ def layout_of(sharding: Any) -> Layout:
 
     mesh, known = _mesh(sharding)
     sizes = tuple(zip(known.axis_names, known.axis_sizes, strict=True))
-    types = known.axis_types
-    manual = frozenset(
-        name for name, kind in zip(known.axis_names, types, strict=True) if kind == AxisType.Manual
+    types = dict(zip(known.axis_names, known.axis_types, strict=True))
+    manual, explicit = (
+        frozenset(name for name, of_axis in types.items() if of_axis == kind)
+        for kind in (AxisType.Manual, AxisType.Explicit)
     )
     for name, dims in (("query", query), ("key_value", key_value)):
         for axis in (axis for axes in dims for axis in axes):
@@ -399,19 +400,7 @@ def layout_of(sharding: Any) -> Layout:
             f"the {_DIMS[dim]} axes {shown(axes)} of sharding.query are partly axes of your "
             f"shard_map ({', '.join(sorted(manual))}) and partly not: map over all of them or none"
         )
-    return Layout(
-        mesh,
-        sizes,
-        manual,
-        frozenset(
-            name for name, x in zip(known.axis_names, types, strict=True) if x == AxisType.Explicit
-        ),
-        query[0],
-        query[1],
-        query[2],
-        key_value[1],
-        key_value[2],
-    )
+    return Layout(mesh, sizes, manual, explicit, *query, *key_value[1:])
 
 
 def layout_of_call(given: Any, mask: Any, query: Any, key: Any, value: Any) -> Layout:

@@ -199,12 +199,9 @@ def _custom_call(
     batch, biases, heads, kv_heads = (_size(letter, dims, avals) for letter in "behg")
     unread: frozenset[int] = frozenset() if kernels else dims.of_kernels
     read_operands = [n for n in range(len(avals)) if n not in unread]
-    dims = Dims(
-        tuple(dims.operands[n] for n in read_operands),
-        dims.results,
+    dims = dims._replace(
+        operands=tuple(dims.operands[n] for n in read_operands),
         summed={result: read_operands.index(n) for result, n in dims.summed.items()},
-        divided=dims.divided,
-        by_keys=dims.by_keys,
     )
 
     def whole(*operands, bind=primitive.bind):

@@ -92,11 +92,5 @@ def _blocks(side: Side, size: int, fill: int) -> _Blocks:
     ids = jnp.where(is_padding, _LARGEST, ids)
     low, high = ids.min(3), ids.max(3)
     padding = is_padding.all(3)
-    return _Blocks(
-        low,
-        high,
-        padding,
-        (low == high) & (padding | ~is_padding.any(3)),
-        positions.min(3),
-        positions.max(3),
-    )
+    single = (low == high) & (padding | ~is_padding.any(3))
+    return _Blocks(low, high, padding, single, positions.min(3), positions.max(3))

@@ -120,13 +120,9 @@ def flash_attention_triton(
     if own and shards > 1 and not by_plan:
         # In self-attention, keys are computed on the rank that has the rows of their tokens.
         sharding = gathered(layout)
+    rows = ContextMask.of(rows, sharding=sharding)
     return packax.flash_attention(
-        query,
-        key,
-        value,
-        ContextMask.of(rows, sharding=sharding),
-        scale=scale,
-        checkpoint_name=CHECKPOINT_NAME,
+        query, key, value, rows, scale=scale, checkpoint_name=CHECKPOINT_NAME
     )
 
 
