@@ -42,13 +42,14 @@ class KVGatherPipeline:
     ) -> None:
         """Starts the first gathers, at most two.
 
+        x: the rows of a rank, or of a part of its mask, and the rank's keys.
         private_rows: the number of rows that attend to private keys, for the shared part.
         halves: for the private part, whether attention runs for half of the heads before the
             shared parts, and for the other half after them.
         fetch: a function that fetches halos, if they replace the gathers.
         """
         layout, head_groups = spec.layout, spec.gather_head_groups
-        self.layout = layout
+        self.spec, self.inputs, self.layout = spec, x, layout
         mask: Any = x.mask
         starts = (0,) if mask.gathers is None else mask.gathers
         self.steps = layout.steps(starts)

@@ -42,10 +42,10 @@ def forward(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     mask: Any = x.mask
     private, *shared = _parts(spec, x)
     private.groups.keys_ready = _keys_ready(shared)
-    out, lse, *top = forward_groups(spec, private.groups, private.inputs)
+    out, lse, *top = forward_groups(private.groups)
     for part in shared:
         part.groups.attention_done = dependency_token(lse)
-        more, more_lse, *more_top = forward_groups(spec, part.groups, part.inputs)
+        more, more_lse, *more_top = forward_groups(part.groups)
         top = [part.place.put(jnp.maximum, *both, 2) for both in zip(top, more_top, strict=True)]
         out = part.place.put(jnp.add, out, more, 1)
         lse = part.place.put(jnp.maximum, lse, more_lse, 2)
@@ -71,7 +71,7 @@ def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     halves = iter(range(private.groups.number))
     if shared and (private.groups.number > 1 or not many):
         private.groups.keys_ready = _keys_ready(shared)
-        backward_groups(spec, private.groups, [next(halves)], private.inputs, own)
+        backward_groups(private.groups, [next(halves)], own)
         # Not dq: the other half of the heads writes into it, and would wait for this read.
         key_gradients = zip(own[0][1:3], ("key", "value"), strict=True)
         done = dependency_token(*[y for y, name in key_gradients if name in spec.needs_grad][:1])
@@ -79,12 +79,12 @@ def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
             part.groups.attention_done = done
     for part in shared:
         others.append([])
-        backward_groups(spec, part.groups, range(part.groups.number), part.inputs, others[-1])
+        backward_groups(part.groups, range(part.groups.number), others[-1])
     private.groups.keys_ready = None
     if shared:
         to_send = [y for part in shared for y in part.groups.to_send_back]
         private.groups.gradients_ready = dependency_token(*to_send)
-    backward_groups(spec, private.groups, halves, private.inputs, own)
+    backward_groups(private.groups, halves, own)
     dq, dk, dv, of_scores, row_delta, _ = whole(own)
     if private.return_gradients is not None:
         dk, dv = private.return_gradients([dk, dv], None)
@@ -127,10 +127,9 @@ class First(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of the mask: its keys, and the rows that attend to them."""
+    """A part of the mask: its keys, and the rows that attend to them (`groups.inputs`)."""
 
     groups: KVGatherPipeline
-    inputs: Inputs  # its rows, and the rank's keys from which those of the part are fetched
     place: First  # of the rows in the rank, and, if `return_gradients` is None, of the keys
     return_gradients: Any  # returns the gradients of halos; None: no halos
 
@@ -183,7 +182,7 @@ def _parts(spec: AttentionSpec, x: Inputs, halves: bool = False) -> list[_Part]:
             fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         back = functools.partial(return_gradients, edges, **with_halos) if edges else None
-        parts.append(_Part(groups, own, place, back))
+        parts.append(_Part(groups, place, back))
     return parts
 
 

@@ -18,7 +18,7 @@ from packax._src.ops.primitives import Inputs, score_operands
 
 def forward(spec: AttentionSpec, x: Inputs) -> list[jax.Array]:
     """out, lse and, if requested, the largest logits. The keys of all ranks are gathered."""
-    return forward_groups(spec, KVGatherPipeline(spec, x), x)
+    return forward_groups(KVGatherPipeline(spec, x))
 
 
 def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
@@ -26,19 +26,17 @@ def backward(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     (H, 2) or None, row_delta or None, and the gradient of the bias or None."""
     groups = KVGatherPipeline(spec, x)
     found: list[tuple[Any, ...]] = []
-    backward_groups(spec, groups, range(groups.number), x, found)
+    backward_groups(groups, range(groups.number), found)
     dq, dk, dv, *others = whole(found, x.scores.bias)
     return dq, groups.summed(dk, x.key), groups.summed(dv, x.value), *others
 
 
-def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, x: Inputs) -> list[jax.Array]:
+def forward_groups(groups: KVGatherPipeline) -> list[jax.Array]:
     """out, lse and, if requested, the largest logits, of all groups of heads."""
     out = None
     others: list[list[jax.Array]] = []
     for group in range(groups.number):
-        operands = _operands("forward", spec, groups, group, x)._replace(init=out)
-        heads = groups.heads_of(x.query.shape[2], group)
-        out, lse, *top = head_groups.run("forward", heads, spec.of_primitive(x.mask), operands)
+        out, lse, *top = _run("forward", groups, group, out)
         others.append([lse, *top])
         groups.gather_after(lse)
     assert out is not None
@@ -46,16 +44,18 @@ def forward_groups(spec: AttentionSpec, groups: KVGatherPipeline, x: Inputs) -> 
 
 
 def backward_groups(
-    spec: AttentionSpec,
-    groups: KVGatherPipeline,
-    which: Iterable[int],
-    x: Inputs,
-    found: list[tuple[Any, ...]],
+    groups: KVGatherPipeline, which: Iterable[int], found: list[tuple[Any, ...]]
 ) -> None:
-    """Appends the gradients of each of these groups to `found`."""
+    """Appends the gradients of each of these groups to `found`: dq (with the heads of earlier
+    groups), dk and dv, and `spec.score_params`."""
+    spec = groups.spec
     for group in which:
-        dq = found[-1][0] if found else None
-        found.append(_backward_group(spec, groups, group, x, dq))
+        before = found[-1][0] if found else None
+        dq, dk, dv, *others = _run("backward", groups, group, before)
+        # dq only if there is no other: the next group writes into it, and would wait for the read.
+        key_gradients = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
+        groups.gather_after((key_gradients or [dq])[0])
+        found.append((dq, *groups.scatter(dk, dv), *spec.score_params(others)))
 
 
 def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[Any, ...]:
@@ -71,33 +71,21 @@ def whole(found: list[tuple[Any, ...]], bias: jax.Array | None = None) -> tuple[
     return dqs[-1], _concat(dks, 2), _concat(dvs, 2), of_scores, row_delta, of_bias
 
 
-def _backward_group(
-    spec: AttentionSpec, groups: KVGatherPipeline, group: int, x: Inputs, dq: jax.Array | None
-) -> tuple[Any, ...]:
-    """The gradients of one group: dq (with the heads of earlier groups, from the argument `dq`), dk
-    and dv, and `spec.score_params`."""
-    operands = _operands("backward", spec, groups, group, x)._replace(init=dq)
-    heads = groups.heads_of(x.query.shape[2], group)
-    dq, dk, dv, *others = head_groups.run("backward", heads, spec.of_primitive(x.mask), operands)
-    # dq only if there is no other: the next group writes into it, and would wait for the read.
-    key_gradients = [y for y, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
-    groups.gather_after((key_gradients or [dq])[0])
-    return dq, *groups.scatter(dk, dv), *spec.score_params(others)
-
-
-def _operands(
-    direction: Pass, spec: AttentionSpec, groups: KVGatherPipeline, group: int, x: Inputs
-) -> Operands:
-    """The operands of a pass over the next group's keys."""
+def _run(direction: Pass, groups: KVGatherPipeline, group: int, init: Any) -> list[jax.Array]:
+    """The results of a pass over the next group's keys. init: the first result, with the heads of
+    earlier groups."""
+    spec, x = groups.spec, groups.inputs
     keys, values = groups.next()
     lse, dlse = (None if y is None else groups.rows(y, group, 1) for y in (x.lse, x.dlse))
     scores = score_operands(direction, spec, x.scores, x.fixed)
     for name, y in scores.items():
         if ROWS[name].axes[1:2] in ("h", "H") and y.shape[1] > 1:
             scores[name] = groups.rows(y, group, 1)
-    return Operands(x.query, keys, values, x.out, lse, x.dout, dlse)._replace(
+    operands = Operands(x.query, keys, values, x.out, lse, x.dout, dlse, init=init)._replace(
         **groups.mask(x.mask, group).operands(direction), **scores
     )
+    heads = groups.heads_of(x.query.shape[2], group)
+    return head_groups.run(direction, heads, spec.of_primitive(x.mask), operands)
 
 
 def _concat(parts: list[jax.Array], axis: int) -> jax.Array:
