@@ -254,7 +254,7 @@ class AttentionMask(NotAnArray, metaclass=PublicNames):
 
 
 def _serialized(static: Any) -> bytes:
-    """The static fields of an AttentionMask as bytes, for jax.export."""
+    """The static fields of a mask or an expression as bytes, for jax.export."""
     if any(is_symbolic_dim(x) for x in static):
         raise NotImplementedError(
             "a mask of symbolic lengths cannot be an argument of an exported program, because its "
@@ -287,14 +287,18 @@ def _deserialized(static: bytes) -> Any:
 
 
 def register(mask_type: type[AttentionMask], parts: tuple[str, ...] = ()) -> None:
-    """Makes the class a pytree of its arrays and its parts, also for jax.export."""
-    fields = dataclasses.fields(mask_type)
+    """Makes the class a pytree of its arrays and its parts."""
     data = [*mask_type.arrays, *parts]
-    static = [x.name for x in fields if x.init and x.name not in data]
-    jax.tree_util.register_dataclass(mask_type, data_fields=data, meta_fields=static)
+    fields = (x.name for x in dataclasses.fields(mask_type) if x.init)
+    register_pytree(mask_type, data, [name for name in fields if name not in data])
+
+
+def register_pytree(cls: type, data: list[str], static: list[str]) -> None:
+    """Makes a dataclass a pytree with these fields, also for jax.export."""
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
     jax.export.register_pytree_node_serialization(
-        mask_type,
-        serialized_name=f"packax.{mask_type.__name__}",
+        cls,
+        serialized_name=f"packax.{cls.__name__}",
         serialize_auxdata=_serialized,
         deserialize_auxdata=_deserialized,
     )

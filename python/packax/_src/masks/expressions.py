@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, dataclass_transform
 
 import jax
-import jax.export
 import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.core.arguments import Array, NotAnArray, described, numpy_of, shown
+from packax._src.core.mask import register_pytree
 from packax._src.core.spec import PADDING_SEGMENT_ID
 
 Reach: TypeAlias = tuple[int | None, int | None]
@@ -28,25 +27,14 @@ Limits: TypeAlias = tuple[Any, Any]  # lowest, highest position a row attends to
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(*arrays: str, static: tuple[str, ...] = ()) -> Callable[[type], Any]:
-    """Makes a class a frozen dataclass and a pytree with these fields, serializable by
-    jax.export."""
+    """Makes a class a frozen dataclass and a pytree with these fields."""
 
     def decorate(cls: type) -> type:
         cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-        jax.tree_util.register_dataclass(cls, data_fields=[*arrays], meta_fields=[*static])
-        jax.export.register_pytree_node_serialization(
-            cls,
-            serialized_name=f"packax.{cls.__name__}",
-            serialize_auxdata=lambda static: json.dumps(static).encode(),
-            deserialize_auxdata=_static_fields,
-        )
+        register_pytree(cls, [*arrays], [*static])
         return cls
 
     return decorate
-
-
-def _static_fields(written: bytes) -> Any:
-    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(written))
 
 
 def static_value(expression: Any) -> Any:
