@@ -16,15 +16,10 @@ from decode_calls import parse
 from properties.values import compiled
 from tiers import some
 
-HIDDEN = [  # the mask and bias, and the factor on queries; 0: the softmax of equal logits
-    ("bias=keys", 1),
-    ("interval=causal,selector=packed,bias=shared", 0),
-    ("interval=causal,selector=packed,bias=rows", 1),
-]
-
 
 @pytest.mark.parametrize(
-    "hidden,dtype", some(itertools.product(HIDDEN, ["float32", "bfloat16", "float16"]), 0, 4)
+    "hidden,dtype",
+    some(itertools.product(additive_masks.HIDDEN, ["float32", "bfloat16", "float16"]), 0, 4),
 )
 @pytest.mark.parametrize("every", some([False, True], 0))
 def test_additive_masks(hidden, dtype, every):
@@ -32,7 +27,7 @@ def test_additive_masks(hidden, dtype, every):
     in the exhaustive run. With the query times 0 all logits are equal, so plain attention computes
     their softmax exactly."""
     text, times = hidden
-    call = parse(f"{text},heads=2/1,batch=1,lengths=264x264,scale=array,dtype={dtype}")
+    call = parse(f"{text},heads=2/1,lengths=264x264,scale=array,dtype={dtype}")
     a = call.arrays(1)
     a["query"] = (a["query"] * times).astype(a["query"].dtype)
     biases = additive_masks.biases(a["bias"])

@@ -57,11 +57,6 @@ def test_extreme_sinks(option, length):
 
 # --- A bias
 
-HIDDEN = [  # the mask and bias, and the factor on queries; 0: the softmax of equal logits
-    ("bias=keys,batch=1", 1),
-    ("interval=causal,selector=packed,bias=shared,batch=1", 0),
-    ("interval=causal,selector=packed,bias=rows,batch=1", 1),
-]
 TYPES = [
     "dtype=bfloat16",  # Hopper has kernels for a bias alone
     "dtype=float16",
@@ -76,8 +71,8 @@ DIMS = "64x64", "96x96", "128x128", "40x72"
 @pytest.mark.parametrize(
     "hidden,dims,dtype",
     [
-        *once_each(HIDDEN, (*DIMS, "256x256", "192x128"), TYPES),
-        *some(itertools.product(HIDDEN, DIMS, ["dtype=float32"]), 0),
+        *once_each(additive_masks.HIDDEN, (*DIMS, "256x256", "192x128"), TYPES),
+        *some(itertools.product(additive_masks.HIDDEN, DIMS, ["dtype=float32"]), 0),
     ],
 )
 def test_additive_masks(hidden, dims, dtype):

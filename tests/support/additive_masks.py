@@ -15,6 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from calls import Arrays, Call
 
+HIDDEN = [  # the mask and bias, and the factor on queries; 0: the softmax of equal logits
+    ("bias=keys,batch=1", 1),
+    ("interval=causal,selector=packed,bias=shared,batch=1", 0),
+    ("interval=causal,selector=packed,bias=rows,batch=1", 1),
+]
 KINDS = ("left 40", "left 64", "left 100", "left 200", "keys", "rows", "both")
 
 
