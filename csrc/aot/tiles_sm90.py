@@ -26,7 +26,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - RESIDENT: 1: keys that fit in the stages stay there for several tiles (row_producer.py).
 #   SKIP_IDLE: 1: a warp group whose rows are all past the last one computes one step. Q_STAGES: 2:
 #   the queries of the next tile are loaded before those of a tile have been used. EARLY: 1: the
-#   ranges of rows are read before the queries arrive. COPY_DQ: 1: blocks of dQ are copied instead
+#   ranges of rows are read before the queries arrive. KEYS_FIRST: 1: the first keys of a tile are
+#   loaded before its queries, whose memory the tile before may still use. COPY_DQ: 1: blocks of dQ are copied instead
 #   of added if there is one tile of keys; C++ must then pass clear_dq 2. No GPU has run these yet.
 # - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
 #   always do.
@@ -57,6 +58,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "SKIP_IDLE": 0,
             "Q_STAGES": 1,
             "EARLY": 0,
+            "KEYS_FIRST": 0,
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),

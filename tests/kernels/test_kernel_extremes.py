@@ -337,6 +337,7 @@ TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2}), ("forward_sm90", 128, {"Q
 TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2, "EARLY": 1})]
 TUNED += [("forward_sm90", 96, {"Q_STAGES": 2, "RESIDENT": 1, "SKIP_IDLE": 1, "EARLY": 1})]
 TUNED += [("forward_sm90", 64, {"Q_STAGES": 2})]
+TUNED += [("forward_sm90", dim, {"KEYS_FIRST": 1}) for dim in (96, 128, 256)]
 
 
 @pytest.mark.parametrize("text", [DOCUMENTS, "lengths=300x70,batch=3"])

@@ -79,14 +79,12 @@ def load_rows(args, b, row, head, stage, phase, config: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, kept, config: gl.constexpr):
-    """Loads the keys and values of a step, and with a bias the tiles of `plane`. `kept`: the stage
-    holds them already."""
+def load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config: gl.constexpr):
+    """Loads the keys of a step, and with a bias the tiles of `plane`. `kept`: the stage holds them
+    already."""
     maps = args.maps
     shared = args.shared
-    V_PARTS: gl.constexpr = config.V_PARTS
     CHUNKS: gl.constexpr = config.CHUNKS
-    V_CHUNKS: gl.constexpr = config.V_CHUNKS
     BLOCK_N: gl.constexpr = config.BLOCK_N
     BIAS_TILES: gl.constexpr = config.WARP_GROUPS if config.BIAS_BYTES else 0
     mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
@@ -100,6 +98,16 @@ def load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, kept, conf
         tile_s = shared.bias_s.index(stage * BIAS_TILES + w)
         tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 1, 64, BLOCK_N], maps.bias.layout)
         tma.async_load(maps.bias, [plane, 0, row + w * 64, at], full, tile_s)
+
+
+@gluon.jit
+def load_values(args, b, at, kv_head, v_part, stage, phase, kept, config: gl.constexpr):
+    """Loads the values of a step, as `load_keys` does."""
+    maps = args.maps
+    shared = args.shared
+    V_PARTS: gl.constexpr = config.V_PARTS
+    V_CHUNKS: gl.constexpr = config.V_CHUNKS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
     v_stage, v_phase = stage_of_values(stage, phase, config)
     mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
     full = shared.v_full.index(v_stage)
@@ -182,7 +190,8 @@ def produce(args, config: gl.constexpr):
         )
         mbarrier.arrive(shared.work_full.index(slot))
         phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
-        load_rows(args, b, row, head, slot, phase_of_rows, config)
+        if not config.KEYS_FIRST:
+            load_rows(args, b, row, head, slot, phase_of_rows, config)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N
@@ -195,7 +204,10 @@ def produce(args, config: gl.constexpr):
                 kept = resident & (keys == gl.where(stage == 0, first_kept, second_kept))
                 first_kept = gl.where(stage == 0, keys, first_kept)
                 second_kept = gl.where(stage == 1, keys, second_kept)
-            load_keys(args, b, at, kv_head, v_part, row, plane, stage, phase, kept, config)
+            load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config)
+            if config.KEYS_FIRST and i == 0:
+                load_rows(args, b, row, head, slot, phase_of_rows, config)
+            load_values(args, b, at, kv_head, v_part, stage, phase, kept, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         if config.RESIDENT:
             rest -= 1
@@ -262,7 +274,8 @@ def load(args, config: gl.constexpr):
         load_rows(args, tile.b, tile.row, tile.head_part, slot, phase_of_rows, config)
         for i in range(0, kv_range.steps):
             at = kv_range.nth(i, config.BLOCK_N)
-            load_keys(args, tile.b, at, kv_head, 0, tile.row, 0, stage, phase, False, config)
+            load_keys(args, tile.b, at, kv_head, tile.row, 0, stage, phase, False, config)
+            load_values(args, tile.b, at, kv_head, 0, stage, phase, False, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
