@@ -1,4 +1,4 @@
-"""Compares wheels of packax on the cases of models.py, each in a process of its own, in turns.
+"""Compares wheels of packax on the cases of models.py, each in a separate process, in turns.
 
     python benchmarks/tune/wheels.py NAME=WHEEL ... --cases GROUP,NAME,... [--passes fwd,bwd]
         [--cudnn] [--rounds 5] [--out DIR]
