@@ -25,8 +25,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
 # - No GPU has run these yet. RESIDENT: 1: keys that fit in the stages stay there for several tiles
 #   (row_producer.py). SKIP_IDLE: 1: a warp group whose rows are all past the last one computes one
-#   step. Q_STAGES: 2: the queries of the next tile are loaded before those of a tile have been used.
-#   EARLY: 1: the ranges of rows are read before the queries arrive. KEYS_FIRST: 1: the first keys of
+#   step. Q_STAGES: 2: the queries of the next tile are loaded while those of a tile are in use.
+#   EARLY: 1: ranges of rows are read before the queries arrive. KEYS_FIRST: 1: the first keys of
 #   a tile are loaded before its queries, whose memory the tile before may still use. COPY_DQ: 1:
 #   blocks of dQ are copied instead of added if there is one tile of keys; C++ must then pass
 #   clear_dq 2.
