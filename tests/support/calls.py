@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import philox
+from packax._src.ops import xla_tiles
 
 Arrays = dict[str, Any]
 BIASES = {  # the axes of a bias; "c": one for each two rows of a batch of four
@@ -175,6 +176,7 @@ SELECTORS: dict[str, Selector] = {
     "any positions": (_documents, _same_document, ("ids", "positions")),
 }
 LONG = "packed", "any positions"
+xla_tiles.SHORT = 64  # so that blockwise XLA has several tiles for 165 tokens, and one for 33
 TREES = ("tree", "tree and documents", "tree and blocks", "shared prefix")
 
 FEATURES: dict[str, tuple[str, ...]] = {
