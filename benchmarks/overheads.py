@@ -3,10 +3,10 @@
     python benchmarks/overheads.py [--calls 500] [--out DIR]
 
 On any machine, without kernels: microseconds of Python per eager and per jitted call, and CPU
-seconds to trace, lower and compile the gradients of a model with 24 layers; the same for
-jax.nn.dot_product_attention. On a GPU also: the first call of a process, milliseconds to build a
-mask, and host time in the C++ handlers. Writes overheads.json into --out (default: $OUT, else
-benchmarks/results).
+seconds to trace, lower and compile the gradients of a model with 24 layers, for rows of 256 and of
+1,024 tokens; the same for jax.nn.dot_product_attention. On a GPU also: the first call of a process,
+milliseconds to build a mask, and host time in the C++ handlers. Writes overheads.json into --out
+(default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def attentions() -> dict[str, tuple[Attention, Callable[[jax.Array], Any]]]:
     def of_documents(ids: jax.Array) -> Any:
         return packax.create_attention_mask(packax.causal() & packax.documents(ids))
 
-    def causal(_: jax.Array) -> Any:
-        return packax.create_attention_mask(packax.causal(), q_len=LENGTH, kv_len=LENGTH)
+    def causal(ids: jax.Array) -> Any:
+        length = ids.shape[1]
+        return packax.create_attention_mask(packax.causal(), q_len=length, kv_len=length)
 
     return {
         "jax.nn": (by_jax, lambda _: None),
@@ -109,12 +110,12 @@ def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Call
     return jax.grad(loss)
 
 
-def compile_time() -> dict[str, Any]:
-    """CPU seconds of all threads to trace, lower and compile each model."""
+def compile_time(length: int) -> dict[str, Any]:
+    """CPU seconds of all threads to trace, lower and compile each model, for a row of tokens."""
     width = HEADS * DIM
     shapes = [(LAYERS, width, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
     weights = [jnp.ones(shape) for shape in (*shapes, (LAYERS, HEADS, DIM, width))]
-    x, ids = jnp.ones((1, LENGTH, width)), small_inputs()[1]
+    x, ids = jnp.ones((1, length, width)), jnp.arange(length, dtype=jnp.int32)[None] // 64
     found: dict[str, Any] = {}
     for name, (attention, mask_of) in attentions().items():
         for scan in (True, False):
@@ -243,7 +244,9 @@ def main() -> int:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "calls": call_time(arguments.calls),
-        f"gradients_of_{LAYERS}_layers": compile_time(),
+        f"gradients_of_{LAYERS}_layers": {
+            f"{length} tokens": compile_time(length) for length in (LENGTH, 4 * LENGTH)
+        },
     }
     if on_gpu:
         report |= {"mask_building": mask_building(), "handlers": handler_time()}
