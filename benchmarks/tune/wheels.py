@@ -4,10 +4,11 @@
         [--cudnn] [--rounds 5] [--out DIR]
 
 It needs a GPU, and no Triton. Build a wheel with other constants of csrc/aot/tiles_*.py for the
-kernels that the cases need: `PACKAX_ARCHS=90a PACKAX_DTYPES=bf16 PACKAX_HEAD_DIMS=64;96`. Results
+kernels that the cases need: `PACKAX_ARCHS=90a PACKAX_DTYPES=bf16 PACKAX_HEAD_DIMS="64;96"`. Results
 are compared with a float32 reference; a wheel with wrong results is named, and not timed. Prints
-the median times of all wheels in ms, and the first wheel's time divided by each other one's (above
-1: faster than the first). Writes wheels.json into --out (default: $OUT, else benchmarks/results).
+the median times of all wheels in ms, and the first wheel's time divided by that of each other
+(above 1: faster than the first). Writes wheels.json into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class OneWheel(State):
         import jax
         import models
         from lib.implementations import Compiled, random_inputs
+        from lib.machine import machine
         from lib.model_cases import select
         from lib.passes import usable
 
@@ -61,7 +63,8 @@ class OneWheel(State):
                     troubles[name] = [row["failed"], row["wrong"]]
         for key, (function, _) in self.rows.items():
             self.launches[key] = launches_of(function, self.finish, ROUND_MS)
-        return {"troubles": troubles, "ready": [list(key) for key in self.rows]}
+        ready = [list(key) for key in self.rows]
+        return {"troubles": troubles, "ready": ready, "machine": machine()}
 
     def time(self, case: str, what: str) -> float:
         function, loops = self.rows[case, what]
@@ -107,6 +110,7 @@ def main(arguments: list[str]) -> int:
             except Failed as error:
                 say(f"{name}: {error}")
                 continue
+            report["machine"] = answer["machine"]
             say(f"{name} is ready{''.join(f'; {x}: {y}' for x, y in answer['troubles'].items())}")
             for case, what in answer["ready"]:
                 ask = functools.partial(workers[name].ask, do="time", case=case, what=what)

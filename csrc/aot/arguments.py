@@ -111,6 +111,8 @@ POINTERS = {name: x for y in schema.TARGETS.values() for name, x in _elements(y)
 POINTERS |= dict.fromkeys(("delta", "lse2", "top", "dq_sum", "dbias_sums"), "fp32")
 POINTERS["workspace"] = "i32"
 POINTERS_OF_KERNEL = {"backward_shared_float32_dbias": {"bias": "fp32"}}  # in place of POINTERS
+_untyped = {x.name for x in schema.OPERANDS if x.passes and not (x.view or POINTERS[x.name])}
+assert not _untyped, f"{_untyped}: their texts in schema.py need the type of their elements"
 FLOATS = (*(x.name for x in schema.SHARED.attributes if x.type == "float"), "inverse_keep")
 
 
