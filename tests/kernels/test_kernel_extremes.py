@@ -272,18 +272,26 @@ def test_forward_in_turns(kernel: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text,most",
+    "dim,text,most",
     [  # copies of 128 keys and 96 columns in two chunks, of keys and values, if none is resident
-        ("lengths=400x100,batch=4", 2 / 3),  # one step for each of four tiles
-        ("lengths=300x200,batch=4,heads=4/4", 2 / 3),  # two steps for each of three tiles
-        (f"{DOCUMENTS},batch=6", 1),  # other keys, or in another order
-        ("lengths=300x100,batch=1", 1),  # few tiles: each program draws one at a time
-        ("lengths=200x300,batch=4", 1),  # more keys than the stages hold
+        (96, "lengths=400x100,batch=4", 2 / 3),  # one step for each of four tiles
+        (96, "lengths=300x200,batch=4,heads=4/4", 2 / 3),  # two steps for each of three tiles
+        (96, f"{DOCUMENTS},batch=6", 1),  # other keys, or in another order
+        (96, "lengths=300x100,batch=1", 1),  # few tiles: each program draws one at a time
+        (96, "lengths=200x300,batch=4", 1),  # more keys than the stages hold
+        # of 64 keys, in three stages
+        (64, "lengths=400x60,batch=4", 2 / 3),
+        (64, "lengths=300x128,batch=4,heads=4/4", 2 / 3),
+        (64, "lengths=300x190,batch=4,heads=4/2", 2 / 3),
+        (64, "interval=causal,lengths=190x190,batch=6", 1),
+        (64, f"{DOCUMENTS},batch=6", 1),
+        (64, "lengths=200x193,batch=4", 1),
     ],
 )
-def test_resident_keys(text: str, most: float, monkeypatch: Any) -> None:
+def test_resident_keys(dim: int, text: str, most: float, monkeypatch: Any) -> None:
     """Keys that a stage holds already are not loaded again."""
-    x = of(f"{text},dims=96x96,dtype=bfloat16")
+    kernel = "forward_sm90" if dim == 96 else "forward_sm90_short"
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
     copies = []
 
     def box(self: TensorMap, at: list[int], shape: tuple[int, ...]) -> Any:
@@ -294,7 +302,7 @@ def test_resident_keys(text: str, most: float, monkeypatch: Any) -> None:
     counts = []
     for resident in (0, 1):
         copies.clear()
-        forward(x, "forward_sm90", "90a", RESIDENT=resident)
+        forward(x, kernel, "90a", RESIDENT=resident)
         x.check_forward()
         counts.append(len(copies))
     assert counts[1] <= most * counts[0]

@@ -27,6 +27,7 @@ from sm90.pipeline import (
     previous_stage,
     receive_tile,
     skip_blocks,
+    stages_in_use,
 )
 from sm90.softmax import LEAST, half_name, rescale, softmax, unpack
 from sm90.tile_store import start_store
@@ -160,6 +161,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     if W == 0 and config.WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    ring = stages_in_use(scalars.kv_len, config)
     stage = 0
     phase = 0
     slot = 0
@@ -243,12 +245,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
         if config.DROPOUT:
             p = keep_pairs(p, keep)
-        stage, phase = next_stage(stage, phase, config.STAGES)
+        stage, phase = next_stage(stage, phase, ring)
         for part in gl.static_range(2):  # partial steps, then full steps
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
             stop = last if part == 0 else end
             for i in range(begin, stop):
-                old, old_phase = previous_stage(stage, phase, config.STAGES)
+                old, old_phase = previous_stage(stage, phase, ring)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
@@ -278,10 +280,10 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 acc = wait_products(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
                 acc = rescaled(acc, alpha)
-                stage, phase = next_stage(stage, phase, config.STAGES)
+                stage, phase = next_stage(stage, phase, ring)
         if not config.OUT_IN_QUERY:
             warp_arrive(shared.q_empty.index(q))
-        old, old_phase = previous_stage(stage, phase, config.STAGES)
+        old, old_phase = previous_stage(stage, phase, ring)
         mbarrier.wait(shared.v_full.index(old), old_phase)
         acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)

@@ -9,7 +9,13 @@ from common.kv_ranges import key_range, place_of_tile, split, tiles_are_near
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
 from sm90.common import lanes_arrive
-from sm90.pipeline import next_stage, receive_tile, send_tile, stage_of_values
+from sm90.pipeline import (
+    next_stage,
+    receive_tile,
+    send_tile,
+    stage_of_values,
+    stages_in_use,
+)
 from sm90.tiles import load_chunks, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -128,6 +134,27 @@ def length_of_run(total, programs):
 
 
 @gluon.jit
+def next_of_run(args, nth, turn, rest, run):
+    """The next tile of a run of consecutive tiles, or the first one of the next run."""
+    rest -= 1
+    nth += 1
+    if rest == 0:
+        turn += 1
+        nth = draw(args, turn) * run
+        rest = run
+    return nth, turn, rest
+
+
+@gluon.jit
+def hold(stage, keys, first, second, third):
+    """Whether a stage holds these keys already, and what each stage holds then."""
+    kept = keys == gl.where(stage == 0, first, gl.where(stage == 1, second, third))
+    first = gl.where(stage == 0, keys, first)
+    second = gl.where(stage == 1, keys, second)
+    return kept, first, second, gl.where(stage == 2, keys, third)
+
+
+@gluon.jit
 def produce(args, config: gl.constexpr):
     """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
     keys and values, and bias tiles with the keys.
@@ -160,8 +187,9 @@ def produce(args, config: gl.constexpr):
         run = gl.where(resident, length_of_run(total, args.programs), 1)
         nth *= run
         rest = run
-        first_kept = -1
-        second_kept = -1
+        first = -1
+        second = -1
+        third = -1
     while nth < total:
         head, kv_head, b, mask_b, row = place_of_tile(
             nth // V_PARTS, args.q_order, scalars.batch, scalars.mask_batch, tiles, group,
@@ -201,21 +229,15 @@ def produce(args, config: gl.constexpr):
             kept = False
             if config.RESIDENT:
                 keys = (b * scalars.kv_heads + kv_head) * (config.STAGES * BLOCK_N) + at
-                kept = resident & (keys == gl.where(stage == 0, first_kept, second_kept))
-                first_kept = gl.where(stage == 0, keys, first_kept)
-                second_kept = gl.where(stage == 1, keys, second_kept)
+                kept, first, second, third = hold(stage, keys, first, second, third)
+                kept = kept & resident
             load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config)
             if config.KEYS_FIRST and i == 0:
                 load_rows(args, b, row, head, slot, phase_of_rows, config)
             load_values(args, b, at, kv_head, v_part, stage, phase, kept, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
         if config.RESIDENT:
-            rest -= 1
-            nth += 1
-            if rest == 0:
-                turn += 1
-                nth = draw(args, turn) * run
-                rest = run
+            nth, turn, rest = next_of_run(args, nth, turn, rest, run)
         else:
             turn += 1
             nth = draw(args, turn)
@@ -237,10 +259,16 @@ def schedule(args, config: gl.constexpr):
     slot_phase = 0
     turn = 0
     nth = gl.program_id(0)
+    near = False
+    if config.RESIDENT:
+        near = scalars.kv_len <= config.STAGES * config.BLOCK_N
+        run = gl.where(near, length_of_run(total, args.programs), 1)
+        nth *= run
+        rest = run
     while nth < total:
         head, _, b, mask_b, row = place_of_tile(
             nth, args.q_order, scalars.batch, scalars.mask_batch, tiles, group, scalars.kv_heads,
-            ROWS, SUB,
+            ROWS, SUB, near,
         )  # fmt: skip
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
@@ -248,8 +276,11 @@ def schedule(args, config: gl.constexpr):
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, config.BLOCK_N)
         kv_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
         send(args.shared, slot, slot_phase, RowTile(row, head, b, kv_range, checked))
-        turn += 1
-        nth = draw(args, turn)
+        if config.RESIDENT:
+            nth, turn, rest = next_of_run(args, nth, turn, rest, run)
+        else:
+            turn += 1
+            nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
     send_stop(args.shared, slot, slot_phase)
 
@@ -259,7 +290,14 @@ def load(args, config: gl.constexpr):
     """Loads the queries, keys and values of the tiles that `schedule` sends."""
     gl.static_assert(config.V_PARTS == 1 and not (config.BLOCK_LISTS or config.BIAS))
     shared = args.shared
-    group = args.scalars.heads // args.scalars.kv_heads
+    scalars = args.scalars
+    group = scalars.heads // scalars.kv_heads
+    ring = stages_in_use(scalars.kv_len, config)
+    if config.RESIDENT:
+        resident = scalars.kv_len <= config.STAGES * config.BLOCK_N
+        first = -1
+        second = -1
+        third = -1
     stage = 0
     phase = 0
     slot = 0
@@ -274,9 +312,15 @@ def load(args, config: gl.constexpr):
         load_rows(args, tile.b, tile.row, tile.head_part, slot, phase_of_rows, config)
         for i in range(0, kv_range.steps):
             at = kv_range.nth(i, config.BLOCK_N)
-            load_keys(args, tile.b, at, kv_head, tile.row, 0, stage, phase, False, config)
-            load_values(args, tile.b, at, kv_head, 0, stage, phase, False, config)
-            stage, phase = next_stage(stage, phase, config.STAGES)
+            kept = False
+            if config.RESIDENT:
+                head = tile.b * scalars.kv_heads + kv_head
+                keys = head * (config.STAGES * config.BLOCK_N) + at
+                kept, first, second, third = hold(stage, keys, first, second, third)
+                kept = kept & resident
+            load_keys(args, tile.b, at, kv_head, tile.row, 0, stage, phase, kept, config)
+            load_values(args, tile.b, at, kv_head, 0, stage, phase, kept, config)
+            stage, phase = next_stage(stage, phase, ring)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         tile = receive_tile(shared, slot, slot_phase)
