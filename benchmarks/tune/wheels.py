@@ -5,10 +5,10 @@
 
 It needs a GPU, and no Triton. Build a wheel with other constants of csrc/aot/tiles_*.py for the
 kernels that the cases need: `PACKAX_ARCHS=90a PACKAX_DTYPES=bf16 PACKAX_HEAD_DIMS="64;96"`. Results
-are compared with a float32 reference; a wheel with wrong results is named, and not timed. Prints
-the median times of all wheels in ms, and the first wheel's time divided by that of each other
-(above 1: faster than the first). Writes wheels.json into --out (default: $OUT, else
-benchmarks/results).
+are compared with those of the first wheel, which must be right; a wheel with other results is
+named, and not timed. Cases are prepared and timed one after another. Prints the median times of all
+wheels in ms, and the first wheel's time divided by that of each other (above 1: faster than the
+first). Writes wheels.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -22,53 +22,72 @@ import tempfile
 import zipfile
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from lib.turns import PASSES, Failed, State, Worker, as_row, burst, in_turns, launches_of, serve
 
 ROUND_MS = 30.0
+# ‖x - y‖ / ‖y‖ of results in bfloat16: sums may be in another order.
+LIMIT = 1e-2
+NUMBERS = 1 << 27  # random ones, of which all operands are slices
 
 
 class OneWheel(State):
     """A worker: the wheel on PYTHONPATH, or cuDNN."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.rows, self.launches = name, {}, {}
+        self.name, self.functions, self.launches = name, {}, {}
+        self.numbers: Any = None
 
-    def prepare(self, cases: list[str], passes: list[str]) -> dict[str, Any]:
-        """What fails or is wrong, by case. cuDNN compiles one case at a time (models.py)."""
+    def inputs(self, case: Any) -> tuple[Any, ...]:
+        """As lib.implementations.random_inputs, which would compile a program for every shape."""
+        import jax
+
+        if self.numbers is None:
+            self.numbers = jax.random.normal(jax.random.key(0), (NUMBERS,), "bfloat16")
+        rows, keys, qk, v = case.seq, case.kv_len, case.head_dim, case.value_dim
+        shapes = [(rows, case.heads, qk), (keys, case.kv_heads, qk)]
+        shapes += [(keys, case.kv_heads, v), (rows, case.heads, v)]
+        found = []
+        for i, shape in enumerate(shapes):
+            size = case.batch * int(np.prod(shape))
+            first = min(1000 * i + 1, NUMBERS - size)
+            found.append(self.numbers[first : first + size].reshape(case.batch, *shape))
+        return tuple(found)
+
+    def prepare(self, case: str, passes: list[str], folder: str) -> dict[str, Any]:
+        """Compiles a case, and stores the results of its first batch row."""
         import jax
         import models
-        from lib.implementations import Compiled, random_inputs
+        from lib.implementations import Compiled
         from lib.machine import machine
         from lib.model_cases import select
-        from lib.passes import usable
 
-        self.finish = jax.block_until_ready
+        self.finish, (found,) = jax.block_until_ready, select(case)
         make = models.cudnn_function if self.name == "cudnn" else models.packax_function
+        compiled = Compiled(make(found), self.inputs(found))
+        self.loops = models.loops_of(found)
+        self.functions = {}
+        for what in passes:
+            results = compiled.function(what)()
+            results = [results] if what == "fwd" else results
+            rows = {str(i): np.asarray(x[0], np.float32) for i, x in enumerate(results)}
+            np.savez(f"{folder}/{self.name}_{what}.npz", **rows)
+            self.functions[what] = compiled.function(what, self.loops)
+        return {"machine": machine()}
 
-        def one(case: Any) -> tuple[str, dict[str, Any], int]:
-            compiled = Compiled(make(case), random_inputs(case))
-            loops = models.loops_of(case)
-            errors = models.reference_of(case).errors
-            return case.name, usable(compiled, errors, passes=passes, loops=loops), loops
+    def time(self, what: str) -> float:
+        function = self.functions[what]
+        if what not in self.launches:
+            self.launches[what] = launches_of(function, self.finish, ROUND_MS)
+        return burst(function, self.finish, self.launches[what]) / self.loops
 
-        troubles = {}
-        with concurrent.futures.ThreadPoolExecutor(1 if self.name == "cudnn" else 6) as pool:
-            for name, row, loops in pool.map(one, select(",".join(cases))):
-                for what, function in row["passes"].items():
-                    self.rows[name, what] = function, loops
-                if row["failed"] or row["wrong"]:
-                    troubles[name] = [row["failed"], row["wrong"]]
-        for key, (function, _) in self.rows.items():
-            self.launches[key] = launches_of(function, self.finish, ROUND_MS)
-        ready = [list(key) for key in self.rows]
-        return {"troubles": troubles, "ready": ready, "machine": machine()}
-
-    def time(self, case: str, what: str) -> float:
-        function, loops = self.rows[case, what]
-        return burst(function, self.finish, self.launches[case, what]) / loops
+    def count(self) -> None:
+        """Counts the launches of a burst again."""
+        self.launches = {}
 
 
 def started(name: str, site: str) -> Worker:
@@ -76,7 +95,20 @@ def started(name: str, site: str) -> Worker:
     return Worker(name, [sys.executable, __file__, "--serve", name], environment)
 
 
+def others(first: str, name: str, what: str, folder: str) -> list[str]:
+    """The results that are not those of the first wheel."""
+    wrong = []
+    with np.load(f"{folder}/{first}_{what}.npz") as want, \
+            np.load(f"{folder}/{name}_{what}.npz") as got:  # fmt: skip
+        for key in want:
+            error = np.linalg.norm(got[key] - want[key]) / np.linalg.norm(want[key])
+            if not error <= LIMIT:
+                wrong.append(f"{what} {key}: {error:.1e}")
+    return wrong
+
+
 def main(arguments: list[str]) -> int:
+    from lib.model_cases import select
     from lib.output import Report, arguments_of, say
 
     parser = arguments_of(__doc__, "names and groups of lib/model_cases.py", rounds=5)
@@ -88,42 +120,43 @@ def main(arguments: list[str]) -> int:
         parser.error("--cases: name some")
     passes = options.passes.split(",")
     report = Report(options.out, "wheels", options.rounds)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, \
+            concurrent.futures.ThreadPoolExecutor() as pool:  # fmt: skip
         workers = {}
         for name, wheel in (x.split("=", 1) for x in options.wheels):
             zipfile.ZipFile(wheel).extractall(f"{folder}/{name}")
             workers[name] = started(name, f"{folder}/{name}")
+        first = next(iter(workers))
         if options.cudnn:
-            workers["cudnn"] = started("cudnn", f"{folder}/{next(iter(workers))}")
-        request = {"do": "prepare", "cases": options.cases.split(","), "passes": passes}
-        ready: dict[tuple[str, str], dict[str, Any]] = {}
-        with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
-            # cuDNN compiles by capturing streams, during which nothing else may run
-            others = [worker for name, worker in workers.items() if name != "cudnn"]
-            found = {w.name: pool.submit(w.ask, **request) for w in others}
-            concurrent.futures.wait(found.values())
-            found |= {name: pool.submit(w.ask, **request) for name, w in workers.items()
-                if name not in found}  # fmt: skip
-        for name, future in found.items():
-            try:
-                answer = future.result()
-            except Failed as error:
-                say(f"{name}: {error}")
-                continue
-            report["machine"] = answer["machine"]
-            say(f"{name} is ready{''.join(f'; {x}: {y}' for x, y in answer['troubles'].items())}")
-            for case, what in answer["ready"]:
-                ask = functools.partial(workers[name].ask, do="time", case=case, what=what)
-                ready.setdefault((case, what), {})[name] = ask
-        names = list(workers)
-        say(f"{'case':<34}{'pass':<5}" + "".join(f"{name:>12}" for name in names))
-        for (case, what), bursts in ready.items():
-            rows = {name: as_row(x) for name, x in in_turns(bursts, options.rounds).items()}
-            report.add(case, report["cases"].get(case, {}) | {what: rows})
-            times = "".join(f"{rows[n]['ms'] if n in rows else 0:>12.4f}" for n in names)
-            first = rows.get(names[0], {"ms": 0})["ms"]
-            ratios = (f"{first / rows[n]['ms']:.3f}" if n in rows else "-" for n in names[1:])
-            say(f"{case:<34}{what:<5}{times}   {' '.join(ratios)}")
+            workers["cudnn"] = started("cudnn", f"{folder}/{first}")
+        # cuDNN compiles by capturing streams, during which nothing else may run
+        groups = [[x for x in workers if x != "cudnn"], ["cudnn"] if options.cudnn else []]
+        say(f"{'case':<34}{'pass':<5}" + "".join(f"{name:>12}" for name in workers))
+        for case in (x.name for x in select(options.cases)):
+            ready = []
+            for group in groups:
+                request = {"do": "prepare", "case": case, "passes": passes, "folder": folder}
+                answers = {x: pool.submit(workers[x].ask, **request) for x in group}
+                for name, future in answers.items():
+                    try:
+                        report["machine"] = future.result()["machine"]
+                        ready.append(name)
+                    except Failed as error:
+                        say(f"{case}: {name}: {error}")
+            for what in passes:
+                bursts = {}
+                for name in ready if first in ready else ():
+                    if wrong := others(first, name, what, folder):
+                        say(f"WRONG {case}: {name}: {', '.join(wrong)}")
+                        continue
+                    workers[name].ask(do="count")
+                    bursts[name] = functools.partial(workers[name].ask, do="time", what=what)
+                rows = {name: as_row(x) for name, x in in_turns(bursts, options.rounds).items()}
+                report.add(case, (report["cases"].get(case) or {}) | {what: rows})
+                times = "".join(f"{rows[n]['ms'] if n in rows else 0:>12.4f}" for n in workers)
+                base = rows.get(first, {"ms": 0})["ms"]
+                ratios = (f"{base / rows[n]['ms']:.3f}" if n in rows else "-" for n in workers)
+                say(f"{case:<34}{what:<5}{times}   {' '.join(ratios)}")
         for worker in workers.values():
             worker.end()
     return report.end([])
