@@ -51,12 +51,17 @@ class OneWheel(State):
         rows, keys, qk, v = case.seq, case.kv_len, case.head_dim, case.value_dim
         shapes = [(rows, case.heads, qk), (keys, case.kv_heads, qk)]
         shapes += [(keys, case.kv_heads, v), (rows, case.heads, v)]
-        found = []
-        for i, shape in enumerate(shapes):
-            size = case.batch * int(np.prod(shape))
-            first = min(1000 * i + 1, NUMBERS - size)
-            found.append(self.numbers[first : first + size].reshape(case.batch, *shape))
-        return tuple(found)
+
+        @jax.jit
+        def slices(numbers: Any) -> tuple[Any, ...]:
+            found = []
+            for i, shape in enumerate(shapes):
+                size = case.batch * int(np.prod(shape))
+                first = min(1000 * i + 1, NUMBERS - size)
+                found.append(numbers[first : first + size].reshape(case.batch, *shape))
+            return tuple(found)
+
+        return slices(self.numbers)
 
     def prepare(self, case: str, passes: list[str], folder: str) -> dict[str, Any]:
         """Compiles a case, and stores the results of its first batch row."""
@@ -74,7 +79,7 @@ class OneWheel(State):
         for what in passes:
             results = compiled.function(what)()
             results = [results] if what == "fwd" else results
-            rows = {str(i): np.asarray(x[0], np.float32) for i, x in enumerate(results)}
+            rows = {str(i): np.asarray(x)[0].astype("f4") for i, x in enumerate(results)}
             np.savez(f"{folder}/{self.name}_{what}.npz", **rows)
             self.functions[what] = compiled.function(what, self.loops)
         return {"machine": machine()}
