@@ -65,6 +65,7 @@ TENSOR_MAPS["backward_dkdv_sm90_parts"] = TENSOR_MAPS["backward_sm90"] | {  # 32
 }
 TENSOR_MAPS["backward_dq_sm90_parts"] = TENSOR_MAPS["backward_dq_sm90"]
 TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
+TENSOR_MAPS["ragged_sm90_small_pages"] = {"query": TENSOR_MAPS["ragged_sm90"]["query"]}
 TENSOR_MAPS["backward_dkdv_sm90_dbias"] = TENSOR_MAPS["backward_dkdv_sm90"] | {
     "top": ("fp32", 1, 64),
     **dict.fromkeys(("bias", "dbias"), ("", 64, 64)),

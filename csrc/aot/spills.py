@@ -82,6 +82,8 @@ SPILLS: dict[tuple, int] = {
     ("ragged_sm90", 128): 96,  # under ptxas 12.9; 56 under 13.4
     ("ragged_sm90_large_pages", 64): 88,  # under ptxas 12.9
     ("ragged_sm90_large_pages", 128): 88,  # under ptxas 12.9
+    ("ragged_sm90_small_pages", 64): 16,  # under ptxas 12.9
+    ("ragged_sm90_small_pages", 128): 112,  # under ptxas 12.9
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,

@@ -158,6 +158,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "decode_combine": "portable.decode",
     "ragged_sm90": "sm90.ragged",
     "ragged_sm90_large_pages": "sm90.ragged",
+    "ragged_sm90_small_pages": "sm90.ragged",
 }
 
 # module -> its functions. Modules that are not listed have a function for each kernel.

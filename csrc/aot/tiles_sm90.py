@@ -318,7 +318,8 @@ SM90_TILES["backward_sm90_short"] = {
     64: SM90_TILES["backward_sm90"][64] | {"KEYS": 64, "SKIP": 0, "REGISTERS": 128}
 }
 # Chunks of new tokens over pages. PAGE_ROWS: keys that one TMA copy loads, the smallest page
-# (csrc/launch/select_decode.cc). The producer needs registers for page numbers.
+# (csrc/launch/select_decode.cc); 1: keys are copied by cp.async. The producer needs registers for
+# page numbers, or addresses.
 SM90_TILES |= {
     kernel: {
         dim: {
@@ -333,11 +334,15 @@ SM90_TILES |= {
         }
         for dim in (64, 128)
     }
-    for kernel, rows, more in (("ragged_sm90", 16, 1), ("ragged_sm90_large_pages", 64, 0))
+    for kernel, rows, more in (
+        ("ragged_sm90", 16, 1),
+        ("ragged_sm90_large_pages", 64, 0),
+        ("ragged_sm90_small_pages", 1, 3),
+    )
 }
 # kernel -> the plain kernel whose function and tensor maps it uses
 LIKE_PLAIN = SOFT_CAP | ALIBI | BIAS | BLOCK_SPARSE | DROPOUT | MAX_LOGITS | LOW_OCCUPANCY | SHORT
-LIKE_PLAIN |= {"ragged_sm90_large_pages": "ragged_sm90"}
+LIKE_PLAIN |= dict.fromkeys(("ragged_sm90_large_pages", "ragged_sm90_small_pages"), "ragged_sm90")
 # Kernels for dK and dV, and for dQ, that compute the columns of a gradient in two parts, for head
 # dims at which the accumulators of 64 keys or rows do not fit in one warp group.
 SM90_TILES["backward_preprocess"][512] = {"ROWS": 16}  # 32 do not fit in registers

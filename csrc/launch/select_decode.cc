@@ -67,13 +67,17 @@ bool TakesBoth(const D& o, const Device& device) {
 }
 
 // Whether the list of work has chunks that csrc/kernels/sm90/ragged.py takes: the scale is
-// positive, and pages consist of the rows of a TMA copy, or there is one for each sequence.
+// positive, and pages consist of the rows of a TMA copy, or there is one for each sequence. With
+// one row, which is copied by other means, pages may have any size, but places in the cache have 31
+// bits.
 template <int32_t rows>
 bool TakesChunks(const D& o, const Device& device) {
-  const bool pages = std::has_single_bit(static_cast<uint32_t>(o.page_size));
+  const bool pages =
+      rows == 1 ? int64_t{o.pages} * o.page_size <= kMaxInt32
+                : o.page_size >= rows && std::has_single_bit(static_cast<uint32_t>(o.page_size));
   return o.chunk_tiles > 0 && TakesBoth<CacheOf::k16Bits>(o, device) && o.soft_cap == 0 &&
          o.scale > 1e-30F && (o.dtype == Dtype::kBf16 || o.dtype == Dtype::kF16) &&
-         (o.table_width == 1 || (pages && o.page_size >= rows));
+         (o.table_width == 1 || pages);
 }
 
 // There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most
@@ -83,6 +87,7 @@ constexpr Row<D> kDecode[] = {
      DecodeBoth<DecodeTallFp8PagesArgs, DecodeFp8PagesArgs>()},
     {TakesChunks<64>, Gpus::kSome, Dims::kCovering, WithChunks<RaggedSm90LargePagesArgs>()},
     {TakesChunks<16>, Gpus::kSome, Dims::kCovering, WithChunks<RaggedSm90Args>()},
+    {TakesChunks<1>, Gpus::kSome, Dims::kCovering, WithChunks<RaggedSm90SmallPagesArgs>()},
     {TakesBoth<CacheOf::k16Bits>, Gpus::kSome, Dims::kCovering,
      DecodeBoth<DecodeTallArgs, DecodeArgs>()},
     {TakesTallTile<CacheOf::kFp8>, Gpus::kSome, Dims::kCovering, Decode<DecodeTallFp8Args>()},

@@ -12,6 +12,9 @@ which pages consist of. Keys that no row of a tile attends to are loaded with ot
 As they may be NaN, the consumers overwrite their values with zeros in shared memory. A tile may end
 in the middle of a warp group's rows, and other rows follow, so results are stored under a mask
 instead of by TMA.
+
+With a PAGE_ROWS of 1, pages may have any size. The producer then has four warps, which copy rows by
+cp.async, and only those that some row attends to.
 """
 
 from common.kv_ranges import LOG2E, split
@@ -37,12 +40,14 @@ from sm90.pipeline import (
     ping_pong_wait,
     previous_stage,
     receive_tile,
+    send_tile,
 )
 from sm90.row_producer import send, send_stop
 from sm90.softmax import half_name, rescale, softmax, unpack
 from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers, load_chunks
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -55,11 +60,12 @@ ITEM = gl.constexpr(8)  # numbers of an item: packax/_src/ops/packed_rows.py
 
 @gluon.aggregate
 class RaggedArgs:
-    """`listed`: the list of tiles. `last_page`: the largest number of a page."""
+    """`listed`: the list of tiles. `last_page`: the largest number of a page. key and value are
+    pointers if PAGE_ROWS is 1."""
 
     query: Map
-    key: Map
-    value: Map
+    key: Map | Number
+    value: Map | Number
     out: Number
     lse: Number
     sinks: Number
@@ -110,6 +116,77 @@ def load_pages(
 
 
 @gluon.jit
+def rows_of_keys(table, at, last, args, config: gl.constexpr):
+    """The block table entries of a step's keys, and the keys' rows in their pages. Each thread has
+    one. `last` is read again in place of the keys beyond it: no score counts it twice, and it adds
+    no NaN that the tile's rows do not get from it anyway."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    keys = gl.minimum(at + gl.arange(0, config.BLOCK_N, layout), last)
+    entries = keys // args.page_size
+    return gl.load(table + entries), keys - entries * args.page_size
+
+
+@gluon.jit
+def copy_rows(
+    source, found, head, dim, full, tiles_s, first, args, CHUNKS: gl.constexpr
+):
+    """Copies a head's columns of the rows that `rows_of_keys` found, and zeros in place of those
+    from `dim` on. A warp copies the 32 rows that its threads found, and whole rows at once."""
+    ROWS: gl.constexpr = tiles_s.shape[1]
+    COLUMNS: gl.constexpr = tiles_s.shape[2]
+    LANES: gl.constexpr = COLUMNS // 8  # of a row: each copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([LANES, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    pages = gl.minimum(gl.maximum(found[0], 0), args.last_page)
+    rows = pages * args.page_size + found[1]
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+    # unsigned, as that takes one multiplication instead of three
+    size = (args.kv_heads * dim).to(gl.uint32).to(gl.int64)
+    starts = source + head * dim + rows.to(gl.uint32).to(gl.int64) * size
+    for c in gl.static_range(CHUNKS):
+        columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) + c * COLUMNS
+        columns = gl.expand_dims(columns, 0)
+        pointers = gl.expand_dims(starts, 1) + columns
+        async_copy.async_load(tiles_s.index(first + c), pointers, mask=columns < dim)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def send_by_warps(shared, slot, phase, tile):
+    """row_producer.send, by four warps, which all write the tile. The consumers may empty the slot
+    as soon as the first thread has arrived, so no other warp may still wait or write then."""
+    mbarrier.wait(shared.work_empty.index(slot), phase ^ 1)
+    send_tile(shared.work_s.index(slot), tile)
+    gl.barrier()
+    mbarrier.arrive(shared.work_full.index(slot))
+
+
+@gluon.jit
+def find_keys(table, at, shift, last, args, config: gl.constexpr):
+    """What `load_step` needs to find a step's keys. `last`: the last key, or its block table entry
+    if pages are loaded by TMA."""
+    if config.PAGE_ROWS == 1:
+        found = rows_of_keys(table, at, last, args, config)
+    else:
+        found = page_numbers(table, at, shift, last, args, config)
+    return found
+
+
+@gluon.jit
+def load_step(
+    source, found, at, shift, head, dim, full, tiles_s, stage, args, CHUNKS: gl.constexpr,
+    config: gl.constexpr,
+):  # fmt: skip
+    """Loads the keys or values of a step."""
+    if config.PAGE_ROWS == 1:
+        copy_rows(source, found, head, dim, full, tiles_s, stage * CHUNKS, args, CHUNKS)
+    else:
+        mbarrier.expect(full, config.BLOCK_N * 2 * CHUNKS * tiles_s.shape[2])
+        load_pages(
+            source, found, at, shift, head, full, tiles_s, stage * CHUNKS, CHUNKS, config.PAGE_ROWS
+        )
+
+
+@gluon.jit
 def produce(args, config: gl.constexpr):
     """Draws tiles and sends them to the consumers. Loads their queries, keys and values.
 
@@ -120,13 +197,13 @@ def produce(args, config: gl.constexpr):
     """
     shared = args.shared
     QK_BYTES: gl.constexpr = 2 * config.QK_DIM
-    V_BYTES: gl.constexpr = 2 * config.V_DIM
     WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
     BLOCK_N: gl.constexpr = config.BLOCK_N
     PAGE_ROWS: gl.constexpr = config.PAGE_ROWS
     group = args.heads // args.kv_heads
     # a table of one page may have pages of any size
     shift = gl.where(args.table_width == 1, 30, shift_of(args.page_size))
+    qk_dim = args.query.shape[3] // 8 * 8  # so the compiler knows that rows are 16-byte aligned
     tiles = gl.load(args.listed)
     total = tiles * args.heads
     stage = 0
@@ -150,9 +227,15 @@ def produce(args, config: gl.constexpr):
             start, gl.maximum(end, start + 1), gl.load(item + 5), gl.load(item + 6), BLOCK_N
         )
         partial = steps - full_end + full_begin
-        last_entry = gl.maximum(end - 1, 0) >> shift
+        last = gl.maximum(end - 1, 0)
+        if PAGE_ROWS > 1:
+            last = last >> shift
         numbers = StepRange(first, steps, partial, full_begin, full_end)
-        send(shared, slot, slot_phase, RowTile(row, head, count, numbers, end))
+        tile = RowTile(row, head, count, numbers, end)
+        if PAGE_ROWS == 1:
+            send_by_warps(shared, slot, slot_phase, tile)
+        else:
+            send(shared, slot, slot_phase, tile)
         for w in gl.static_range(WARP_GROUPS):
             mbarrier.wait(shared.q_empty.index(w), q_phase ^ 1)
             full = shared.q_full.index(w)
@@ -162,32 +245,32 @@ def produce(args, config: gl.constexpr):
             )
         kv_range = StepRange(start, steps, partial, full_begin, full_end)
         at = kv_range.nth(0, BLOCK_N)
-        pages = page_numbers(table, at, shift, last_entry, args, config)
+        found = find_keys(table, at, shift, last, args, config)
         for i in range(0, steps):
             following = kv_range.nth(gl.minimum(i + 1, steps - 1), BLOCK_N)
             # read while this step waits for room
-            their_pages = page_numbers(table, following, shift, last_entry, args, config)
+            found_next = find_keys(table, following, shift, last, args, config)
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
-            full = shared.k_full.index(stage)
-            mbarrier.expect(full, BLOCK_N * QK_BYTES)
-            load_pages(
-                args.key, pages, at, shift, kv_head, full, shared.k_s, stage * config.CHUNKS,
-                config.CHUNKS, PAGE_ROWS,
+            load_step(
+                args.key, found, at, shift, kv_head, qk_dim, shared.k_full.index(stage), shared.k_s,
+                stage, args, config.CHUNKS, config,
             )  # fmt: skip
             mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
-            full = shared.v_full.index(stage)
-            mbarrier.expect(full, BLOCK_N * V_BYTES)
-            load_pages(
-                args.value, pages, at, shift, kv_head, full, shared.v_s, stage * config.V_CHUNKS,
-                config.V_CHUNKS, PAGE_ROWS,
+            load_step(
+                args.value, found, at, shift, kv_head, args.v_dim, shared.v_full.index(stage),
+                shared.v_s, stage, args, config.V_CHUNKS, config,
             )  # fmt: skip
             at = following
-            pages = their_pages
+            found = found_next
             stage, phase = next_stage(stage, phase, config.STAGES)
         nth = gl.atomic_add(args.counter, 1, sem="relaxed") + gl.num_programs(0)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
-    send_stop(shared, slot, slot_phase)
+    if PAGE_ROWS == 1:
+        no_steps = StepRange(0, 0, 0, 0, 0)
+        send_by_warps(shared, slot, slot_phase, RowTile(0, 0, 0, no_steps, 0))
+    else:
+        send_stop(shared, slot, slot_phase)
 
 
 @gluon.constexpr_function
@@ -213,7 +296,7 @@ def zero_values(at, first, end, shared, stage, phase, config: gl.constexpr):
     V_CHUNKS: gl.constexpr = config.V_CHUNKS
     below = gl.maximum(first - at, 0)
     above = gl.maximum(end - at, 0)
-    if (below > 0) | (above < BLOCK_N):
+    if config.PAGE_ROWS > 1 and ((below > 0) | (above < BLOCK_N)):
         mbarrier.wait(shared.v_full.index(stage), phase)
         for c in gl.static_range(V_CHUNKS):
             tile = shared.v_s.index(stage * V_CHUNKS + c)
@@ -222,6 +305,14 @@ def zero_values(at, first, end, shared, stage, phase, config: gl.constexpr):
             gl.inline_asm(asm, "r,r,r,~{memory}", (tile, above, BLOCK_N))
         fence_async_shared()
         gl.barrier()
+
+
+@gluon.jit
+def wait_full(full, phase, config: gl.constexpr):
+    """Waits for keys or values, and lets the following products read what cp.async wrote."""
+    mbarrier.wait(full, phase)
+    if config.PAGE_ROWS == 1:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -298,7 +389,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         mbarrier.wait(shared.q_full.index(W), q_phase)
 
         # the first step has no second product: there is no previous P
-        mbarrier.wait(shared.k_full.index(stage), phase)
+        wait_full(shared.k_full.index(stage), phase, config)
         ping_pong_wait(W, 2)
         s = scores(shared.q_s, shared.k_s, W, stage, zero, config)
         ping_pong_pass(W, 2)
@@ -316,11 +407,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stop = partial if part == 0 else steps
             for i in range(begin, stop):
                 old, old_phase = previous_stage(stage, phase, STAGES)
-                mbarrier.wait(shared.k_full.index(stage), phase)
+                wait_full(shared.k_full.index(stage), phase, config)
                 ping_pong_wait(W, 2)
                 w = W + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
-                mbarrier.wait(shared.v_full.index(old), old_phase)
+                wait_full(shared.v_full.index(old), old_phase, config)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_tokens = add_products(p_half, shared.v_s, old, acc)
                 ping_pong_pass(W, 2)
@@ -338,7 +429,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 stage, phase = next_stage(stage, phase, STAGES)
         warp_arrive(shared.q_empty.index(W))
         old, old_phase = previous_stage(stage, phase, STAGES)
-        mbarrier.wait(shared.v_full.index(old), old_phase)
+        wait_full(shared.v_full.index(old), old_phase, config)
         p_half = unpack(p, BLOCK_N, p_layout, dtype)
         acc_tokens = add_products(p_half, shared.v_s, old, acc)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
@@ -374,11 +465,14 @@ def ragged_sm90(
 ):  # fmt: skip
     """query is a tensor map of (1, heads, q_len, dim) with boxes of 64 rows, and key and value of
     (pages, kv_heads, page_size, dim) with boxes of PAGE_ROWS rows. A page has PAGE_ROWS rows times
-    a power of two, or is the only one of its sequence. `workspace` is decode.py's, with `room`
+    a power of two, or is the only one of its sequence. If PAGE_ROWS is 1, key and value are
+    pointers, and pages * page_size is below 2^31. `workspace` is decode.py's, with `room`
     items and the list of tiles at the end. `counter` is 0 at launch. `scale` is positive."""
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
     V_CHUNKS: gl.constexpr = V_DIM // V_CHUNK
+    # of the producer: each thread when its rows have been copied, or one with the number of bytes
+    ARRIVALS: gl.constexpr = 128 if PAGE_ROWS == 1 else 1
     gl.static_assert(WARP_GROUPS == 2)
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, QK_COLUMNS=QK_DIM, QK_CHUNK=QK_CHUNK, V_DIM=V_DIM, V_CHUNK=V_CHUNK,
@@ -402,7 +496,7 @@ def ragged_sm90(
     init_barriers(
         STAGES,
         (shared.k_full, shared.v_full, shared.k_empty, shared.v_empty),
-        (1, 1, WARP_GROUPS * 4, WARP_GROUPS * 4),
+        (ARRIVALS, ARRIVALS, WARP_GROUPS * 4, WARP_GROUPS * 4),
     )
     init_barriers(2, (shared.work_full, shared.work_empty), (1, WARP_GROUPS * 128))
     args = RaggedArgs(
@@ -415,6 +509,6 @@ def ragged_sm90(
     )  # fmt: skip
     gl.warp_specialize(
         [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],
-        [4, 1],
+        [4, 4 if PAGE_ROWS == 1 else 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
