@@ -66,18 +66,22 @@ bool TakesBoth(const D& o, const Device& device) {
   return Takes<cache>(o, device) && o.tile_rows > 0 && !TakesSmallDecodeTile(o.rows());
 }
 
-// Whether the list of work has chunks that csrc/kernels/sm90/ragged.py takes: the scale is
-// positive, and pages consist of the rows of a TMA copy, or there is one for each sequence. With
-// one row, which is copied by other means, pages may have any size, but places in the cache have 31
-// bits.
+// Pages that csrc/kernels/sm90/ragged.py takes: those that consist of the rows of a TMA copy, or
+// one for each sequence. A kernel that copies single rows takes any size, and counts the rows of
+// the cache in 31 bits.
+template <int32_t rows>
+bool TakesPages(const D& o) {
+  if (rows == 1) return int64_t{o.pages} * o.page_size <= kMaxInt32;
+  const bool power_of_two = std::has_single_bit(static_cast<uint32_t>(o.page_size));
+  return o.table_width == 1 || (power_of_two && o.page_size >= rows);
+}
+
+// Whether the list of work has chunks that it takes. The scale is positive.
 template <int32_t rows>
 bool TakesChunks(const D& o, const Device& device) {
-  const bool pages =
-      rows == 1 ? int64_t{o.pages} * o.page_size <= kMaxInt32
-                : o.page_size >= rows && std::has_single_bit(static_cast<uint32_t>(o.page_size));
   return o.chunk_tiles > 0 && TakesBoth<CacheOf::k16Bits>(o, device) && o.soft_cap == 0 &&
          o.scale > 1e-30F && (o.dtype == Dtype::kBf16 || o.dtype == Dtype::kF16) &&
-         (o.table_width == 1 || pages);
+         TakesPages<rows>(o);
 }
 
 // There is no `decode_tall` for the largest head dims and TF32, and no `decode_tall_fp8` for most

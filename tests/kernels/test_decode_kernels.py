@@ -184,21 +184,22 @@ def test_rows_that_attend_to_nothing_read_no_shares(monkeypatch: Any) -> None:
     assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
 
 
-# --- Chunks of packed rows in the kernel for Hopper, on pages of 4 or more, over several steps
+# --- Chunks of packed rows in the kernel for Hopper, over several steps
 
 
-def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
+def on_hopper(call: Any, a: Any, page_rows: int, out: np.ndarray, lse: np.ndarray) -> None:
     """Computes the rows of chunks into out and lse, by two programs."""
     x, spec = operands_of(call, a)
 
     def rows_of(y: Any) -> TensorMap:
         return TensorMap(np.asarray(y).transpose(0, 2, 1, 3))
 
+    cache_of = np.array if page_rows == 1 else rows_of
     _, tokens, heads, _ = x.query.shape
     pages, page_size, kv_heads, v_dim = x.value.shape
     items = packed_rows.room(tokens, call.batch, heads, kv_heads).items
     launch("sm90.ragged", "ragged_sm90", 2, {
-        "query": rows_of(x.query), "key": rows_of(x.key), "value": rows_of(x.value), "out": out,
+        "query": rows_of(x.query), "key": cache_of(x.key), "value": cache_of(x.value), "out": out,
         "lse": lse, "sinks": lse if x.sinks is None else np.array(x.sinks),
         **{name: np.array(getattr(x, name)) for name in ("kv_start", "kv_end", "block_table")},
         "workspace": np.array(packed_rows.work_list(x)), "counter": np.zeros(1, np.int32),
@@ -206,22 +207,28 @@ def on_hopper(call: Any, a: Any, out: np.ndarray, lse: np.ndarray) -> None:
         "pages": pages, "page_size": page_size, "table_width": x.block_table.shape[1],
         "heads": heads, "kv_heads": kv_heads, "v_eighths": v_dim // 8, "room": items,
         "QK_DIM": 16, "V_DIM": 16, "QK_CHUNK": 16, "V_CHUNK": 8, "WARP_GROUPS": 2, "BLOCK_N": 16,
-        "STAGES": 2, "PAGE_ROWS": min(page_size, 8), "REMATERIALIZE": 1,
+        "STAGES": 2, "PAGE_ROWS": page_rows, "REMATERIALIZE": 1,
         "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
     }, 0)  # fmt: skip
 
 
 CHUNKS = [
-    "heads=4/1,dtype=bfloat16,dims=16x8",
-    "dtype=bfloat16,starts=of rows,window=left,sinks=sinks",
-    "cache=dense,heads=4/1,dtype=bfloat16,window=both",
-    "dtype=float16,starts=of rows,heads=4/4",
-    "page=16,blocks=12,heads=4/2,dtype=bfloat16,window=left",
+    (4, "heads=4/1,dtype=bfloat16,dims=16x8"),
+    (4, "dtype=bfloat16,starts=of rows,window=left,sinks=sinks"),
+    (8, "cache=dense,heads=4/1,dtype=bfloat16,window=both"),
+    (4, "dtype=float16,starts=of rows,heads=4/4"),
+    (8, "page=16,blocks=12,heads=4/2,dtype=bfloat16,window=left"),
+    (1, "page=3,blocks=60,heads=4/2,dtype=bfloat16,window=left,sinks=sinks"),
+    (1, "page=1,blocks=180,heads=4/1,dtype=float16,dims=16x8"),
+    (1, "page=2,blocks=90,dtype=bfloat16,starts=of rows,window=both"),
+    (1, "page=8,blocks=23,heads=4/4,dtype=bfloat16,dims=8x16,sinks=sinks"),
+    (1, "page=12,blocks=15,dtype=float16,starts=of rows,window=left"),
+    (1, "page=48,blocks=4,heads=4/1,dtype=bfloat16,dims=16x16"),
 ]
 
 
-@pytest.mark.parametrize("text", some(CHUNKS, 1))
-def test_chunks_on_hopper(text: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("page_rows,text", some(CHUNKS, 1, 5))
+def test_chunks_on_hopper(page_rows: int, text: str, monkeypatch: Any) -> None:
     """Both kernels write every row once."""
     monkeypatch.setitem(decode_calls.MIXES, "mixed", (200, 2))
     for name, number in {"CHUNK": 30, "CHUNK_PROGRAMS": 1, "LEAST_KEYS": 8}.items():
@@ -234,7 +241,7 @@ def test_chunks_on_hopper(text: str, monkeypatch: Any) -> None:
     lost = np.isnan(out).all((0, 2, 3))
     np.testing.assert_array_equal(np.flatnonzero(lost), np.arange(2, 180))
     out = out.astype(call.dtype)
-    on_hopper(call, a, out, lse)
+    on_hopper(call, a, page_rows, out, lse)
     assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
 
 

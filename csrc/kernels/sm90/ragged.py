@@ -127,12 +127,9 @@ def rows_of_keys(table, at, last, args, config: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(
-    source, found, head, dim, full, tiles_s, first, args, CHUNKS: gl.constexpr
-):
+def copy_rows(source, found, head, dim, full, tiles_s, first, args, CHUNKS: gl.constexpr):
     """Copies a head's columns of the rows that `rows_of_keys` found, and zeros in place of those
     from `dim` on. A warp copies the 32 rows that its threads found, and whole rows at once."""
-    ROWS: gl.constexpr = tiles_s.shape[1]
     COLUMNS: gl.constexpr = tiles_s.shape[2]
     LANES: gl.constexpr = COLUMNS // 8  # of a row: each copies 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([LANES, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -141,11 +138,11 @@ def copy_rows(
     rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     # unsigned, as that takes one multiplication instead of three
     size = (args.kv_heads * dim).to(gl.uint32).to(gl.int64)
-    starts = source + head * dim + rows.to(gl.uint32).to(gl.int64) * size
+    starts = gl.expand_dims(rows.to(gl.uint32).to(gl.int64) * size, 1)
     for c in gl.static_range(CHUNKS):
         columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) + c * COLUMNS
         columns = gl.expand_dims(columns, 0)
-        pointers = gl.expand_dims(starts, 1) + columns
+        pointers = source + head * dim + (starts + columns)
         async_copy.async_load(tiles_s.index(first + c), pointers, mask=columns < dim)
     async_copy.mbarrier_arrive(full, increment_count=False)
 

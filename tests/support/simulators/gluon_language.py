@@ -292,14 +292,14 @@ def modules() -> dict[str, types.ModuleType]:
         tensor_descriptor=threads.TensorMap,
     )
     hopper = module(
-        "hopper", mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
+        "hopper", mbarrier=barriers, tma=copies, fence_async_shared=threads.fence,
         warpgroup_mma=threads.warpgroup_mma, warpgroup_mma_wait=threads.warpgroup_mma_wait,
     )  # fmt: skip
     ampere = module(
         "ampere", mma_v2=threads.mma,
         async_copy=types.SimpleNamespace(
             async_load=threads.copy_later, commit_group=threads.commit_group,
-            wait_group=threads.wait_group,
+            wait_group=threads.wait_group, mbarrier_arrive=threads.arrive_when_copied,
         ),
     )  # fmt: skip
     layouts = (

@@ -5,12 +5,14 @@ Asynchronous operations finish early or late. A wgmma product, a TMA copy or a b
 at once or as late as its wait allows, at random, so that a tile that is released too early, or read
 before it arrives, changes the results. Barriers that no thread can complete raise a Deadlock, a
 product used before its wait a TypeError, an out-of-bounds access an IndexError. Shared memory is
-poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and
-launches kernels.
+poisoned. A product of Hopper that reads what cp.async wrote needs a fence of its warp group in
+between. Layouts, registers, swizzles and other fences are not modelled. gluon_language.py imports
+and launches kernels.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import types
@@ -173,6 +175,7 @@ class TensorMap:
     def __init__(self, array: np.ndarray):
         assert array.ndim == 4
         self.array, self.dtype = array, DTYPE_OF[array.dtype]
+        self.shape = tuple(map(Scalar, array.shape))
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
         """The slices of the array that a box covers, and the slices of the box that these fill."""
@@ -191,7 +194,9 @@ class Run:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.named: dict[int, NamedBarrier] = {}
-        self.copies: list[Callable[[], None]] = []  # TMA copies in flight
+        self.copies: list[Callable[[], None]] = []  # in flight, which barriers wait for
+        self.copied: dict[int, tuple[np.ndarray, int]] = {}  # tiles written by cp.async, and when
+        self.clock = itertools.count()
         self.running = 0
         self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
 
@@ -227,8 +232,9 @@ class WarpGroup(threading.local):
     coin: random.Random
     products: list[Product]
     stores: list[Callable[[], None]]
-    copies: list[Callable[[], None]]  # cp.async copies, not yet committed to a group
+    copies: list[Callable[[], None]]  # cp.async copies that are in no group and on no barrier
     groups: list[list[Callable[[], None]]]
+    fenced: int  # the time of the last fence
 
 
 current = WarpGroup()
@@ -238,7 +244,7 @@ def start_warp_group(run: Run, name: str, warps: int) -> None:
     current.run, current.name, current.warps = run, name, warps
     current.coin = random.Random(f"{run.seed} {run.program_id} {name}")
     current.products, current.stores = [], []
-    current.copies, current.groups = [], []
+    current.copies, current.groups, current.fenced = [], [], 0
 
 
 class NamedBarrier:
@@ -311,10 +317,12 @@ def async_load(source: TensorMap, at: list[int], barrier: MBarrier, to: Shared) 
 
 
 def copy_later(to: Shared, pointer: Pointer, mask: Any = None) -> None:
-    """cp.async: happens at once, or when its group is waited for."""
+    """cp.async: happens at once, or when its group or barrier is waited for."""
+    run = current.run
 
     def copy() -> None:
         to.array[...] = load(pointer, mask, 0)
+        run.copied[to.array.__array_interface__["data"][0]] = to.array, next(run.clock)
 
     if current.coin.random() < 0.5:
         copy()
@@ -332,6 +340,29 @@ def wait_group(pending: int) -> None:
     while len(current.groups) > pending:
         for copy in current.groups.pop(0):
             copy()
+
+
+def arrive_when_copied(barrier: MBarrier, increment_count: bool = True) -> None:
+    """cp.async.mbarrier.arrive.noinc: every thread arrives after its copies, now or later."""
+    assert not increment_count
+    copies, threads = current.copies, 32 * current.warps
+    current.copies = []
+
+    def arrive() -> None:
+        for copy in copies:
+            copy()
+        barrier.arrive(threads)
+
+    with current.run.changed:
+        if current.coin.random() < 0.5:
+            arrive()
+        else:
+            current.run.copies.append(arrive)
+        current.run.changed.notify_all()
+
+
+def fence() -> None:
+    current.fenced = next(current.run.clock)
 
 
 def mma(a: Tile, b: Tile, sums: Tile) -> Tile:
@@ -388,6 +419,9 @@ def warpgroup_mma(
 ) -> Any:
     left = getattr(a, "array", a)
     assert is_async and left.shape[1] == b.array.shape[0] and left.dtype == b.array.dtype
+    for array, when in [*current.run.copied.values()]:
+        read = np.may_share_memory(array, left) or np.may_share_memory(array, b.array)
+        assert not read or when < current.fenced, "cp.async wrote an operand: fence missing"
     product = Product(a, b, sums if use_acc else np.float32(0))
     current.products.append(product)
     if current.coin.random() < 0.5:
