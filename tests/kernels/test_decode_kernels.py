@@ -212,7 +212,7 @@ def on_hopper(call: Any, a: Any, page_rows: int, out: np.ndarray, lse: np.ndarra
     }, 0)  # fmt: skip
 
 
-CHUNKS = [
+CHUNKS = [  # PAGE_ROWS, call
     (4, "heads=4/1,dtype=bfloat16,dims=16x8"),
     (4, "dtype=bfloat16,starts=of rows,window=left,sinks=sinks"),
     (8, "cache=dense,heads=4/1,dtype=bfloat16,window=both"),
@@ -227,14 +227,13 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("page_rows,text", some(CHUNKS, 1, 5))
-def test_chunks_on_hopper(page_rows: int, text: str, monkeypatch: Any) -> None:
-    """Both kernels write every row once."""
+def check_chunks(page_rows: int, text: str, length: int, monkeypatch: Any) -> None:
+    """A chunk with a tile and a part of one, of a sequence of `length` tokens."""
     monkeypatch.setitem(decode_calls.MIXES, "mixed", (200, 2))
     for name, number in {"CHUNK": 30, "CHUNK_PROGRAMS": 1, "LEAST_KEYS": 8}.items():
         monkeypatch.setattr(packed_rows, name, number)
     call = parse(f"ragged,{text}" if "blocks" in text else f"ragged,blocks=45,{text}")
-    bounds, lengths = np.int32([1, 2, 180, 180, 199]), np.int32([90, 180, 0, 40])
+    bounds, lengths = np.int32([1, 2, 180, 180, 199]), np.int32([90, length, 0, 40])
     a = call.arrays(cu_q_lens=bounds, lengths=lengths, num_seqs=np.int32(4))
     x, spec = operands_of(call, a)
     out, lse = interpreter.decode(x, spec, **KERNELS["both"], elsewhere=1)
@@ -243,6 +242,18 @@ def test_chunks_on_hopper(page_rows: int, text: str, monkeypatch: Any) -> None:
     out = out.astype(call.dtype)
     on_hopper(call, a, page_rows, out, lse)
     assert not call.wrong({"out": out[0], "lse": lse[0]}, a, 2)
+
+
+@pytest.mark.parametrize("page_rows,text", some(CHUNKS, 1, 5))
+def test_chunks_on_hopper(page_rows: int, text: str, monkeypatch: Any) -> None:
+    """Both kernels write every row once."""
+    check_chunks(page_rows, text, 180, monkeypatch)
+
+
+@pytest.mark.parametrize("page_rows,length", once_each([1, 4], [0, 30]))
+def test_chunks_of_tokens_without_keys(page_rows: int, length: int, monkeypatch: Any) -> None:
+    """Whatever the block table has. Of 178 tokens, a tile is before position 0, or all are."""
+    check_chunks(page_rows, "dtype=bfloat16,starts=of rows,dims=16x16", length, monkeypatch)
 
 
 # --- Numbers
