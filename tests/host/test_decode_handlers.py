@@ -53,8 +53,10 @@ def check(machine, call, splits=0, dealt=0, chunks=False):
     tokens = q_len
     if tile_rows:
         values["workspace"] = x["work"].address
-        large = second >= 64 or width == 1
-        chunk_kernel = "ragged_sm90_large_pages" if large else "ragged_sm90"
+        by_tma = width == 1 or (second >= 16 and second.bit_count() == 1)
+        large = width == 1 or second >= 64
+        kind = ("_large_pages" if large else "") if by_tma else "_small_pages"
+        chunk_kernel = f"ragged_sm90{kind}"
         grids = {chunk_kernel: lambda _: [MULTIPROCESSORS]} if chunks else {}
         if both:
             grids[tall] = lambda m: [ceil(rows / m) * kv_heads * places]
@@ -127,15 +129,15 @@ def test_packed_rows(request, fp8, tile_rows):
     [
         *((q_len, more, True) for q_len in (300, 70) for more in (
             {"sink_batch": 1}, {"page_size": 32}, {"page_size": 64}, {"page_size": 700})),
-        *((300, more, False) for more in ({"page_size": 8}, {"page_size": 48}, {"soft_cap": 30.0},
-            {"scale": -0.125}, {"scale": 0.0})),
+        *((300, {"page_size": size}, True) for size in (1, 8, 15, 17, 48, 699)),
+        *((300, more, False) for more in ({"soft_cap": 30.0}, {"scale": -0.125}, {"scale": 0.0})),
     ],
     ids=str,
 )  # fmt: skip
 def test_packed_rows_with_chunks(tmp_path, driver, q_len, more, chunks):
     """A persistent kernel computes the listed tiles of chunks, if it can; the kernel that merges
-    shares takes turns at the other rows. A page that is the only one of its sequence may have any
-    size."""
+    shares takes turns at the other rows. Pages of 16, 32, 64 ... tokens, or one for each sequence,
+    are read by TMA."""
     m = make_machine(tmp_path, driver, choose=lambda m: m.has("ragged_sm90"))
     call = ragged(m, Sizes(1, 1, q_len, 700, 8, 2), chunk_tiles=7, **more)
     check(m, call, chunks=chunks)

@@ -165,9 +165,13 @@ def test_packed_steps():
     assert packed(512).kernels == ("ragged_sm90", *portable)
     assert packed(512, num_seqs=3, window=(99, 0)).kernels == ("ragged_sm90", *portable)
     assert packed(512, pages=(8, 1000), width=0).kernels == ("ragged_sm90_large_pages", *portable)
+    for size in (1, 8, 48):
+        assert packed(512, pages=(256, size)).kernels == ("ragged_sm90_small_pages", *portable)
+    assert packed(512, pages=(2**28, 8)).kernels == portable  # a cache of 2^31 tokens
+    assert packed(512, pages=(2**28, 16)).kernels == ("ragged_sm90", *portable)
     drafts = {"draft_mask": np.tri(4, dtype=bool), "num_drafts": np.zeros(8, int)}
     assert packed(512, **drafts) == packed(512)
-    for other in ({"pages": (256, 8)}, {"pages": (256, 48)}, {"soft_cap": 9.0}, {"scale": -1.0}):
+    for other in ({"soft_cap": 9.0}, {"scale": -1.0}):
         assert packed(512, **other).kernels == portable
     if any(row["cc"] == 80 for row in ext.variants()):
         assert packed(512, gpu=8.0).kernels == portable
