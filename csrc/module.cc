@@ -146,6 +146,7 @@ auto Ask(const std::string& target, const nb::dict& call, const Answer& answer) 
     auto o = with_dtype(DecodeOperands{});
     ReadSizes(call, &o);
     ReadNumbers<DecodeFields>(call, &o);
+    Read(call, "pages", &o.pages);
     Read(call, "page_size", &o.page_size);
     Read(call, "table_width", &o.table_width);
     Read(call, "fp8", &o.fp8);

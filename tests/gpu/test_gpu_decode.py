@@ -206,8 +206,21 @@ def test_25_random_mixes_with_chunks(n, monkeypatch):
     assert check_25_mixes(call) > 5 or call.mix in ("decoding", "more sequences")
 
 
+OTHER_PAGES = [*itertools.product((1, 3, 8), DIMS[:2]), (12, "48x40"), (48, "120x128")]
+
+
+@pytest.mark.parametrize("page,dims", OTHER_PAGES, ids=str)
+def test_25_random_mixes_with_chunks_over_other_pages(page, dims, monkeypatch):
+    """Hopper's kernel copies rows of pages whose size is not 16 or a larger power of two."""
+    monkeypatch.setitem(decode_calls.MIXES, "mixed", CHUNKS["mixed"])
+    monkeypatch.setattr(packed_rows, "CHUNK_PROGRAMS", 1)
+    options = ("", ",starts=of rows,window=left", ",sinks=sinks,heads=4/1", ",window=both")
+    text = f"ragged,dims={dims},dtype={DTYPES[page % 2]}{options[page % 4]}"
+    assert check_25_mixes(dataclasses.replace(parse(text), page=page, blocks=-(-650 // page))) > 5
+
+
 @pytest.mark.parametrize(
-    "page_size,heads", once_each([16, 0, 1, 256], [(32, 8), (8, 8), (64, 1)]), ids=str
+    "page_size,heads", once_each([16, 0, 1, 256, 8], [(32, 8), (8, 8), (64, 1)]), ids=str
 )
 def test_a_step_of_a_server(page_size, heads):
     """A chunk of hundreds of tokens, many decoding sequences, one with a long cache, and padding:

@@ -83,7 +83,8 @@ def fields(target: str, of: Operands, spec: AttentionSpec) -> dict[str, Any]:
     sizes |= {"kv_len": of.key.shape[1], "kv_heads": of.key.shape[2]}
     if target == "decode":
         if of.block_table is not None:
-            sizes["page_size"], sizes["table_width"] = sizes["kv_len"], of.block_table.shape[1]
+            sizes["pages"], sizes["page_size"] = of.key.shape[:2]
+            sizes["table_width"] = of.block_table.shape[1]
             sizes["kv_len"] *= of.block_table.shape[1]
         if of.work is not None:
             room = packed_rows.room_of(of)
