@@ -23,13 +23,10 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - KEYS: keys of a program of dK and dV. PARTS: the number of parts of its columns, each of which a
 #   program computes (sm90/bwd.py).
 # - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
-# - No GPU has run these yet. RESIDENT: 1: keys that fit in the stages stay there for several tiles
-#   (row_producer.py). SKIP_IDLE: 1: a warp group whose rows are all past the last one computes one
-#   step. Q_STAGES: 2: the queries of the next tile are loaded while those of a tile are in use.
-#   EARLY: 1: ranges of rows are read before the queries arrive. KEYS_FIRST: 1: the first keys of
-#   a tile are loaded before its queries, whose memory the tile before may still use. COPY_DQ: 1:
-#   blocks of dQ are copied instead of added if there is one tile of keys; C++ must then pass
-#   clear_dq 2.
+# - Q_STAGES: 2: the queries of the next tile are loaded while those of a tile are in use. EARLY: 1:
+#   ranges of rows are read before the queries arrive.
+# - COPY_DQ: 1: blocks of dQ are copied instead of added if there is one tile of keys
+#   (csrc/launch/select_attention.cc then lets less of the sum be cleared).
 # - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
 #   always do.
 # - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
@@ -55,11 +52,8 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "REMATERIALIZE": int(dim not in (64, 96)),
             "SCHEDULER": 0,
-            "RESIDENT": 0,
-            "SKIP_IDLE": 0,
             "Q_STAGES": 1,
             "EARLY": 0,
-            "KEYS_FIRST": 0,
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),
@@ -317,6 +311,15 @@ SHORT |= {"backward_sm90_short": "backward_sm90"}
 SM90_TILES["backward_sm90_short"] = {
     64: SM90_TILES["backward_sm90"][64] | {"KEYS": 64, "SKIP": 0, "REGISTERS": 128}
 }
+# Changes of plain kernels, which their variants do without: 3 % of a pass and less, except for
+# COPY_DQ (docs/experiments.md).
+for _kernel, _dim, _changes in (
+    ("forward_sm90", 96, {"Q_STAGES": 2}),
+    ("forward_sm90", 128, {"Q_STAGES": 2, "EARLY": 1}),
+    ("forward_sm90_short", 64, {"Q_STAGES": 2, "EARLY": 1}),
+    *(("backward_sm90", dim, {"COPY_DQ": 1}) for dim in (64, 96, 128)),
+):
+    SM90_TILES[_kernel] |= {_dim: SM90_TILES[_kernel][_dim] | _changes}
 # Chunks of new tokens over pages. PAGE_ROWS: keys that one TMA copy loads, the smallest page
 # (csrc/launch/select_decode.cc); 1: keys are copied by cp.async. The producer needs registers for
 # page numbers, or addresses.

@@ -140,7 +140,7 @@ struct BackwardOperands : AttentionOperands, BackwardFields {
   int64_t dq_columns = kMaxInt32;  // per row of dq_sum: at least the kernels' head dim
   const void* counter;             // tiles that persistent programs have taken
   int32_t has_dlse, has_score_grads;
-  int32_t clear_dq;  // whether to clear dq_sum
+  int32_t clear_dq;  // 1: clear dq_sum; 2: only rows without keys (common/bwd_preprocess.py)
 
   Algorithm algorithm;
   bool deterministic;  // whether `algorithm` must be, while it is chosen

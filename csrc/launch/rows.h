@@ -55,7 +55,8 @@ struct Row {
   Gpus gpus;
   Dims dims;
   Steps<Operands> steps;
-  bool sums_dq = false;  // accumulates dQ in memory
+  bool sums_dq = false;    // accumulates dQ in memory
+  bool copies_dq = false;  // except if there is one tile of keys: it writes whole blocks of rows
 };
 
 // The table for a call.

@@ -253,11 +253,13 @@ bool HasOnly(const B& o, const Device&) {
   return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && Only<options>(o);
 }
 
-// Rows for which two programs of 64 keys share a multiprocessor: none until a GPU has timed them.
-constexpr int32_t kFewRows = 0;
+// Two programs of 64 keys then share a multiprocessor, because one of 128 keys would spend about half
+// of its time on its start and its end (docs/experiments.md).
+constexpr int32_t kFewRows = 512;
 
 bool HasFewRows(const B& o, const Device& device) {
-  return o.q_len <= kFewRows && HasOnly<0, Algorithm::kSm90Fused>(o, device);
+  return o.q_len <= kFewRows && o.kv_len > kTile && o.kv_len <= kFewRows &&
+         HasOnly<0, Algorithm::kSm90Fused>(o, device);
 }
 
 template <uint32_t options>
@@ -304,7 +306,7 @@ constexpr Row<B> kBackward[] = {
      Separate<BackwardDkdvSm90DropoutArgs, BackwardDqSm90DropoutArgs,
               BackwardPreprocessDropoutArgs>()},
     {HasFewRows, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90ShortArgs>(), true},
-    {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true},
+    {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true, true},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped, Parts()},
@@ -385,7 +387,9 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o) {
   Selected<B> selected;
   PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  o.clear_dq = selected.row->sums_dq ? 1 : 0;
+  const Row<B>& row = *selected.row;
+  const bool copies = row.copies_dq && o.kv_len <= kTile;
+  o.clear_dq = copies ? 2 : row.sums_dq ? 1 : 0;
   return Run(stream, o, selected);
 }
 

@@ -271,101 +271,15 @@ def test_forward_in_turns(kernel: str, dim: int) -> None:
     x.check_forward()
 
 
-@pytest.mark.parametrize(
-    "dim,text,most",
-    [  # copies of 128 keys and 96 columns in two chunks, of keys and values, if none is resident
-        (96, "lengths=400x100,batch=4", 2 / 3),  # one step for each of four tiles
-        (96, "lengths=300x200,batch=4,heads=4/4", 2 / 3),  # two steps for each of three tiles
-        (96, f"{DOCUMENTS},batch=6", 1),  # other keys, or in another order
-        (96, "lengths=300x100,batch=1", 1),  # few tiles: each program draws one at a time
-        (96, "lengths=200x300,batch=4", 1),  # more keys than the stages hold
-        # of 64 keys, in three stages
-        (64, "lengths=400x60,batch=4", 2 / 3),
-        (64, "lengths=300x128,batch=4,heads=4/4", 2 / 3),
-        (64, "lengths=300x190,batch=4,heads=4/2", 2 / 3),
-        (64, "interval=causal,lengths=190x190,batch=6", 1),
-        (64, f"{DOCUMENTS},batch=6", 1),
-        (64, "lengths=200x193,batch=4", 1),
-    ],
-)
-def test_resident_keys(dim: int, text: str, most: float, monkeypatch: Any) -> None:
-    """Keys that a stage holds already are not loaded again."""
-    kernel = "forward_sm90" if dim == 96 else "forward_sm90_short"
-    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
-    copies = []
-
-    def box(self: TensorMap, at: list[int], shape: tuple[int, ...]) -> Any:
-        copies.extend(n for n in ("key", "value") if np.shares_memory(self.array, x.arrays[n]))
-        return BOX(self, at, shape)
-
-    monkeypatch.setattr(TensorMap, "box", box)
-    counts = []
-    for resident in (0, 1):
-        copies.clear()
-        forward(x, kernel, "90a", RESIDENT=resident)
-        x.check_forward()
-        counts.append(len(copies))
-    assert counts[1] <= most * counts[0]
-    assert counts[1] < counts[0] or most == 1
-
-
-@pytest.mark.parametrize(
-    "text,fewer",
-    [
-        ("lengths=150x300", True),
-        ("lengths=140x100", False),  # a single step
-        ("interval=causal,lengths=180x280", True),
-        ("selector=documents,lengths=180x180,batch=3", False),
-        ("lengths=257x256,cap=soft cap", True),
-    ],
-)
-def test_warp_groups_without_rows(text: str, fewer: bool, monkeypatch: Any) -> None:
-    """A tile of 128 rows of which at most 64 exist."""
-    capped = "cap" in text
-    dim, kernel = (128, "forward_sm90_soft_cap") if capped else (96, "forward_sm90")
-    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
-    products = []
-
-    def compute(self: Product) -> None:
-        products.append(self)
-        COMPUTE(self)
-
-    monkeypatch.setattr(Product, "compute", compute)
-    counts = []
-    for skip in (0, 1):
-        products.clear()
-        forward(x, kernel, "90a", SKIP_IDLE=skip)
-        x.check_forward()
-        counts.append(len(products))
-    assert counts[1] < counts[0] or (counts[1] == counts[0] and not fewer)
-
-
-TUNED = [("forward_sm90", 96, {"EARLY": 1}), ("forward_sm90_short", 64, {"EARLY": 1})]
-TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2}), ("forward_sm90", 128, {"Q_STAGES": 2})]
-TUNED += [("forward_sm90_short", 64, {"Q_STAGES": 2, "EARLY": 1})]
-TUNED += [("forward_sm90", 96, {"Q_STAGES": 2, "RESIDENT": 1, "SKIP_IDLE": 1, "EARLY": 1})]
-TUNED += [("forward_sm90", 64, {"Q_STAGES": 2})]
-TUNED += [("forward_sm90", dim, {"KEYS_FIRST": 1}) for dim in (96, 128, 256)]
-
-
-@pytest.mark.parametrize("text", [DOCUMENTS, "lengths=300x70,batch=3"])
-@pytest.mark.parametrize("kernel,dim,constants", TUNED, ids=str)
-def test_constants_to_be_tuned(kernel: str, dim: int, constants: Any, text: str) -> None:
-    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
-    forward(x, kernel, "90a", **constants)
-    x.check_forward()
-
-
-@pytest.mark.parametrize(
-    "kernel,dim",
-    [*(("backward_sm90", dim) for dim in (64, 96, 128)), ("backward_sm90_short", 64)],
-)
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize(
     "text",
     ["lengths=300x100,heads=4/1", "interval=causal,lengths=200x200", "", "lengths=90x128",
+        "interval=causal,selector=any positions,lengths=100x100", "selector=ranges,lengths=300x90",
+        "interval=causal,selector=positions,lengths=128x128", "interval=window,lengths=200x100",
         "selector=documents,lengths=190x60"],
 )  # fmt: skip
-def test_dq_of_one_tile_of_keys(text: str, kernel: str, dim: int) -> None:
+def test_dq_of_one_tile_of_keys(text: str, dim: int) -> None:
     """Blocks of rows are copied to a sum that was cleared only where no row has keys."""
     ids = {}
     if not text:
@@ -374,12 +288,12 @@ def test_dq_of_one_tile_of_keys(text: str, kernel: str, dim: int) -> None:
         ids["kv_ids"] = np.zeros((1, 100), np.int32)
     x = of(f"{text},dims={dim}x{dim},dtype=bfloat16", **ids)
     x.prepare(dim)
-    variant = variant_of(kernel, "90a", (dim, dim))
+    variant = variant_of("backward_sm90", "90a", (dim, dim))
     if x.fields["kv_len"] <= variant.block:
         rows = ~x.idle_rows.swapaxes(1, 2)
         rows = np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 64)))
         x.arrays["dq_sum"][rows.reshape(*rows.shape[:2], -1, 64).any(3)] = np.nan
-    x.gluon(variant, COPY_DQ=1)
+    x.gluon(variant)
     x.check_backward(("dk", "dv"), dquery=x.summed_dq())
 
 

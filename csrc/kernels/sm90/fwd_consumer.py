@@ -27,7 +27,6 @@ from sm90.pipeline import (
     previous_stage,
     receive_tile,
     skip_blocks,
-    stages_in_use,
 )
 from sm90.softmax import LEAST, half_name, rescale, softmax, unpack
 from sm90.tile_store import start_store
@@ -161,7 +160,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     if W == 0 and config.WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    ring = stages_in_use(scalars.kv_len, config)
     stage = 0
     phase = 0
     slot = 0
@@ -192,7 +190,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         else:
             mbarrier.wait(shared.q_full.index(q), phase_of_rows)
 
-        end = steps
         if BLOCK_LISTS:
             first = 0
             last = partial
@@ -208,10 +205,6 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 args.q_blocks, mask_b, tile.row // 64 + W, q_len, kv_range.start, steps, partial,
                 BLOCK_N,
             )  # fmt: skip
-            if config.SKIP_IDLE:  # past the last row, one step is enough
-                idle = tile.row + W * 64 >= q_len
-                last = gl.where(idle, gl.minimum(first + 1, partial), last)
-                end = gl.where(idle, gl.maximum(first + 1, partial), end)
             head_mask = ()
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
         # the first step has no second product: there is no previous P
@@ -245,12 +238,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
         if config.DROPOUT:
             p = keep_pairs(p, keep)
-        stage, phase = next_stage(stage, phase, ring)
+        stage, phase = next_stage(stage, phase, config.STAGES)
         for part in gl.static_range(2):  # partial steps, then full steps
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
-            stop = last if part == 0 else end
+            stop = last if part == 0 else steps
             for i in range(begin, stop):
-                old, old_phase = previous_stage(stage, phase, ring)
+                old, old_phase = previous_stage(stage, phase, config.STAGES)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
@@ -280,10 +273,10 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 acc = wait_products(acc_tokens, 0, V_CHUNKS)
                 warp_arrive(shared.v_empty.index(old))
                 acc = rescaled(acc, alpha)
-                stage, phase = next_stage(stage, phase, ring)
+                stage, phase = next_stage(stage, phase, config.STAGES)
         if not config.OUT_IN_QUERY:
             warp_arrive(shared.q_empty.index(q))
-        old, old_phase = previous_stage(stage, phase, ring)
+        old, old_phase = previous_stage(stage, phase, config.STAGES)
         mbarrier.wait(shared.v_full.index(old), old_phase)
         acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
@@ -320,8 +313,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         acc = wait_products(acc_tokens, 0, V_CHUNKS)
         warp_arrive(shared.v_empty.index(old))
         if not BLOCK_LISTS:
-            unused = partial - last + (steps - end if config.SKIP_IDLE else 0)
-            stage, phase = skip_blocks(unused, W, shared, stage, phase, config)
+            stage, phase = skip_blocks(partial - last, W, shared, stage, phase, config)
         outputs = ()
         for c in gl.static_range(V_CHUNKS):
             outputs = outputs + (normalized(acc[c], inverse),)  # noqa: RUF005

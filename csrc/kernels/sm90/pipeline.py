@@ -53,29 +53,17 @@ def receive_tile(shared, slot, phase):
 
 
 @gluon.jit
-def next_stage(stage, phase, stages):
+def next_stage(stage, phase, STAGES: gl.constexpr):
     """The next stage of a ring, and its phase."""
     stage += 1
-    phase = gl.where(stage == stages, phase ^ 1, phase)
-    return gl.where(stage == stages, 0, stage), phase
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
 
 
 @gluon.jit
-def previous_stage(stage, phase, stages):
+def previous_stage(stage, phase, STAGES: gl.constexpr):
     """The previous stage of a ring, and its phase."""
-    return gl.where(stage == 0, stages - 1, stage - 1), gl.where(stage == 0, phase ^ 1, phase)
-
-
-@gluon.jit
-def stages_in_use(kv_len, config: gl.constexpr):
-    """The number of stages of the ring of keys. With RESIDENT, if all keys of a head fit, it is a
-    multiple of their steps, so that a step has the same stage in every tile."""
-    if config.RESIDENT and config.STAGES > 2:
-        steps = gl.maximum((kv_len + config.BLOCK_N - 1) // config.BLOCK_N, 1)
-        stages = config.STAGES - gl.where(steps <= config.STAGES, config.STAGES % steps, 0)
-    else:
-        stages = config.STAGES
-    return stages
+    return gl.where(stage == 0, STAGES - 1, stage - 1), gl.where(stage == 0, phase ^ 1, phase)
 
 
 @gluon.jit

@@ -9,13 +9,7 @@ from common.kv_ranges import key_range, place_of_tile, split, tiles_are_near
 from sm90.args import RowTile, StepRange
 from sm90.block_lists import list_of_rows
 from sm90.common import lanes_arrive
-from sm90.pipeline import (
-    next_stage,
-    receive_tile,
-    send_tile,
-    stage_of_values,
-    stages_in_use,
-)
+from sm90.pipeline import next_stage, receive_tile, send_tile, stage_of_values
 from sm90.tiles import load_chunks, load_columns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -85,9 +79,8 @@ def load_rows(args, b, row, head, stage, phase, config: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config: gl.constexpr):
-    """Loads the keys of a step, and with a bias the tiles of `plane`. `kept`: the stage holds them
-    already."""
+def load_keys(args, b, at, kv_head, row, plane, stage, phase, config: gl.constexpr):
+    """Loads the keys of a step, and with a bias the tiles of `plane`."""
     maps = args.maps
     shared = args.shared
     CHUNKS: gl.constexpr = config.CHUNKS
@@ -95,11 +88,8 @@ def load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config: gl.c
     BIAS_TILES: gl.constexpr = config.WARP_GROUPS if config.BIAS_BYTES else 0
     mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
     full = shared.k_full.index(stage)
-    if kept:
-        mbarrier.arrive(full)
-    else:
-        mbarrier.expect(full, BLOCK_N * (config.QK_DIM * 2 + BIAS_TILES * 64 * config.BIAS_BYTES))
-        load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
+    mbarrier.expect(full, BLOCK_N * (config.QK_DIM * 2 + BIAS_TILES * 64 * config.BIAS_BYTES))
+    load_chunks(maps.key, b, at, kv_head, full, shared.k_s, stage * CHUNKS, CHUNKS)
     for w in gl.static_range(BIAS_TILES):
         tile_s = shared.bias_s.index(stage * BIAS_TILES + w)
         tile_s = tile_s.reinterpret(maps.bias.dtype, [1, 1, 64, BLOCK_N], maps.bias.layout)
@@ -107,7 +97,7 @@ def load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config: gl.c
 
 
 @gluon.jit
-def load_values(args, b, at, kv_head, v_part, stage, phase, kept, config: gl.constexpr):
+def load_values(args, b, at, kv_head, v_part, stage, phase, config: gl.constexpr):
     """Loads the values of a step, as `load_keys` does."""
     maps = args.maps
     shared = args.shared
@@ -117,51 +107,15 @@ def load_values(args, b, at, kv_head, v_part, stage, phase, kept, config: gl.con
     v_stage, v_phase = stage_of_values(stage, phase, config)
     mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
     full = shared.v_full.index(v_stage)
-    if kept:
-        mbarrier.arrive(full)
-    else:
-        mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
-        column = v_part * (config.V_DIM // V_PARTS)
-        load_columns(
-            maps.value, b, at, kv_head, column, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS
-        )
-
-
-@gluon.jit
-def length_of_run(total, programs):
-    """How many consecutive tiles a program draws at once, so that each draws a few times."""
-    return gl.where(total >= 16 * programs, 4, gl.where(total >= 8 * programs, 2, 1))
-
-
-@gluon.jit
-def next_of_run(args, nth, turn, rest, run):
-    """The next tile of a run of consecutive tiles, or the first one of the next run."""
-    rest -= 1
-    nth += 1
-    if rest == 0:
-        turn += 1
-        nth = draw(args, turn) * run
-        rest = run
-    return nth, turn, rest
-
-
-@gluon.jit
-def hold(stage, keys, first, second, third):
-    """Whether a stage holds these keys already, and what each stage holds then."""
-    kept = keys == gl.where(stage == 0, first, gl.where(stage == 1, second, third))
-    first = gl.where(stage == 0, keys, first)
-    second = gl.where(stage == 1, keys, second)
-    return kept, first, second, gl.where(stage == 2, keys, third)
+    mbarrier.expect(full, BLOCK_N * (config.V_DIM // V_PARTS) * 2)
+    column = v_part * (config.V_DIM // V_PARTS)
+    load_columns(maps.value, b, at, kv_head, column, full, shared.v_s, v_stage * V_CHUNKS, V_CHUNKS)
 
 
 @gluon.jit
 def produce(args, config: gl.constexpr):
     """Draws tiles and sends them to the consumers. Loads their queries (with DOUT also cotangents),
-    keys and values, and bias tiles with the keys.
-
-    With RESIDENT, if all keys of a head fit in the stages, a program draws several tiles at once,
-    of which all tiles of a head follow each other, and loads no keys that a stage holds already.
-    """
+    keys and values, and bias tiles with the keys."""
     shared = args.shared
     scalars = args.scalars
     V_PARTS: gl.constexpr = config.V_PARTS
@@ -180,16 +134,6 @@ def produce(args, config: gl.constexpr):
     near = False
     if config.NEAR:
         near = tiles_are_near(tiles, scalars.batch * scalars.kv_heads)
-    if config.RESIDENT:
-        gl.static_assert(config.STAGES == 2 and V_PARTS == 1)
-        resident = scalars.kv_len <= config.STAGES * BLOCK_N
-        near = near | resident
-        run = gl.where(resident, length_of_run(total, args.programs), 1)
-        nth *= run
-        rest = run
-        first = -1
-        second = -1
-        third = -1
     while nth < total:
         head, kv_head, b, mask_b, row = place_of_tile(
             nth // V_PARTS, args.q_order, scalars.batch, scalars.mask_batch, tiles, group,
@@ -218,29 +162,18 @@ def produce(args, config: gl.constexpr):
         )
         mbarrier.arrive(shared.work_full.index(slot))
         phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
-        if not config.KEYS_FIRST:
-            load_rows(args, b, row, head, slot, phase_of_rows, config)
+        load_rows(args, b, row, head, slot, phase_of_rows, config)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
                 at = kv_range.nth(i, BLOCK_N)
-            kept = False
-            if config.RESIDENT:
-                keys = (b * scalars.kv_heads + kv_head) * (config.STAGES * BLOCK_N) + at
-                kept, first, second, third = hold(stage, keys, first, second, third)
-                kept = kept & resident
-            load_keys(args, b, at, kv_head, row, plane, stage, phase, kept, config)
-            if config.KEYS_FIRST and i == 0:
-                load_rows(args, b, row, head, slot, phase_of_rows, config)
-            load_values(args, b, at, kv_head, v_part, stage, phase, kept, config)
+            load_keys(args, b, at, kv_head, row, plane, stage, phase, config)
+            load_values(args, b, at, kv_head, v_part, stage, phase, config)
             stage, phase = next_stage(stage, phase, config.STAGES)
-        if config.RESIDENT:
-            nth, turn, rest = next_of_run(args, nth, turn, rest, run)
-        else:
-            turn += 1
-            nth = draw(args, turn)
+        turn += 1
+        nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
     send_stop(shared, slot, slot_phase)
@@ -259,16 +192,10 @@ def schedule(args, config: gl.constexpr):
     slot_phase = 0
     turn = 0
     nth = gl.program_id(0)
-    near = False
-    if config.RESIDENT:
-        near = scalars.kv_len <= config.STAGES * config.BLOCK_N
-        run = gl.where(near, length_of_run(total, args.programs), 1)
-        nth *= run
-        rest = run
     while nth < total:
         head, _, b, mask_b, row = place_of_tile(
             nth, args.q_order, scalars.batch, scalars.mask_batch, tiles, group, scalars.kv_heads,
-            ROWS, SUB, near,
+            ROWS, SUB,
         )  # fmt: skip
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
@@ -276,11 +203,8 @@ def schedule(args, config: gl.constexpr):
         steps, full_begin, full_end = split(start, end, full_lo, full_hi, config.BLOCK_N)
         kv_range = StepRange(start, steps, steps - full_end + full_begin, full_begin, full_end)
         send(args.shared, slot, slot_phase, RowTile(row, head, b, kv_range, checked))
-        if config.RESIDENT:
-            nth, turn, rest = next_of_run(args, nth, turn, rest, run)
-        else:
-            turn += 1
-            nth = draw(args, turn)
+        turn += 1
+        nth = draw(args, turn)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
     send_stop(args.shared, slot, slot_phase)
 
@@ -290,14 +214,7 @@ def load(args, config: gl.constexpr):
     """Loads the queries, keys and values of the tiles that `schedule` sends."""
     gl.static_assert(config.V_PARTS == 1 and not (config.BLOCK_LISTS or config.BIAS))
     shared = args.shared
-    scalars = args.scalars
-    group = scalars.heads // scalars.kv_heads
-    ring = stages_in_use(scalars.kv_len, config)
-    if config.RESIDENT:
-        resident = scalars.kv_len <= config.STAGES * config.BLOCK_N
-        first = -1
-        second = -1
-        third = -1
+    group = args.scalars.heads // args.scalars.kv_heads
     stage = 0
     phase = 0
     slot = 0
@@ -312,15 +229,9 @@ def load(args, config: gl.constexpr):
         load_rows(args, tile.b, tile.row, tile.head_part, slot, phase_of_rows, config)
         for i in range(0, kv_range.steps):
             at = kv_range.nth(i, config.BLOCK_N)
-            kept = False
-            if config.RESIDENT:
-                head = tile.b * scalars.kv_heads + kv_head
-                keys = head * (config.STAGES * config.BLOCK_N) + at
-                kept, first, second, third = hold(stage, keys, first, second, third)
-                kept = kept & resident
-            load_keys(args, tile.b, at, kv_head, tile.row, 0, stage, phase, kept, config)
-            load_values(args, tile.b, at, kv_head, 0, stage, phase, kept, config)
-            stage, phase = next_stage(stage, phase, ring)
+            load_keys(args, tile.b, at, kv_head, tile.row, 0, stage, phase, config)
+            load_values(args, tile.b, at, kv_head, 0, stage, phase, config)
+            stage, phase = next_stage(stage, phase, config.STAGES)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         tile = receive_tile(shared, slot, slot_phase)
