@@ -404,11 +404,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stop = partial if part == 0 else steps
             for i in range(begin, stop):
                 old, old_phase = previous_stage(stage, phase, STAGES)
+                if config.PAGE_ROWS == 1:  # a single fence, before this warp group's turn
+                    mbarrier.wait(shared.v_full.index(old), old_phase)
                 wait_full(shared.k_full.index(stage), phase, config)
                 ping_pong_wait(W, 2)
                 w = W + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
-                wait_full(shared.v_full.index(old), old_phase, config)
+                if config.PAGE_ROWS > 1:
+                    mbarrier.wait(shared.v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_tokens = add_products(p_half, shared.v_s, old, acc)
                 ping_pong_pass(W, 2)
