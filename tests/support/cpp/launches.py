@@ -125,7 +125,8 @@ def attention_values(machine, call, kernels):
     """Argument -> value for all kernels of a call of attention, its arrays, and the fields."""
     f, arrays = fields(call), call.arrays()
     sums_dq = any(k.startswith(("backward_sm90", "backward_sm80")) for k in kernels)
-    values = f | {"clear_dq": int(sums_dq)}
+    copies_dq = "backward_sm90" in kernels and f["kv_len"] <= 128  # one tile of keys
+    values = f | {"clear_dq": 2 if copies_dq else int(sums_dq)}
     arrays["delta"] = arrays.get("workspace")
     if kernels[0].startswith("backward_preprocess"):
         arrays |= sections(call, machine.variant["qk_dim"])
