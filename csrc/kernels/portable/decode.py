@@ -16,7 +16,8 @@ is at most `tile_rows` tokens of one sequence and a share of their keys, for eac
 the GPU has a tall kernel, it computes the items with more than FEW rows, and the other kernel the
 rest. Results of a share are at the item's index, and the numbers of a token say where its shares
 begin, and how many there are. With `chunks_elsewhere`, another kernel computes the items that are
-marked as parts of a long chunk, and after the `room` items there is a list of the other tokens.
+marked as parts of a long chunk, and after the `room` items there is a list of the other tokens, and
+then numbers of which the second and the third bound the tokens that are not padding.
 
 A cache is contiguous, (batch, kv_len, ...) with page_size 0, or consists of pages listed in
 `block_table`. Head dims are run-time arguments in units of 8, which tells the compiler that rows
@@ -48,6 +49,7 @@ SEQUENCES = tl.constexpr(64)  # maximum batch size of `deal`: csrc/launch/decode
 ROWS = tl.constexpr(16)  # maximum q_len of `deal`
 FEW = tl.constexpr(16)  # rows of a group, per tile of `decode`: csrc/launch/decode_shares.cc
 ITEM = tl.constexpr(8)  # numbers of an item: packax/_src/ops/packed_rows.py
+CLEARED = tl.constexpr(1024)  # elements at once
 LEAST = tl.constexpr(128)  # minimum keys per share: with fewer, a program costs more than its keys
 TINY = tl.constexpr(2.0**-100)  # lower bound of `top`; smaller weights do not matter
 
@@ -446,7 +448,7 @@ def decode_combine(
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Merges the shares of one row of (batch, q_len, heads). With chunks_elsewhere, the programs
-    take turns at the heads of the listed tokens."""
+    take turns at the heads of the listed tokens, and at tokens that are padding."""
     place = tl.program_id(0).to(tl.int64)
     row = place
     listed = workspace + 2 * q_len.to(tl.int64) + room.to(tl.int64) * ITEM
@@ -462,6 +464,28 @@ def decode_combine(
         if chunks_elsewhere != 0:
             place += tl.num_programs(0)
             row = row_of_token(listed, place, q_len, heads)
+    if chunks_elsewhere != 0:
+        clear_padding(listed + q_len, out, lse, q_len, heads, v_eighths * 8)
+
+
+@triton.jit
+def clear_padding(header, out, lse, q_len, heads, v_dim):
+    """Writes the results of tokens outside of [header[1], header[2]), which no sequence has."""
+    first = tl.load(header + 1)
+    end = tl.load(header + 2)
+    elements = tl.arange(0, CLEARED)
+    nth = tl.program_id(0)
+    while nth < q_len - (end - first):
+        token = tl.where(nth < first, nth, nth + end - first)
+        size = heads * v_dim
+        for at in tl.range(0, size, CLEARED):
+            zeros = tl.zeros_like(elements).to(out.dtype.element_ty)
+            place = token.to(tl.int64) * size + at + elements
+            tl.store(out + place, zeros, mask=at + elements < size)
+        for at in tl.range(0, heads, CLEARED):
+            place = (at + elements).to(tl.int64) * q_len + token
+            tl.store(lse + place, float("-inf"), mask=at + elements < heads)
+        nth += tl.num_programs(0)
 
 
 @triton.jit

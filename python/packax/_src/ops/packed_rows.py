@@ -169,8 +169,8 @@ class _Keys(NamedTuple):
 
 
 def work_list(x: Operands) -> jax.Array:
-    """Numbers for each row, (T, 2), and for each item, (items, ITEM). With chunks, the rows that
-    are in none, (T,), -1 beyond their number, and a list of tiles, (1 + chunk_tiles, ITEM). All
+    """Numbers for each row, (T, 2), and for each item, (items, ITEM). With chunks, the rows of
+    other sequences, (T,), -1 beyond their number, and a list of tiles, (1 + chunk_tiles, ITEM). All
     flattened, one after another.
 
     An item has a tile of rows of one sequence and a share of their keys: the sequence, the first
@@ -209,7 +209,7 @@ def work_list(x: Operands) -> jax.Array:
     of_rows = jnp.stack([begin * size + tiles.place % size, of_row], 1)
     work = [of_rows, jnp.stack(listed, 1)]
     if of_step.chunk_tiles:
-        others = ~(chunk[packing.sequence] & packing.valid)
+        others = ~chunk[packing.sequence] & packing.valid
         place = _found(jnp.cumsum(others, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32))
         work += [jnp.where(place < rows, place, -1)]
         work += [_chunk_tiles(packing, chunk, lo, hi)]
@@ -261,13 +261,17 @@ def _parts(
 
 
 def _chunk_tiles(packing: PackedRows, chunk: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
-    """How many tiles there are, and each with its keys."""
+    """How many tiles there are, and the bounds of all rows that are not padding; then each tile with
+    its keys."""
     tiles = packing.tiles(CHUNK_ROWS, CHUNK, chunk)
     used = (tiles.row < packing.sequence.size).sum(1, dtype=jnp.int32)
     numbers = [tiles.sequence, tiles.row[:, 0], used, *_Keys.of(tiles, lo, hi)]
     numbers += [jnp.zeros_like(used)] * (ITEM - len(numbers))
-    first = jnp.zeros((1, ITEM), jnp.int32).at[0, 0].set((used > 0).sum(dtype=jnp.int32))
-    return jnp.concatenate([first, jnp.stack(numbers, 1)])
+    valid = packing.valid.sum(dtype=jnp.int32)
+    first = jnp.minimum(packing.start[0], packing.sequence.size - valid)
+    header = [(used > 0).sum(dtype=jnp.int32), first, first + valid]
+    header += [jnp.zeros_like(valid)] * (ITEM - len(header))
+    return jnp.concatenate([jnp.stack(header)[None], jnp.stack(numbers, 1)])
 
 
 def _found(ends: jax.Array, places: jax.Array) -> jax.Array:
