@@ -261,8 +261,8 @@ def _parts(
 
 
 def _chunk_tiles(packing: PackedRows, chunk: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
-    """How many tiles there are, and the bounds of all rows that are not padding; then each tile with
-    its keys."""
+    """The number of tiles, and the bounds of all rows that are not padding; then each tile with its
+    keys."""
     tiles = packing.tiles(CHUNK_ROWS, CHUNK, chunk)
     used = (tiles.row < packing.sequence.size).sum(1, dtype=jnp.int32)
     numbers = [tiles.sequence, tiles.row[:, 0], used, *_Keys.of(tiles, lo, hi)]
