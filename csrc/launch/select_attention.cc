@@ -253,8 +253,8 @@ bool HasOnly(const B& o, const Device&) {
   return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && Only<options>(o);
 }
 
-// Two programs of 64 keys then share a multiprocessor, because one of 128 keys would spend about half
-// of its time on its start and its end (docs/experiments.md).
+// Two programs of 64 keys then share a multiprocessor, because one of 128 keys would spend about
+// half of its time on its start and its end (docs/experiments.md).
 constexpr int32_t kFewRows = 512;
 
 bool HasFewRows(const B& o, const Device& device) {
