@@ -88,7 +88,7 @@ SPILLS: dict[tuple, int] = {
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
     ("decode", 512): 24,  # none in a loop
-    ("decode_combine", 512): 8,  # around the loop
+    ("decode_combine", 512): 16,  # around the loops
     ("decode_fp8_pages", 64): 8,
     ("decode_tall_fp8", 128): 8,
     ("decode_tall_fp8_pages", 64): 32,

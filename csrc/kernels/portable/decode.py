@@ -465,7 +465,8 @@ def decode_combine(
             place += tl.num_programs(0)
             row = row_of_token(listed, place, q_len, heads)
     if chunks_elsewhere != 0:
-        clear_padding(listed + q_len, out, lse, q_len, heads, v_eighths * 8)
+        header = workspace + 3 * q_len.to(tl.int64) + room.to(tl.int64) * ITEM
+        clear_padding(header, out, lse, q_len, heads, v_eighths * 8)
 
 
 @triton.jit
