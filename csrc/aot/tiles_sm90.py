@@ -27,8 +27,8 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 #   ranges of rows are read before the queries arrive.
 # - COPY_DQ: 1: blocks of dQ are copied instead of added if there is one tile of keys
 #   (csrc/launch/select_attention.cc then lets less of the sum be cleared).
-# - PING_PONG: warp groups issue products in turns, with named barriers, as the forward and dQ
-#   always do.
+# - PING_PONG: warp groups issue products in turns, with named barriers, as dQ always does. No GPU
+#   has run a forward without it.
 # - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
 #   (rematerialized_zero in sm90/common.py), which frees registers and costs some integer
 #   instructions. On an H200, it made the backward 1 to 3 % faster, dK and dV 2 % at 128 and 4 to
@@ -54,6 +54,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "SCHEDULER": 0,
             "Q_STAGES": 1,
             "EARLY": 0,
+            "PING_PONG": 1,
         }
         for dim, chunk, groups, keys, stages, out_in_query, parts in (
             (64, 64, 3, 128, 2, 0, 1),

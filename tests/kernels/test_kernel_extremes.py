@@ -271,6 +271,15 @@ def test_forward_in_turns(kernel: str, dim: int) -> None:
     x.check_forward()
 
 
+@pytest.mark.parametrize("text", [DOCUMENTS, "lengths=300x70,batch=3"])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_forward_without_turns(dim: int, text: str) -> None:
+    """Warp groups that issue products whenever they are ready."""
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
+    forward(x, "forward_sm90", "90a", PING_PONG=0)
+    x.check_forward()
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize(
     "text",

@@ -157,7 +157,7 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     FIRST_O: gl.constexpr = W * (
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
-    if W == 0 and config.WARP_GROUPS > 1:
+    if W == 0 and config.TURNS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     stage = 0
@@ -211,9 +211,9 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         if config.EARLY:
             mbarrier.wait(shared.q_full.index(q), phase_of_rows)
         mbarrier.wait(shared.k_full.index(stage), phase)
-        ping_pong_wait(W, config.WARP_GROUPS)
+        ping_pong_wait(W, config.TURNS)
         s = scores(shared.q_s, shared.k_s, q, stage, zero, config)
-        ping_pong_pass(W, config.WARP_GROUPS)
+        ping_pong_pass(W, config.TURNS)
         if config.DROPOUT:
             keep = row_keep_bits(numbers, stream, kv_range.nth(first, BLOCK_N), args, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -247,12 +247,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(shared.k_full.index(stage), phase)
-                ping_pong_wait(W, config.WARP_GROUPS)
+                ping_pong_wait(W, config.TURNS)
                 w = q + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
                 mbarrier.wait(shared.v_full.index(old), old_phase)
                 acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
-                ping_pong_pass(W, config.WARP_GROUPS)
+                ping_pong_pass(W, config.TURNS)
                 if config.DROPOUT:
                     keep = row_keep_bits(numbers, stream, kv_range.nth(i, BLOCK_N), args, BLOCK_N)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))

@@ -114,16 +114,16 @@ def apply_mask(s, rows, start, mask, checked, scalars, head_mask, config: gl.con
 
 
 @gluon.jit
-def ping_pong_wait(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
-    """A single warp group takes no turns."""
-    if WARP_GROUPS > 1:
+def ping_pong_wait(W: gl.constexpr, TURNS: gl.constexpr):
+    """TURNS: how many warp groups take turns; 1: none."""
+    if TURNS > 1:
         gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
 
 
 @gluon.jit
-def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
-    if WARP_GROUPS > 1:
-        gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
+def ping_pong_pass(W: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS > 1:
+        gl.inline_asm(named_barrier("arrive", (W + 1) % TURNS, 256), "", (), ())
 
 
 @gluon.jit
@@ -144,8 +144,8 @@ def skip_blocks(count, W: gl.constexpr, shared, stage, phase, config: gl.constex
     """Skips `count` steps: this warp group only takes its turns and releases the tiles."""
     for _i in range(0, count):
         mbarrier.wait(shared.k_full.index(stage), phase)
-        ping_pong_wait(W, config.WARP_GROUPS)
-        ping_pong_pass(W, config.WARP_GROUPS)
+        ping_pong_wait(W, config.TURNS)
+        ping_pong_pass(W, config.TURNS)
         warp_arrive(shared.k_empty.index(stage))
         v_stage, v_phase = stage_of_values(stage, phase, config)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
