@@ -196,7 +196,6 @@ def random_inputs(case: Any, seed: int = 0) -> Arrays:
 
 
 LOOP = 20  # passes per call, for passes that are shorter than a dispatch
-UNROLLED = 5  # of them per iteration: more take longer to compile
 
 
 def touched(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -227,7 +226,7 @@ class Compiled:
             def step(_: Any, query: jax.Array) -> jax.Array:
                 return touched(query, attention(query, *others))
 
-            return jax.lax.fori_loop(0, loops, step, query, unroll=UNROLLED)
+            return jax.lax.fori_loop(0, loops, step, query, unroll=True)
 
         def backward_loop(pullback, cotangent):
             def step(_: Any, cotangent: jax.Array) -> jax.Array:
@@ -235,7 +234,7 @@ class Compiled:
                     cotangent = touched(cotangent, gradient)
                 return cotangent
 
-            return jax.lax.fori_loop(0, loops, step, cotangent, unroll=UNROLLED)
+            return jax.lax.fori_loop(0, loops, step, cotangent, unroll=True)
 
         arguments: tuple[Any, ...] = (*tensors, operands)
         run = attention if loops == 1 else forward_loop
