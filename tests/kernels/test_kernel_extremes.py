@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from decode_calls import parse
-from gluon_threads import Product, TensorMap
+from gluon_threads import TensorMap
 from simulated import TANGENTS, Simulation, kernels_of, variant_of
 from tiers import marked, some
 
 DOCUMENTS = "interval=causal,selector=documents,lengths=200x200"
-BOX, COMPUTE = TensorMap.box, Product.compute
 HALF = f"{DOCUMENTS},dims=64x64,dtype=bfloat16"
 
 
