@@ -1,13 +1,14 @@
 """Hardware counters of packax, cuDNN, FlashAttention-3 and -4, per kernel, by Nsight Compute.
 
-    python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64]
+    python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64,vit_h14_224]
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
-For every implementation and case, one process runs both passes under `ncu`. Its full output for all
-attention kernels goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results).
-The table shows cycles, the utilization of pipes and issue slots, and stall reasons. The tool
-changes times: use fractions, not milliseconds. FA4 runs if its archive (pack.sh fa4) exists.
-Results are not checked here: attention.py checks the same calls.
+Cases are those of lib/cases.py and, for packax and cuDNN, of lib/model_cases.py. For every
+implementation and case, one process runs both passes under `ncu`. Its full output for all attention
+kernels goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results). The table
+shows cycles, the utilization of pipes and issue slots, and stall reasons. The tool changes times:
+use fractions, not milliseconds. FA4 runs if its archive (pack.sh fa4) exists. Results are not
+checked here: attention.py and models.py check the same calls.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib.cases import select
 from lib.exchange import torch_environment, unpacked
+from lib.model_cases import CASES
 from lib.output import arguments_of
 
+OF_MODELS: dict[str, list[Any]] = {case.name: [case] for case in CASES}
 KERNELS = "sm90|backward_preprocess|backward_postprocess|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
@@ -96,9 +100,13 @@ def run(who: str, name: str) -> None:
     import jax
     from lib.implementations import JAX_PEERS, Compiled, packax_attention, random_inputs
 
-    (case,) = select(name)
-    made = (JAX_PEERS | {"packax": packax_attention})[who](case)
-    compiled = Compiled(made, random_inputs(case))
+    makers = JAX_PEERS | {"packax": packax_attention}
+    if name in OF_MODELS:
+        import models
+
+        makers = {"packax": models.packax_function, "cudnn": models.cudnn_function}
+    (case,) = OF_MODELS.get(name) or select(name)
+    compiled = Compiled(makers[who](case), random_inputs(case))
     for what in ("fwd", "bwd"):
         function = compiled.function(what)
         for _ in range(2):
@@ -121,7 +129,9 @@ def run_fa4(name: str) -> None:
 
 
 def main() -> int:
-    parser = arguments_of(__doc__, "names and groups of cases.py", default="causal_16k_d128")
+    parser = arguments_of(
+        __doc__, "names of model_cases.py, names and groups of cases.py", default="causal_16k_d128"
+    )
     parser.add_argument("--who", default="packax,cudnn,fa4")
     parser.add_argument("--fa4", type=Path, default=Path("dist/fa4.tar.xz"))
     parser.add_argument("--run", nargs=2, metavar=("WHO", "CASE"), help=argparse.SUPPRESS)
@@ -130,10 +140,14 @@ def main() -> int:
         run(*arguments.run)
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
+    asked = arguments.cases.split(",")
+    names = [name for name in asked if name in OF_MODELS]
+    if others := ",".join(name for name in asked if name not in OF_MODELS):
+        names += [case.name for case in select(others)]
     failed = []
     site: Path | None = None
     with contextlib.ExitStack() as stack:
-        for name in (case.name for case in select(arguments.cases)):
+        for name in names:
             for who in arguments.who.split(","):
                 environment = dict(os.environ)
                 if who == "fa4" and not arguments.fa4.exists():
