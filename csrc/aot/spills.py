@@ -85,6 +85,8 @@ SPILLS: dict[tuple, int] = {
     ("ragged_sm90_small_pages", 64): 16,  # under ptxas 12.9
     ("ragged_sm90_small_pages", 128): 112,  # under ptxas 12.9
     ("backward_sm90", 64): 32,  # under ptxas 12.9
+    ("backward_sm90_pairs", 96): 40,  # under ptxas 13.4
+    ("backward_sm90_pairs", 128): 136,  # under ptxas 12.9; 128 under 13.4
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
     ("decode", 512): 24,  # none in a loop

@@ -108,6 +108,7 @@ KERNELS = {  # kernel -> module in csrc/kernels
     "forward_sm90_low_occupancy": "sm90.fwd",
     "forward_sm90_short": "sm90.fwd",
     "backward_sm90_short": "sm90.bwd",
+    "backward_sm90_pairs": "sm90.bwd",
     "backward_sm90_alibi": "sm90.bwd",
     "forward_sm90_dropout": "sm90.fwd",
     "backward_preprocess_dropout": "common.bwd_preprocess",

@@ -25,8 +25,9 @@ def row_of(qk_dim: int, v_dim: int) -> Dims:
 # - CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers per thread.
 # - Q_STAGES: 2: the queries of the next tile are loaded while those of a tile are in use. EARLY: 1:
 #   ranges of rows are read before the queries arrive.
-# - COPY_DQ: 1: blocks of dQ are copied instead of added if there is one tile of keys
-#   (csrc/launch/select_attention.cc then lets less of the sum be cleared).
+# - COPY_DQ: 1: the first part of a block of dQ is copied instead of added if a program has all
+#   tiles of keys (csrc/launch/select_attention.cc then lets less of the sum be cleared).
+#   TILES: of keys of a program, one after another.
 # - PING_PONG: warp groups issue products in turns, with named barriers, as dQ always does. No GPU
 #   has run a forward without it.
 # - REMATERIALIZE: descriptors of operands that never move are recomputed in every step
@@ -78,6 +79,7 @@ SM90_TILES: dict[str, dict[Dims, dict[str, int]]] = {
             "REMATERIALIZE": int(dim != 64),
             "LSE_BY_MMA": int(dim != 64),
             "COPY_DQ": 0,
+            "TILES": 1,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: a warp group skips masked blocks in which no row attends to its keys. DQ: dQ is
@@ -321,6 +323,11 @@ for _kernel, _dim, _changes in (
     *(("backward_sm90", dim, {"COPY_DQ": 1}) for dim in (64, 96, 128)),
 ):
     SM90_TILES[_kernel] |= {_dim: SM90_TILES[_kernel][_dim] | _changes}
+# The fused backward for two tiles of keys, both in one program. No GPU has run it.
+SHORT |= {"backward_sm90_pairs": "backward_sm90"}
+SM90_TILES["backward_sm90_pairs"] = {
+    dim: SM90_TILES["backward_sm90"][dim] | {"TILES": 2} for dim in (96, 128)
+}
 # Chunks of new tokens over pages. PAGE_ROWS: keys that one TMA copy loads, the smallest page
 # (csrc/launch/select_decode.cc); 1: keys are copied by cp.async. The producer needs registers for
 # page numbers, or addresses.

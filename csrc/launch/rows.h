@@ -55,8 +55,8 @@ struct Row {
   Gpus gpus;
   Dims dims;
   Steps<Operands> steps;
-  bool sums_dq = false;    // accumulates dQ in memory
-  bool copies_dq = false;  // except if there is one tile of keys: it writes whole blocks of rows
+  bool sums_dq = false;     // accumulates dQ in memory
+  int64_t copied_keys = 0;  // with up to so many keys, the first part of a block of rows is copied
 };
 
 // The table for a call.

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "launch/rows.h"
 
@@ -262,6 +263,23 @@ bool HasFewRows(const B& o, const Device& device) {
          HasOnly<0, Algorithm::kSm90Fused>(o, device);
 }
 
+// Heads of which a program computes both tiles of keys: none until a GPU has timed it. They should
+// fill the GPU, and are in the order of tiles_are_near (csrc/kernels/common/kv_ranges.py).
+constexpr int64_t kLeastPairs = std::numeric_limits<int64_t>::max();
+
+bool HasPairs(const B& o, const Device& device) {
+  return o.kv_tiles() == 2 && Product({o.batch, o.kv_heads}) >= kLeastPairs &&
+         HasOnly<0, Algorithm::kSm90Fused>(o, device);
+}
+
+Grid Heads(const B& o, int64_t) { return {Product({o.kv_heads, o.batch})}; }
+
+constexpr Steps<B> Pairs() {
+  auto steps = Fused<BackwardSm90PairsArgs>();
+  steps[1] = Use<BackwardSm90PairsArgs, B>(Heads);
+  return steps;
+}
+
 template <uint32_t options>
 bool OnSm80(const B& o, const Device& device) {
   return o.needs_dkv && HasOnly<options, Algorithm::kSm90Fused>(o, device);
@@ -306,7 +324,8 @@ constexpr Row<B> kBackward[] = {
      Separate<BackwardDkdvSm90DropoutArgs, BackwardDqSm90DropoutArgs,
               BackwardPreprocessDropoutArgs>()},
     {HasFewRows, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90ShortArgs>(), true},
-    {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true, true},
+    {HasPairs, Gpus::kSome, Dims::kClipped, Pairs(), true, 2 * kTile},
+    {HasOnly<0, kFused>, Gpus::kSome, Dims::kClipped, Fused<BackwardSm90Args>(), true, kTile},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped,
      Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
     {HasOnly<0, kSeparate>, Gpus::kSome, Dims::kClipped, Parts()},
@@ -388,8 +407,7 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o) {
   PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
   const Row<B>& row = *selected.row;
-  const bool copies = row.copies_dq && o.kv_len <= kTile;
-  o.clear_dq = copies ? 2 : row.sums_dq ? 1 : 0;
+  o.clear_dq = !row.sums_dq ? 0 : o.kv_len > row.copied_keys ? 1 : 2;
   return Run(stream, o, selected);
 }
 

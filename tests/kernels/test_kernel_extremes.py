@@ -305,6 +305,24 @@ def test_dq_of_one_tile_of_keys(text: str, dim: int) -> None:
     x.check_backward(("dk", "dv"), dquery=x.summed_dq())
 
 
+@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize(
+    "text",
+    ["lengths=200x256,heads=4/2", "interval=causal,lengths=256x256", "lengths=90x200",
+        "interval=window,lengths=256x250", "interval=causal,selector=documents,lengths=200x200",
+        "selector=kv ids,lengths=130x140"],
+)  # fmt: skip
+def test_dq_of_two_tiles_of_keys(text: str, dim: int) -> None:
+    """A program has both tiles of a head, and copies the first part of every block of rows."""
+    x = of(f"{text},dims={dim}x{dim},dtype=bfloat16")
+    x.prepare(dim)
+    rows = ~x.idle_rows.swapaxes(1, 2)
+    rows = np.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 64)))
+    x.arrays["dq_sum"][rows.reshape(*rows.shape[:2], -1, 64).any(3)] = np.nan
+    x.gluon(variant_of("backward_sm90_pairs", "90a", (dim, dim)))
+    x.check_backward(("dk", "dv"), dquery=x.summed_dq())
+
+
 @pytest.mark.parametrize("kernel,dim", [("forward_sm90", 96), ("forward_sm90_short", 64)])
 def test_rows_without_keys_in_tiles_without_masked_steps(kernel: str, dim: int) -> None:
     """Their sums are not those of an attended row, though no step of their tile is masked."""

@@ -55,6 +55,8 @@ def grid_of(kernel, f, block):
     if kernel.startswith("backward_dbias"):
         planes, rows = prod(f["dbias"][:2]), f["dbias"][2]
         return [planes * ceil(rows / block) * ceil(f["kv_len"] / block)]
+    if kernel == "backward_sm90_pairs":
+        return [f["kv_heads"] * f["batch"]]
     if kernel.startswith(("backward_dkdv", "backward_sm")):
         halves = 2 if kernel.endswith("parts") else 1
         return [f["kv_heads"] * tiles("kv_len") * (128 // block) * halves]

@@ -269,7 +269,8 @@ class KeyTileArgs:
     """Arguments of backward_sm90, whose programs compute dK and dV of one tile of keys. p and ds:
     P and dS of a block of rows; P is multiplied by the derivative of a soft cap. dq_s: buffers for
     dQ on its way to the sum. part: which of config.PARTS parts of a head's columns the program
-    computes. q_rest, do_rest: columns of the other part."""
+    computes. q_rest, do_rest: columns of the other part. earlier: the rows of the program's tile
+    before this one."""
 
     maps: Maps
     row_stats: RowStats
@@ -290,4 +291,5 @@ class KeyTileArgs:
     q_rest: Rest
     do_rest: Rest
     bias: PairBias | gl.constexpr
+    earlier: StepRange
     dropout: Dropout

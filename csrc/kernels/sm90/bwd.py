@@ -58,7 +58,7 @@ from sm90.config import constants
 from sm90.dq_reduce import columns_of_dq, sum_rows
 from sm90.lse_by_mma import COLUMNS
 from sm90.row_producer import bytes_of_bias
-from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers
+from sm90.tiles import allocate_lines, allocate_tiles, barriers, init_barriers, reset_barriers
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -88,6 +88,7 @@ def backward_sm90(
     KEYS: gl.constexpr, PARTS: gl.constexpr, PING_PONG: gl.constexpr, SKIP: gl.constexpr,
     DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     REMATERIALIZE: gl.constexpr, LSE_BY_MMA: gl.constexpr, COPY_DQ: gl.constexpr,
+    TILES: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk and dv are (batch, heads, length, dim), with at most
     QK_DIM or V_DIM columns; lse2, delta, lo and hi are one row each. Boxes have 64 rows, in two
@@ -108,7 +109,7 @@ def backward_sm90(
         QK_COLUMNS=QK_DIM // PARTS, V_COLUMNS=V_DIM // PARTS, QK_CHUNK=QK_CHUNK, V_CHUNK=V_CHUNK,
         CHUNKS=CHUNKS, V_CHUNKS=V_CHUNKS, HALVES=HALVES, SPLIT=HALVES == 1 and not DQ, PARTS=PARTS,
         PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
-        COPY_DQ=COPY_DQ == 1,
+        COPY_DQ=COPY_DQ == 1, TILES=TILES,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=block_mask is not None, BIAS_BYTES=bytes_of_bias(bias, query),
         DROPOUT=dropout_streams is not None,
@@ -189,13 +190,14 @@ def backward_sm90(
         )  # fmt: skip
         init_barriers(BIAS_STAGES, (pair_bias.full, pair_bias.empty), (1, 4))
     READERS: gl.constexpr = 4 if DQ and HALVES == 1 else 8  # warps
-    init_barriers(
-        2,
-        (shared.row_stats_full, shared.kv_full, q_rest.full, do_rest.full, q_rest.empty,
-            do_rest.empty, shared.q_full, shared.do_full, ds.full, ds.empty, shared.q_empty,
-            shared.do_empty, p.full, p.empty),
-        (1, 1, 1, 1, 4, 4, 1, 1, 2, 4 if DQ == 2 else 8, READERS, READERS, 1, 4),
+    rings = (
+        shared.row_stats_full, shared.kv_full, q_rest.full, do_rest.full, q_rest.empty,
+        do_rest.empty, shared.q_full, shared.do_full, ds.full, ds.empty, shared.q_empty,
+        shared.do_empty, p.full, p.empty,
     )  # fmt: skip
+    DS_READERS: gl.constexpr = 4 if DQ == 2 else 8
+    arrivals: gl.constexpr = (1, 1, 1, 1, 4, 4, 1, 1, 2, DS_READERS, READERS, READERS, 1, 4)
+    init_barriers(2, rings, arrivals)
 
     scalars = KernelScalars(
         mask_mode, batch, mask_batch, q_len, kv_len, heads, kv_heads, scale, soft_cap
@@ -203,42 +205,57 @@ def backward_sm90(
     blocks = BlockMask(
         block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block
     )
-    mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
-    tile, part, q_range, mask = tile_of_program(mask, kv_order, scalars, KEYS, ROWS, PARTS)
-    if config.BLOCK_LISTS:
-        q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
-    if DQ == 1:  # 1 to 2 % faster; no gain, or slower, in the others
-        scalars = gl.aggregate_replace(scalars, mask_mode=mask_mode_of_tile(mask, q_range, scalars))
-    args = KeyTileArgs(
-        maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
-        dk=dk, dv=dv, mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=scalars,
-        dq_sum=dq_sum, slopes=slopes, p=p, blocks=blocks, ds=ds, dq_s=dq_s,
-        part=part, q_rest=q_rest, do_rest=do_rest, bias=pair_bias,
-        dropout=Dropout(
-            dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
-        ),
-    )  # fmt: skip
-    if DQ and HALVES == 1:
-        gl.warp_specialize(
-            [(consume_alone, (args, config)), (produce, (args, config))],
-            [1],
-            [PRODUCER_REGISTERS],
+    earlier = StepRange(0, 0, 0, 0, 0)
+    for turn in gl.static_range(TILES):
+        if turn > 0:  # all warps have left the previous tile
+            gl.static_assert(DQ == 1 and COPY_DQ and not config.BIAS_BYTES)
+            reset_barriers(2, rings, arrivals)
+        mask = KeyTileMask(q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks)
+        tile, part, q_range, mask = tile_of_program(
+            mask, kv_order, scalars, turn, TILES, KEYS, ROWS, PARTS
         )
-    elif DQ == 2:
-        third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
-        gl.warp_specialize(
-            [
-                (consume, (0, args, config)),
-                (consume, (1, args, config)),
-                (sum_rows, (args, config)),
-                (produce, (args, config)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, third, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [(consume, (0, args, config)), (consume, (1, args, config)), (produce, (args, config))],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        if config.BLOCK_LISTS:
+            q_range = StepRange(0, blocks_of_lists(blocks, scalars, tile), 0, 0, 0)
+        if DQ == 1:  # 1 to 2 % faster; no gain, or slower, in the others
+            mode = mask_mode_of_tile(mask, q_range, scalars)
+            own_scalars = gl.aggregate_replace(scalars, mask_mode=mode)
+        else:
+            own_scalars = scalars
+        args = KeyTileArgs(
+            maps=Maps(query, key, value, dout, None), row_stats=RowStats(lse2, delta, lo, hi),
+            dk=dk, dv=dv, mask=mask, shared=shared, tile=tile, q_range=q_range, scalars=own_scalars,
+            dq_sum=dq_sum, slopes=slopes, p=p, blocks=blocks, ds=ds, dq_s=dq_s,
+            part=part, q_rest=q_rest, do_rest=do_rest, bias=pair_bias, earlier=earlier,
+            dropout=Dropout(
+                dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep
+            ),
+        )  # fmt: skip
+        if DQ and HALVES == 1:
+            gl.warp_specialize(
+                [(consume_alone, (args, config)), (produce, (args, config))],
+                [1],
+                [PRODUCER_REGISTERS],
+            )
+        elif DQ == 2:
+            third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
+            gl.warp_specialize(
+                [
+                    (consume, (0, args, config)),
+                    (consume, (1, args, config)),
+                    (sum_rows, (args, config)),
+                    (produce, (args, config)),
+                ],
+                [4, 4, 1],
+                [CONSUMER_REGISTERS, third, PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (0, args, config)),
+                    (consume, (1, args, config)),
+                    (produce, (args, config)),
+                ],
+                [4, 1],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        earlier = q_range

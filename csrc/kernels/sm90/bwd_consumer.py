@@ -268,6 +268,8 @@ def consume_half(W: gl.constexpr, args, config: gl.constexpr):
             dq = wait_products(products(ds_t, k_part), 0, len(k_part))
             add_staged(dq, previous, FIRST_CELL, args.dq_s.index(W), args, CELLS, 0, config)
             tma.store_wait(0)
+            if config.TILES > 1:  # the next tile adds to what this one has copied
+                gl.inline_asm("cp.async.bulk.wait_group 0;", "~{memory}", ())
         if config.PING_PONG and W == 0:
             ping_pong_wait(0)
     # other warp groups may still read this one's keys for their part of dQ

@@ -79,10 +79,12 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
 
 @gluon.jit
 def tile_of_program(
-    mask, kv_order, scalars, KEYS: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr
-):
+    mask, kv_order, scalars, turn: gl.constexpr, TILES: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
     """This program's tile of keys and part of its columns, the blocks of BLOCK rows that attend to
-    it (full blocks are not masked), and the mask's arrays from its batch row on."""
+    it (full blocks are not masked), and the mask's arrays from its batch row on. A program has
+    TILES tiles, which are all tiles of a head if they are several; `turn`: which one."""
     q_len = scalars.q_len
     kv_len = scalars.kv_len
     group = scalars.heads // scalars.kv_heads
@@ -90,6 +92,9 @@ def tile_of_program(
     part = nth % PARTS
     tiles = (kv_len + 127) // 128
     near = tiles_are_near(tiles, scalars.batch * scalars.kv_heads)
+    if TILES > 1:
+        nth = nth * TILES + turn
+        near = True
     _, kv_head, b, mask_b, first_key = place_of_tile(
         nth // PARTS, kv_order, scalars.batch, scalars.mask_batch, tiles, 1, scalars.kv_heads,
         KEYS, 128 // KEYS, near,

@@ -139,12 +139,17 @@ def add_staged(
     """Adds one warp group's part of a block of rows, in chunks (chunked_mma.py), to the sum of dQ
     from the block's cell `first` on, in register order, through shared memory.
 
-    PENDING: earlier additions that may still read other stages. With COPY_DQ, the only program
-    whose keys a row attends to copies its part, so that the sum need not be cleared before, and
-    a negative `block` stands for none.
+    PENDING: earlier additions that may still read other stages. With COPY_DQ, a program that has
+    all tiles of keys copies the first part of a block, so that the sum need not be cleared before,
+    and a negative `block` stands for none.
     """
     if config.COPY_DQ:
-        way = gl.where(block < 0, 2, gl.where(args.scalars.kv_len <= 64 * config.HALVES, 1, 0))
+        if config.TILES == 1:
+            copies = args.scalars.kv_len <= 64 * config.HALVES
+        else:
+            at = gl.maximum(block, 0) % (args.tile.padded // ROWS) - args.earlier.start // ROWS
+            copies = (at < 0) | (at >= args.earlier.steps)
+        way = gl.where(block < 0, 2, gl.where(copies, 1, 0))
         block = gl.maximum(block, 0)
     at = args.dq_sum + block.to(gl.int64) * (ROWS * config.QK_COLUMNS) + first
     n: gl.constexpr = CELLS // 128

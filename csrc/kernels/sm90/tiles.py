@@ -35,6 +35,16 @@ def init_barriers(N: gl.constexpr, rings, arrivals):
 
 
 @gluon.jit
+def reset_barriers(N: gl.constexpr, rings, arrivals):
+    """Puts the barriers of each ring back to their first phase. No warp uses them meanwhile."""
+    for n in gl.static_range(N):
+        for k in gl.static_range(len(rings)):
+            if rings[k] is not None and n < rings[k].shape[0]:
+                mbarrier.invalidate(rings[k].index(n))
+    init_barriers(N, rings, arrivals)
+
+
+@gluon.jit
 def load_columns(
     source, b, row, head, column, full, tiles_s, first, CHUNKS: gl.constexpr,
     HALF: gl.constexpr = None,

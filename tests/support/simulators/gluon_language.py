@@ -99,6 +99,8 @@ def inline_asm(
         return args[0].arrive(32 * current.warps)
     if "mbarrier.arrive" in asm:  # by one lane of every warp, or by one thread
         return args[0].arrive(current.warps if "%laneid" in asm else 1)
+    if asm == "cp.async.bulk.wait_group 0;":
+        return threads.store_wait(0)
     if asm.startswith("bfind.u32"):
         return Scalar(int(args[0]).bit_length() - 1)
     assert asm == "mov.b32 $0, $1;", asm
@@ -282,6 +284,7 @@ def modules() -> dict[str, types.ModuleType]:
     nvmma = type("NVMMASharedLayout", (), {"get_default_for": anything, "__init__": anything})
     barriers = types.SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=threads.init, wait=threads.wait,
+        invalidate=threads.invalidate,
         arrive=lambda b: b.arrive(1),
         expect=lambda b, n: b.arrive(1, n),
     )  # fmt: skip

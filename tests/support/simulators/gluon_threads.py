@@ -289,7 +289,13 @@ class Barriers:
 
 
 def init(barrier: MBarrier, count: int) -> None:
+    assert not barrier.count, "a barrier that was not initialised, or is invalid again"
     barrier.count = barrier.pending = count
+
+
+def invalidate(barrier: MBarrier) -> None:
+    assert barrier.bytes == 0, "no copy arrives at it later"
+    barrier.count = barrier.pending = barrier.phase = 0
 
 
 def wait(barrier: MBarrier, parity: int) -> None:
