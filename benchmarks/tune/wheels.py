@@ -6,9 +6,10 @@
 It needs a GPU, and no Triton. Build a wheel with other constants of csrc/aot/tiles_*.py for the
 kernels that the cases need: `PACKAX_ARCHS=90a PACKAX_DTYPES=bf16 PACKAX_HEAD_DIMS="64;96"`. Results
 are compared with those of the first wheel, which must be right; a wheel with other results is
-named, and not timed. Cases are prepared and timed one after another. Prints the median times of all
-wheels in ms, and the first wheel's time divided by that of each other (above 1: faster than the
-first). Writes wheels.json into --out (default: $OUT, else benchmarks/results).
+named, and not timed, and the exit status is 1. Cases are prepared and timed one after another.
+Prints the median times of all wheels in ms, and the first wheel's time divided by that of each
+other (above 1: faster than the first). Writes wheels.json into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class OneWheel(State):
         make = models.cudnn_function if self.name == "cudnn" else models.packax_function
         compiled = Compiled(make(found), self.inputs(found))
         self.loops = models.loops_of(found)
-        self.functions = {}
+        self.functions, self.launches = {}, {}
         for what in passes:
             results = compiled.function(what)()
             results = [results] if what == "fwd" else results
@@ -89,10 +90,6 @@ class OneWheel(State):
         if what not in self.launches:
             self.launches[what] = launches_of(function, self.finish, ROUND_MS)
         return burst(function, self.finish, self.launches[what]) / self.loops
-
-    def count(self) -> None:
-        """Counts the launches of a burst again."""
-        self.launches = {}
 
 
 def started(name: str, site: str) -> Worker:
@@ -124,7 +121,7 @@ def main(arguments: list[str]) -> int:
     if not options.cases:
         parser.error("--cases: name some")
     passes = options.passes.split(",")
-    report = Report(options.out, "wheels", options.rounds)
+    report, bad = Report(options.out, "wheels", options.rounds), []
     with tempfile.TemporaryDirectory() as folder, \
             concurrent.futures.ThreadPoolExecutor() as pool:  # fmt: skip
         workers = {}
@@ -148,13 +145,14 @@ def main(arguments: list[str]) -> int:
                         ready.append(name)
                     except Failed as error:
                         say(f"{case}: {name}: {error}")
+                        bad.append(f"{case} {name}")
             for what in passes:
                 bursts = {}
                 for name in ready if first in ready else ():
                     if wrong := others(first, name, what, folder):
                         say(f"WRONG {case}: {name}: {', '.join(wrong)}")
+                        bad.append(f"{case} {name}")
                         continue
-                    workers[name].ask(do="count")
                     bursts[name] = functools.partial(workers[name].ask, do="time", what=what)
                 rows = {name: as_row(x) for name, x in in_turns(bursts, options.rounds).items()}
                 report.add(case, (report["cases"].get(case) or {}) | {what: rows})
@@ -164,7 +162,7 @@ def main(arguments: list[str]) -> int:
                 say(f"{case:<34}{what:<5}{times}   {' '.join(ratios)}")
         for worker in workers.values():
             worker.end()
-    return report.end([])
+    return report.end(bad)
 
 
 if __name__ == "__main__":
