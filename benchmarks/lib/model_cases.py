@@ -174,6 +174,7 @@ LANGUAGE = _cases("language", {
     "llama3_70b_8k": (1, 8192, 64, 8, 128),
     "qwen2.5_7b_4k": (2, 4096, 28, 4, 128),
     "qwen3_0.6b_2k": (8, 2048, 16, 8, 128),
+    "qwen3_embedding_256": (64, 256, 16, 8, 128),
     "gemma3_4b_8k": (1, 8192, 8, 4, 256),
     "gemma3_4b_window1k_8k": (1, 8192, 8, 4, 256, *_window(1024)),
     "mistral_7b_window4k_16k": (1, 16384, 32, 8, 128, *_window(4096)),

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "launch/rows.h"
 
@@ -97,6 +96,8 @@ constexpr Steps<F> Persistent() {
 // (csrc/kernels/sm90/row_producer.py). Three programs fit on a multiprocessor.
 constexpr int32_t kShortKeys = 1024;
 constexpr int32_t kShortRowKeys = 1024;  // that a row attends to, in a window
+
+constexpr int32_t kCountedKeys = 512;
 
 bool HasFewSteps(const F& o) {
   const bool few = o.row_keys > 0 && o.row_keys <= kShortRowKeys;
@@ -263,9 +264,9 @@ bool HasFewRows(const B& o, const Device& device) {
          HasOnly<0, Algorithm::kSm90Fused>(o, device);
 }
 
-// Heads of which a program computes both tiles of keys: none until a GPU has timed it. They should
-// fill the GPU, and are in the order of tiles_are_near (csrc/kernels/common/kv_ranges.py).
-constexpr int64_t kLeastPairs = std::numeric_limits<int64_t>::max();
+// A program computes both tiles of keys of a head if so many heads fill the GPU. They are in the
+// order of tiles_are_near (csrc/kernels/common/kv_ranges.py).
+constexpr int64_t kLeastPairs = 256;
 
 bool HasPairs(const B& o, const Device& device) {
   return o.kv_tiles() == 2 && Product({o.batch, o.kv_heads}) >= kLeastPairs &&
@@ -389,8 +390,9 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Selected<F> selected;
   PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  // Clearing the counter takes longer than it saves between so short tiles (docs/experiments.md).
-  if (HasFewSteps(o)) o.counter = nullptr;
+  // Clearing the counter takes longer than it saves (docs/experiments.md), except between the
+  // shortest tiles if one program runs on a multiprocessor.
+  if (HasFewSteps(o) && (o.qk_dim <= 64 || o.kv_len > kCountedKeys)) o.counter = nullptr;
   const bool by_length = selected.row->steps[1].list != nullptr;
   std::array<F, 2> each = {o, o};
   for (int i = 0; i <= int{by_length}; ++i) {

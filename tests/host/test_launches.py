@@ -23,7 +23,15 @@ from cpp.calls import (
     table_size,
     tangent,
 )
-from cpp.launches import SHORT_KEYS, expect, fields, kernels_of, maps_of, sections
+from cpp.launches import (
+    COUNTED_KEYS,
+    SHORT_KEYS,
+    expect,
+    fields,
+    kernels_of,
+    maps_of,
+    sections,
+)
 from cpp.machine import make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
@@ -100,14 +108,17 @@ def test_more_tiles_than_the_counter_counts(sm90):
 
 def test_a_counter_that_is_not_cleared(sm90):
     sm90.fail("cuMemsetD32Async", 1)
-    assert sm90.run(forward(sm90, Sizes(kv_len=SHORT_KEYS))) is None  # nothing to clear
+    sizes = Sizes(kv_len=COUNTED_KEYS + 1), Sizes(kv_len=SHORT_KEYS)
+    for s in sizes:  # nothing to clear
+        assert sm90.run(forward(sm90, s)) is None
     failure = sm90.run(forward(sm90, Sizes(kv_len=SHORT_KEYS + 1)))
     assert failure.code == "Internal"
     assert failure.message == (
         "packax_forward_v1: cuMemsetD32Async failed: CUDA_ERROR_INVALID_VALUE (invalid argument), "
         "device 0"
     )
-    assert len(sm90.launches()) == 1
+    assert sm90.run(forward(sm90, Sizes(kv_len=COUNTED_KEYS))).code == "Internal"
+    assert len(sm90.launches()) == len(sizes)
 
 
 # --- Tensor maps

@@ -13,7 +13,8 @@ BACKWARD = {
     "sm80_soft_cap": "preprocess sm80_soft_cap postprocess_sm80",
     "sm90_dbias": "preprocess_dbias dkdv_sm90_dbias dq_of_dbias_alone",
 } | {  # on Hopper
-    f"fused{x}": f"preprocess sm90{x} postprocess" for x in ("", "_soft_cap", "_alibi", "_short")
+    f"fused{x}": f"preprocess sm90{x} postprocess"
+    for x in ("", "_soft_cap", "_alibi", "_short", "_pairs")
 } | {
     "fused_dropout": "preprocess_dropout sm90_dropout postprocess",
     "separate_dropout": "preprocess_dropout dkdv_sm90_dropout dq_sm90_dropout",

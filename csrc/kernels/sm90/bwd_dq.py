@@ -257,7 +257,7 @@ def backward_dq_sm90(
         CHUNKS=CHUNKS, SLOTS=CHUNKS, V_CHUNKS=V_CHUNKS, V_PARTS=1, DOUT=True,
         WARP_GROUPS=2, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=V_STAGES,
         DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE,
-        NEAR=False, Q_STAGES=1, TURNS=2,
+        NEAR=False, ROWS_FIRST=False, Q_STAGES=1,
         SOFT_CAP=soft_cap is not None, BLOCK_LISTS=block_mask is not None,
         BIAS=bias is not None, BIAS_BYTES=bytes_of_bias(bias, query),
         DROPOUT=dropout_streams is not None,

@@ -8,6 +8,7 @@ DotOperandLayout has the same order. The elements of a row are in the four threa
 from common.kv_ranges import BLOCK
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.constexpr_function
@@ -19,6 +20,21 @@ def accumulator(n):
 @gluon.constexpr_function
 def named_barrier(kind, i, threads):
     return f"bar.{kind} {8 + i}, {threads};"  # Triton uses the low numbers
+
+
+@gluon.jit
+def wait(barrier, phase, TOGETHER: gl.constexpr = False):
+    """Waits for the end of the barrier's phase. mbarrier.wait also synchronises the warp group if
+    it follows another wait on the same ring, which is slower unless TOGETHER."""
+    if TOGETHER:
+        mbarrier.wait(barrier, phase)
+    else:
+        gl.inline_asm(
+            "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+            " @!p bra.uni WAIT; }",
+            "r,r,~{memory}",
+            (barrier, phase),
+        )
 
 
 @gluon.jit

@@ -62,7 +62,6 @@ def forward_sm90(
     OUT_IN_QUERY: gl.constexpr, V_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
     SCHEDULER: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """query, key, value and out are tensor maps (batch, heads, length, dim) with boxes of 64 or
     BLOCK_N rows of one head, and at most QK_DIM or V_DIM columns. `counter` is 0 at launch and must
@@ -91,8 +90,9 @@ def forward_sm90(
         CHUNKS=CHUNKS, SLOTS=SLOTS, V_CHUNKS=V_CHUNKS,
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
-        SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96, NEAR=QK_DIM == 96,
-        Q_STAGES=Q_STAGES, EARLY=EARLY == 1, TURNS=WARP_GROUPS if PING_PONG else 1,
+        SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96,
+        NEAR=QK_DIM == 96, TOGETHER=QK_DIM == 96, ROWS_FIRST=QK_DIM == 96,
+        Q_STAGES=Q_STAGES, EARLY=EARLY == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
         BLOCK_LISTS=block_mask is not None, ROW_MAX=row_max is not None,

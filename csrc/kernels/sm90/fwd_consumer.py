@@ -15,6 +15,7 @@ from sm90.common import (
     own_steps,
     quad_sum_asm,
     rematerialized_zero,
+    wait,
     warp_arrive,
 )
 from sm90.dropout import keep_pairs, row_keep_bits, row_numbers, stream_of_head
@@ -25,6 +26,7 @@ from sm90.pipeline import (
     ping_pong_pass,
     ping_pong_wait,
     previous_stage,
+    ranges_of_rows,
     receive_tile,
     skip_blocks,
 )
@@ -34,7 +36,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -153,11 +154,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
     half: gl.constexpr = half_name(dtype)
     GROWTH: gl.constexpr = 0 if config.ROW_MAX or config.BIAS else 8
     LOWEST: gl.constexpr = LEAST if config.BIAS else -3e38
+    LOOPS: gl.constexpr = 1 if config.SCHEDULER else 2
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     FIRST_O: gl.constexpr = W * (
         config.SLOTS * config.QK_CHUNK // V_CHUNK if config.OUT_IN_QUERY else V_CHUNKS
     )
-    if W == 0 and config.TURNS > 1:
+    if W == 0 and config.WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     stage = 0
@@ -183,12 +185,11 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stream = stream_of_head(args.dropout, tile.b, scalars.heads, head)
         q = q_stage(W, slot, config)
         phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
+        ranges = None
         if config.EARLY:
-            in_bounds = rows < q_len
-            lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
-            hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+            ranges = ranges_of_rows(rows, mask, q_len)
         else:
-            mbarrier.wait(shared.q_full.index(q), phase_of_rows)
+            wait(shared.q_full.index(q), phase_of_rows, config.TOGETHER)
 
         if BLOCK_LISTS:
             first = 0
@@ -209,16 +210,14 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             stage, phase = skip_blocks(first, W, shared, stage, phase, config)
         # the first step has no second product: there is no previous P
         if config.EARLY:
-            mbarrier.wait(shared.q_full.index(q), phase_of_rows)
-        mbarrier.wait(shared.k_full.index(stage), phase)
-        ping_pong_wait(W, config.TURNS)
+            wait(shared.q_full.index(q), phase_of_rows, config.TOGETHER)
+        wait(shared.k_full.index(stage), phase, config.TOGETHER)
+        ping_pong_wait(W, config.WARP_GROUPS)
         s = scores(shared.q_s, shared.k_s, q, stage, zero, config)
-        ping_pong_pass(W, config.TURNS)
+        ping_pong_pass(W, config.WARP_GROUPS)
         if config.DROPOUT:
             keep = row_keep_bits(numbers, stream, kv_range.nth(first, BLOCK_N), args, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if config.EARLY:
-            has_keys = hi > lo
         if config.BIAS:
             s = add_bias_tile(s, shared.bias_s, W, stage, args.first_scale, config)
         warp_arrive(shared.k_empty.index(stage))
@@ -230,29 +229,30 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
             s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
         if config.BRANCH:  # in calls of few steps, this one is often full
             if first < partial:
-                s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+                s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config, ranges)
         else:
-            s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+            s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config, ranges)
         m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
         if config.DROPOUT:
             p = keep_pairs(p, keep)
         stage, phase = next_stage(stage, phase, config.STAGES)
-        for part in gl.static_range(2):  # partial steps, then full steps
+        # partial steps, then full steps; or all in one loop, which is shorter code
+        for part in gl.static_range(LOOPS):
             begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
-            stop = last if part == 0 else steps
+            stop = last if part + 1 < LOOPS else steps
             for i in range(begin, stop):
                 old, old_phase = previous_stage(stage, phase, config.STAGES)
                 if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
-                mbarrier.wait(shared.k_full.index(stage), phase)
-                ping_pong_wait(W, config.TURNS)
+                wait(shared.k_full.index(stage), phase, config.TOGETHER)
+                ping_pong_wait(W, config.WARP_GROUPS)
                 w = q + rematerialized_zero(i, config.REMATERIALIZE)
                 s_token = scores(shared.q_s, shared.k_s, w, stage, zero, config)
-                mbarrier.wait(shared.v_full.index(old), old_phase)
+                wait(shared.v_full.index(old), old_phase, config.TOGETHER)
                 acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
-                ping_pong_pass(W, config.TURNS)
+                ping_pong_pass(W, config.WARP_GROUPS)
                 if config.DROPOUT:
                     keep = row_keep_bits(numbers, stream, kv_range.nth(i, BLOCK_N), args, BLOCK_N)
                 s = warpgroup_mma_wait(V_CHUNKS, deps=(s_token,))
@@ -261,12 +261,20 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
                 warp_arrive(shared.k_empty.index(stage))
                 if config.SOFT_CAP:
                     s = tanh_of_scores(s, args.first_scale, BLOCK_N)
-                if not BLOCK_LISTS and (config.ALIBI or part == 0):
+                if not BLOCK_LISTS and LOOPS == 2 and (config.ALIBI or part == 0):
                     at = kv_range.nth(i, BLOCK_N)
                 if config.ALIBI:
                     s = add_alibi(s, rows, at, args.first_scale, slope2, BLOCK_N)
-                if part == 0:
-                    s = apply_mask(s, rows, at, mask, tile.checked, scalars, head_mask, config)
+                if LOOPS == 1:
+                    if i < last:
+                        at = kv_range.nth(i, BLOCK_N)
+                        s = apply_mask(
+                            s, rows, at, mask, tile.checked, scalars, head_mask, config, ranges
+                        )
+                elif part == 0:
+                    s = apply_mask(
+                        s, rows, at, mask, tile.checked, scalars, head_mask, config, ranges
+                    )
                 p, m, l, alpha = softmax(s, m, l, args.scale2, BLOCK_N, half, GROWTH, config.BIAS)
                 if config.DROPOUT:
                     p = keep_pairs(p, keep)
@@ -277,14 +285,12 @@ def consume(W: gl.constexpr, args, config: gl.constexpr):
         if not config.OUT_IN_QUERY:
             warp_arrive(shared.q_empty.index(q))
         old, old_phase = previous_stage(stage, phase, config.STAGES)
-        mbarrier.wait(shared.v_full.index(old), old_phase)
+        wait(shared.v_full.index(old), old_phase, config.TOGETHER)
         acc_tokens = add_products(p, shared.v_s, old, acc, BLOCK_N, dtype)
         l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
-        if not config.EARLY:
-            in_bounds = rows < q_len
-            lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
-            hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
-            has_keys = hi > lo
+        in_bounds = rows < q_len
+        lo, hi = ranges_of_rows(rows, mask, q_len) if ranges is None else ranges
+        has_keys = hi > lo
         sink = sink_of(args.sinks, args.sink_batch, tile.b, scalars.heads, head)
         attended = (l != 0.0) & has_keys  # true for a NaN, which must reach the result
         l = add_sink(l, m, sink, config.BIAS)

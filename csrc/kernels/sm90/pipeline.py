@@ -81,11 +81,23 @@ def mask_of_batch_row(mask, mask_b, scalars):
 
 
 @gluon.jit
-def pair_bits(rows, start, mask, checked, scalars, N: gl.constexpr):
-    """Bits as in common.range_bits_asm: which of the N keys from `start` on the rows attend to."""
-    in_bounds = rows < scalars.q_len
+def ranges_of_rows(rows, mask, q_len):
+    """The first key of each row's range, and the key after the last."""
+    in_bounds = rows < q_len
     lo = gl.load(mask.kv_start + rows, mask=in_bounds, other=0)
     hi = gl.load(mask.kv_end + rows, mask=in_bounds, other=0)
+    return lo, hi
+
+
+@gluon.jit
+def pair_bits(rows, start, mask, checked, scalars, N: gl.constexpr, ranges=None):
+    """Bits as in common.range_bits_asm: which of the N keys from `start` on the rows attend to.
+    `ranges`: of the rows, if they have been read."""
+    in_bounds = rows < scalars.q_len
+    if ranges is None:
+        lo, hi = ranges_of_rows(rows, mask, scalars.q_len)
+    else:
+        lo, hi = ranges
     bits = gl.inline_asm(
         range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
     )
@@ -105,25 +117,27 @@ def pair_bits(rows, start, mask, checked, scalars, N: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(s, rows, start, mask, checked, scalars, head_mask, config: gl.constexpr):
+def apply_mask(
+    s, rows, start, mask, checked, scalars, head_mask, config: gl.constexpr, ranges=None
+):
     """Sets the scores of masked pairs to -inf."""
-    bits = pair_bits(rows, start, mask, checked, scalars, config.BLOCK_N)
+    bits = pair_bits(rows, start, mask, checked, scalars, config.BLOCK_N, ranges)
     if config.BLOCK_LISTS:
         bits = bits & bits_of_keys(head_mask, rows, start, scalars.q_len)
     return select_bits(s, bits, float("-inf"))
 
 
 @gluon.jit
-def ping_pong_wait(W: gl.constexpr, TURNS: gl.constexpr):
-    """TURNS: how many warp groups take turns; 1: none."""
-    if TURNS > 1:
+def ping_pong_wait(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
+    """A single warp group takes no turns."""
+    if WARP_GROUPS > 1:
         gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
 
 
 @gluon.jit
-def ping_pong_pass(W: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS > 1:
-        gl.inline_asm(named_barrier("arrive", (W + 1) % TURNS, 256), "", (), ())
+def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
+    if WARP_GROUPS > 1:
+        gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
 
 
 @gluon.jit
@@ -144,8 +158,8 @@ def skip_blocks(count, W: gl.constexpr, shared, stage, phase, config: gl.constex
     """Skips `count` steps: this warp group only takes its turns and releases the tiles."""
     for _i in range(0, count):
         mbarrier.wait(shared.k_full.index(stage), phase)
-        ping_pong_wait(W, config.TURNS)
-        ping_pong_pass(W, config.TURNS)
+        ping_pong_wait(W, config.WARP_GROUPS)
+        ping_pong_pass(W, config.WARP_GROUPS)
         warp_arrive(shared.k_empty.index(stage))
         v_stage, v_phase = stage_of_values(stage, phase, config)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)

@@ -143,6 +143,9 @@ def produce(args, config: gl.constexpr):
         plane = 0
         if config.BIAS_BYTES:
             plane = plane_of_bias(args.bias_axes, b, head, scalars.heads)
+        phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
+        if config.ROWS_FIRST:
+            load_rows(args, b, row, head, slot, phase_of_rows, config)
         start, end, full_lo, full_hi, checked = key_range(
             args.q_blocks, mask_b, row, scalars.q_len, ROWS
         )
@@ -161,8 +164,8 @@ def produce(args, config: gl.constexpr):
             shared.work_s.index(slot), RowTile(row, head * V_PARTS + v_part, b, kv_range, checked)
         )
         mbarrier.arrive(shared.work_full.index(slot))
-        phase_of_rows = q_phase if config.Q_STAGES == 1 else slot_phase
-        load_rows(args, b, row, head, slot, phase_of_rows, config)
+        if not config.ROWS_FIRST:
+            load_rows(args, b, row, head, slot, phase_of_rows, config)
         for i in range(0, steps):
             if config.BLOCK_LISTS:  # the list is read one step ahead
                 at = block * BLOCK_N

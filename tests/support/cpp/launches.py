@@ -11,6 +11,7 @@ from cpp.machine import DRIVER, signature
 from kernel_sets import MULTIPROCESSORS, grid_of
 
 SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select_attention.cc
+COUNTED_KEYS = 512  # kCountedKeys
 MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 OF_ROWS = ("query", "out", "dout", "dq")  # arrays with the heads of the query
 
@@ -156,7 +157,7 @@ def attention_values(machine, call, kernels):
         if name in arrays and arrays[name].shape == (0,):
             values[name] = 0
     few = f["kv_len"] <= SHORT_KEYS or 0 < f.get("row_keys", 0) <= SHORT_KEYS
-    if "counter" in arrays and few:
+    if "counter" in arrays and few and (f["qk_dim"] <= 64 or f["kv_len"] > COUNTED_KEYS):
         values["counter"] = 0
     return values | {"q_order_192": 0, "choice": 0}, arrays, f
 

@@ -95,6 +95,8 @@ def inline_asm(
     if isinstance(asm, Assembly):
         shape = (result_types.shape,) if asm == "load_asm" else ()
         return ASSEMBLY[asm](*asm.arguments, *args, *shape)
+    if "mbarrier.try_wait" in asm:
+        return threads.wait(*args)
     if asm.startswith("mbarrier.arrive"):
         return args[0].arrive(32 * current.warps)
     if "mbarrier.arrive" in asm:  # by one lane of every warp, or by one thread
