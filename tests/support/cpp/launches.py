@@ -126,7 +126,10 @@ def attention_values(machine, call, kernels):
     """Argument -> value for all kernels of a call of attention, its arrays, and the fields."""
     f, arrays = fields(call), call.arrays()
     sums_dq = any(k.startswith(("backward_sm90", "backward_sm80")) for k in kernels)
-    copies_dq = "backward_sm90" in kernels and f["kv_len"] <= 128  # one tile of keys
+    # one program has all keys of a head
+    copies_dq = "backward_sm90_pairs" in kernels or (
+        "backward_sm90" in kernels and f["kv_len"] <= 128
+    )
     values = f | {"clear_dq": 2 if copies_dq else int(sums_dq)}
     arrays["delta"] = arrays.get("workspace")
     if kernels[0].startswith("backward_preprocess"):
