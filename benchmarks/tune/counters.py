@@ -4,11 +4,13 @@
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 Cases are those of lib/cases.py and, for packax and cuDNN, of lib/model_cases.py. For every
-implementation and case, one process runs both passes under `ncu`. Its full output for all attention
-kernels goes into counters_WHO_CASE.csv in --out (default: $OUT, else benchmarks/results). The table
-shows cycles, the utilization of pipes and issue slots, and stall reasons. The tool changes times:
-use fractions, not milliseconds. FA4 runs if its archive (pack.sh fa4) exists. Results are not
-checked here: attention.py and models.py check the same calls.
+implementation and case, one process runs both passes under `ncu`. Its report of all attention
+kernels goes into counters_WHO_CASE.ncu-rep in --out (default: $OUT, else benchmarks/results). The
+table shows cycles, the utilization of pipes and issue slots, stall reasons, and the instructions
+that a kernel executes: those that do not fit in the instruction cache are waited for (no_inst). The
+samples of all warps count, also of idle ones, which wait at a barrier. The tool changes times: use
+fractions, not milliseconds. FA4 runs if its archive (pack.sh fa4) exists. Results are not checked
+here: attention.py and models.py check the same calls.
 """
 
 from __future__ import annotations
@@ -35,26 +37,61 @@ KERNELS = "sm90|backward_preprocess|backward_postprocess|cudnn|sdpa|cutlass|flas
 SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
     *("InstructionStats", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats"),
+    "SourceCounters",
 )
 SHOWN = (
     *("Duration", "Elapsed Cycles", "SM Busy", "Issue Slots Busy", "Executed Ipc Active"),
     *("Mem Busy", "Mem Pipes Busy", "L1/TEX Hit Rate", "L2 Hit Rate", "DRAM Throughput"),
     *("Executed Instructions", "Warp Cycles Per Issued Instruction", "Registers Per Thread"),
+    "Executed Instructions (different)",
 )
-RANKED = ("stall", "pipe")  # of the metrics with these words, the largest FEW are shown
+RANKED = ("stall ", "stall_", "pipe")  # of the metrics with these words, the largest FEW are shown
 FEW = 7
+BYTES = 16  # of an instruction
 
 Kernel = dict[str, tuple[float, str]]  # metric -> value and unit
 
 
-def command(program: list[str]) -> list[str]:
+def command(program: list[str], report: Path) -> list[str]:
     return [
-        *("ncu", "--csv", "--page", "details", "--print-details", "all", "--apply-rules", "no"),
-        *("--clock-control", "none"),
+        *("ncu", "--export", str(report), "--force-overwrite"),
+        *("--apply-rules", "no", "--clock-control", "none"),
         *("--kernel-name", f"regex:{KERNELS}", "--launch-count", "24"),
         *(word for name in SECTIONS for word in ("--section", name)),
         *program,
     ]
+
+
+def page(report: Path, *options: str) -> list[str]:
+    """A page of a report, as lines of CSV."""
+    words = ["ncu", "--import", str(report), "--csv", "--page", *options]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def instructions_of(lines: Iterable[str]) -> dict[str, Kernel]:
+    """Of the last launch of each kernel: bytes of executed instructions, and what sampled warps
+    waited for, from a page with one row per instruction. A line with its name precedes each
+    kernel's."""
+    kernels: dict[str, list[str]] = {}
+    rows: list[str] = []
+    for line in lines:
+        if line.startswith('"Kernel Name"'):
+            name = next(csv.reader([line]))[1]
+            rows = kernels[name.split("(")[0][:60]] = []
+        elif line.startswith('"'):
+            rows.append(line)
+    return {name: of_instructions(list(csv.DictReader(rows))) for name, rows in kernels.items()}
+
+
+def of_instructions(rows: list[dict[str, str]]) -> Kernel:
+    def total(name: str) -> float:
+        return sum(float((row.get(name) or "0").replace(",", "")) for row in rows)
+
+    samples = max(total("Warp Stall Sampling (All Samples)"), 1)
+    names = [name for name in (rows or [{}])[0] if name.startswith("stall_") and "(" not in name]
+    executed = sum(row.get("Instructions Executed", "0") not in ("0", "") for row in rows)
+    shares = {f"{name} (samples)": (100 * total(name) / samples, "%") for name in names}
+    return {"Executed Instructions (different)": (executed * BYTES / 1e3, "KB")} | shares
 
 
 def kernels_of(lines: Iterable[str]) -> dict[str, Kernel]:
@@ -157,11 +194,14 @@ def main() -> int:
                     site = site or unpacked(arguments.fa4, stack)
                     environment = torch_environment(site)
                 program = [sys.executable, str(Path(__file__)), "--run", who, name]
+                report = arguments.out / f"counters_{who}_{name}.ncu-rep"
+                ncu = command(program, report)
                 done = subprocess.run(
-                    command(program), env=environment, capture_output=True, text=True, check=False
+                    ncu, env=environment, capture_output=True, text=True, check=False
                 )
-                (arguments.out / f"counters_{who}_{name}.csv").write_text(done.stdout)
-                kernels = kernels_of(done.stdout.splitlines())
+                kernels = kernels_of(page(report, "details", "--print-details", "all"))
+                for kernel, metrics in instructions_of(page(report, "source")).items():
+                    kernels.setdefault(kernel, {}).update(metrics)
                 print(f"== {who}, {name}\n{table(kernels)}", flush=True)
                 if done.returncode or not kernels:
                     failed.append(f"{who} {name}")

@@ -44,6 +44,23 @@ def test_every_length_to_300(lengths):
         assert not (wrong := call.wrong(Program(call)(a), a)), (length, wrong)
 
 
+@pytest.mark.parametrize(
+    "mask,dims,lengths",
+    [
+        ("interval=causal,selector=packed", "80x80", "256x256"),
+        ("interval=full,selector=kv ids", "72x72", "300x130"),
+        ("interval=window 50 20,selector=documents", "96x96", "200x200"),
+        ("interval=full,selector=none", "88x88", "64x255"),
+    ],
+)
+def test_two_tiles_of_keys_of_many_heads(mask, dims, lengths):
+    """On Hopper, one program of the backward pass has all keys of a head."""
+    call = of(f"{mask},dims={dims},dtype=bfloat16,heads=128/128,lengths={lengths}")
+    a = call.arrays(1)
+    assert a["key"].shape[0] * a["key"].shape[2] >= 256
+    assert not (wrong := call.wrong(Program(call)(a), a)), wrong
+
+
 # --- Long rows: the results of XLA, and the same bits each time
 
 
