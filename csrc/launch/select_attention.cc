@@ -97,6 +97,8 @@ constexpr Steps<F> Persistent() {
 constexpr int32_t kShortKeys = 1024;
 constexpr int32_t kShortRowKeys = 1024;  // that a row attends to, in a window
 
+// Above head dim 64, calls with so few steps have a counter up to this many keys: their programs,
+// one on a multiprocessor, end at very different times (docs/experiments.md).
 constexpr int32_t kCountedKeys = 512;
 
 bool HasFewSteps(const F& o) {
@@ -105,6 +107,14 @@ bool HasFewSteps(const F& o) {
 }
 
 bool IsShort(const F& o, const Device&) { return o.options() == 0 && HasFewSteps(o); }
+
+// Whether clearing a counter of tiles would take longer than it saves.
+bool TakesTurns(const F& o, const Selected<F>& selected, const Device& device) {
+  const Step<F>& step = selected.row->steps[0];
+  const int64_t programs = int64_t{step.resident} * device.multiprocessors;
+  return step.grid(o, selected.block(0)).x <= programs ||
+         (HasFewSteps(o) && (o.qk_dim <= 64 || o.kv_len > kCountedKeys));
+}
 
 constexpr Steps<F> Short() {
   auto steps = Persistent<ForwardSm90ShortArgs>();
@@ -390,9 +400,7 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Selected<F> selected;
   PACKAX_TRY(Select(o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  // Clearing the counter takes longer than it saves (docs/experiments.md), except between the
-  // shortest tiles if one program runs on a multiprocessor.
-  if (HasFewSteps(o) && (o.qk_dim <= 64 || o.kv_len > kCountedKeys)) o.counter = nullptr;
+  if (TakesTurns(o, selected, *device)) o.counter = nullptr;
   const bool by_length = selected.row->steps[1].list != nullptr;
   std::array<F, 2> each = {o, o};
   for (int i = 0; i <= int{by_length}; ++i) {

@@ -27,6 +27,16 @@ BACKWARD = {
 }  # fmt: skip
 
 
+def forward_programs(kernel):
+    """The most programs of a forward kernel for Hopper."""
+    return MULTIPROCESSORS * (3 if kernel.endswith("short") else 1)
+
+
+def forward_tiles(f, block):
+    """Its tiles, of `block` rows."""
+    return f["heads"] * ceil(f["q_len"] / block) * f["batch"] * ceil(f["v_dim"] / 256)
+
+
 def grid_of(kernel, f, block):
     """The grid of a kernel with such a block, for a call with these fields."""
 
@@ -39,9 +49,7 @@ def grid_of(kernel, f, block):
         keys["blocks_order"] = ceil(max(f["q_len"], f["kv_len"]) / 128)
         return [ceil((rows | keys).get(kernel, f["kv_len"]) / block), f["batch"]]
     if kernel.startswith("forward_sm90"):
-        parts = ceil(f["v_dim"] / 256)
-        most = MULTIPROCESSORS * (3 if kernel.endswith("short") else 1)
-        return [min(most, f["heads"] * tiles("q_len", block) * parts)]
+        return [min(forward_programs(kernel), forward_tiles(f, block))]
     if "process" in kernel:
         return [f["heads"] * f["batch"] * 64 * ceil(f["q_len"] / 64) // block]
     if "delta" in kernel:

@@ -8,7 +8,7 @@ import numpy as np
 from aot_modules import ALL
 from cpp.call_frame import EXECUTE, INITIALIZE, Array
 from cpp.machine import DRIVER, signature
-from kernel_sets import MULTIPROCESSORS, grid_of
+from kernel_sets import MULTIPROCESSORS, forward_programs, forward_tiles, grid_of
 
 SHORT_KEYS = 1024  # kShortKeys, kShortRowKeys in csrc/launch/select_attention.cc
 COUNTED_KEYS = 512  # kCountedKeys
@@ -160,7 +160,11 @@ def attention_values(machine, call, kernels):
         if name in arrays and arrays[name].shape == (0,):
             values[name] = 0
     few = f["kv_len"] <= SHORT_KEYS or 0 < f.get("row_keys", 0) <= SHORT_KEYS
-    if "counter" in arrays and few and (f["qk_dim"] <= 64 or f["kv_len"] > COUNTED_KEYS):
+    turns = few and (f["qk_dim"] <= 64 or f["kv_len"] > COUNTED_KEYS)
+    if kernels[0].startswith("forward_sm90"):  # a tile for each program
+        tiles = forward_tiles(f, machine.row(kernels[0])["block"])
+        turns |= tiles <= forward_programs(kernels[0])
+    if "counter" in arrays and turns:
         values["counter"] = 0
     return values | {"q_order_192": 0, "choice": 0}, arrays, f
 
