@@ -25,7 +25,7 @@ def named_barrier(kind, i, threads):
 @gluon.jit
 def wait(barrier, phase, TOGETHER: gl.constexpr = False):
     """Waits for the end of the barrier's phase. mbarrier.wait also synchronises the warp group if
-    it follows another wait on the same ring, which is slower unless TOGETHER."""
+    it follows another wait on the same ring, as with TOGETHER."""
     if TOGETHER:
         mbarrier.wait(barrier, phase)
     else:

@@ -83,6 +83,10 @@ def forward_sm90(
     CHUNKS: gl.constexpr = count(QK_DIM, QK_CHUNK)
     SLOTS: gl.constexpr = query_slots(CHUNKS) if OUT_IN_QUERY else CHUNKS
     V_CHUNKS: gl.constexpr = count(V_DIM // V_PARTS, V_CHUNK)
+    PLAIN: gl.constexpr = (
+        soft_cap is None and slopes is None and bias is None and block_mask is None
+        and row_max is None and dropout_streams is None
+    )  # fmt: skip
     config: gl.constexpr = constants(
         # of tiles in shared memory, then of products
         QK_DIM=CHUNKS * QK_CHUNK, V_DIM=V_CHUNKS * V_CHUNK * V_PARTS,
@@ -91,7 +95,9 @@ def forward_sm90(
         WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, V_STAGES=STAGES, DOUT=False,
         OUT_IN_QUERY=OUT_IN_QUERY, V_PARTS=V_PARTS, REMATERIALIZE=REMATERIALIZE,
         SCHEDULER=SCHEDULER == 1, BRANCH=SCHEDULER == 1 or QK_DIM == 96,
-        NEAR=QK_DIM == 96, TOGETHER=QK_DIM == 96, ROWS_FIRST=QK_DIM == 96,
+        NEAR=QK_DIM == 96, ROWS_FIRST=QK_DIM == 96,
+        # slower at 96, and not timed otherwise
+        TOGETHER=not PLAIN or (QK_DIM != 64 and QK_DIM != 128),
         Q_STAGES=Q_STAGES, EARLY=EARLY == 1,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None, BIAS=bias is not None,
         BIAS_BYTES=bytes_of_bias(bias, query),
