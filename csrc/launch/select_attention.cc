@@ -97,8 +97,8 @@ constexpr Steps<F> Persistent() {
 constexpr int32_t kShortKeys = 1024;
 constexpr int32_t kShortRowKeys = 1024;  // that a row attends to, in a window
 
-// Above head dim 64, calls with so few steps have a counter up to this many keys: their programs,
-// one on a multiprocessor, end at very different times (docs/experiments.md).
+// Above head dim 64, plain calls have a counter again up to this many keys: their programs, one on
+// a multiprocessor, end at very different times (docs/experiments.md).
 constexpr int32_t kCountedKeys = 512;
 
 bool HasFewSteps(const F& o) {
@@ -112,8 +112,8 @@ bool IsShort(const F& o, const Device&) { return o.options() == 0 && HasFewSteps
 bool TakesTurns(const F& o, const Selected<F>& selected, const Device& device) {
   const Step<F>& step = selected.row->steps[0];
   const int64_t programs = int64_t{step.resident} * device.multiprocessors;
-  return step.grid(o, selected.block(0)).x <= programs ||
-         (HasFewSteps(o) && (o.qk_dim <= 64 || o.kv_len > kCountedKeys));
+  const bool counts = o.options() == 0 && o.qk_dim > 64 && o.kv_len <= kCountedKeys;
+  return step.grid(o, selected.block(0)).x <= programs || (HasFewSteps(o) && !counts);
 }
 
 constexpr Steps<F> Short() {

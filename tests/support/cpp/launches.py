@@ -160,7 +160,8 @@ def attention_values(machine, call, kernels):
         if name in arrays and arrays[name].shape == (0,):
             values[name] = 0
     few = f["kv_len"] <= SHORT_KEYS or 0 < f.get("row_keys", 0) <= SHORT_KEYS
-    turns = few and (f["qk_dim"] <= 64 or f["kv_len"] > COUNTED_KEYS)
+    plain = kernels == ["forward_sm90"]
+    turns = few and not (plain and f["qk_dim"] > 64 and f["kv_len"] <= COUNTED_KEYS)
     if kernels[0].startswith("forward_sm90"):  # a tile for each program
         tiles = forward_tiles(f, machine.row(kernels[0])["block"])
         turns |= tiles <= forward_programs(kernels[0])
