@@ -23,7 +23,7 @@ def named_barrier(kind, i, threads):
 
 
 @gluon.jit
-def wait(barrier, phase, TOGETHER: gl.constexpr = False):
+def wait(barrier, phase, TOGETHER: gl.constexpr):
     """Waits for the end of the barrier's phase. mbarrier.wait also synchronises the warp group if
     it follows another wait on the same ring, as with TOGETHER."""
     if TOGETHER:
